@@ -514,6 +514,43 @@ def value_of_the_step_before(strategy):
     strategy.run(trainer.train_step, args=(BATCH[:4],))
 
 
+@told("train_step assigns weights", "later runs", "Return the new weights", "Variable")
+def weights_of_the_function_around(strategy):
+    weights = {"kernel": jnp.zeros(3)}
+
+    def train_step(batch):
+        nonlocal weights
+        weights = jax.tree.map(lambda w: w + batch.mean(), weights)
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("Trainer.train_step assigns self.weights", "later runs", "Return the new self.weights")
+def weights_of_an_object(strategy):
+    class Trainer:
+        def __init__(self):
+            self.weights = [np.zeros(3)]
+
+        def train_step(self, batch):
+            self.weights[0] = self.weights[0] + batch.mean()
+
+    strategy.run(Trainer().train_step, args=(BATCH,))
+
+
+@told("assigns state", "later runs", "Return the new state")
+def weights_in_a_function_that_the_step_calls(strategy):
+    state = {"weights": jnp.zeros(3)}
+
+    def update(gradient):
+        state["weights"] = state["weights"] - gradient
+
+    @dist.function
+    def train_step(batch):
+        strategy.run(lambda: update(batch.mean()))
+
+    train_step(BATCH)
+
+
 # Results
 
 

@@ -366,6 +366,15 @@ def and_with_a_side_effect(x):
 
 
 @numbers
+def an_iterator_of_the_branch(x):
+    sizes = {"a": 2.0, "b": 3.0}
+    if x > 0:
+        items = iter(sizes.values())
+        x = x * next(items) + next(items)
+    return x + next(value for value in sizes.values() if value > 2)
+
+
+@numbers
 def none_until_the_first_value(x):
     best = None
     for factor in range(3):

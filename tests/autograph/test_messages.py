@@ -40,6 +40,23 @@ def dtypes_of_branches(x):
     return y
 
 
+@told(dist.errors.UnsupportedError, "takes the next item of", "once, however often", "index that")
+def an_iterator_that_goes_on_in_a_loop(x):
+    items = iter([1.0, 2.0, 3.0])
+    for _ in jnp.arange(3):
+        x = x + next(items)
+    return x
+
+
+@told(dist.errors.UnsupportedError, "takes the next item of", "once, however often", "index that")
+def a_generator_that_goes_on_in_a_branch(x):
+    items = (item for item in [1.0, 2.0, 3.0])
+    if x > 0:
+        for item in items:
+            x = x + item
+    return x
+
+
 @told(TypeError, "`y` is", "'b' after the other", "only numbers and arrays can differ")
 def objects_of_branches(x):
     if x > 0:

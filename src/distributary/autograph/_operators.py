@@ -22,6 +22,7 @@ from distributary.autograph._loops import Range, for_loop, is_iterated, while_lo
 from distributary.autograph._reached import Reached
 from distributary.autograph._recorded import (
     Recorded,
+    check_advances,
     check_when_run as check_when_run,
     choose,
     is_recording,
@@ -210,7 +211,9 @@ def for_stmt(
         own = guarded if extra_test is not None else None
         reached = Reached(body, *([] if extra_test is None else [extra_test]))
         for_loop(iter_, body, own, get_state, set_state, symbol_names, reached)
-    elif extra_test is None:
+        return
+    check_advances(iter_)
+    if extra_test is None:
         for target in iter_:
             body(target)
     else:
@@ -352,6 +355,11 @@ def with_function_scope(thunk: Callable[[Any], Any], scope_name: str, options: A
         return thunk(scope)
 
 
+def _next(iterator: Any, *default: Any) -> Any:
+    check_advances(iterator)
+    return builtins.next(iterator, *default)
+
+
 def _int(value: Any = 0, *base: Any) -> Any:
     value = plain(value)
     return value.astype(int) if is_traced(value) else builtins.int(value, *base)
@@ -437,6 +445,7 @@ _OVERLOADS: dict[Any, Callable[..., Any]] = {
     builtins.int: _int,
     builtins.max: _extreme(builtins.max, jnp.maximum),
     builtins.min: _extreme(builtins.min, jnp.minimum),
+    builtins.next: _next,
     builtins.print: _print,
     builtins.range: _range,
     builtins.sorted: _sorted,

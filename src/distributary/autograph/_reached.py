@@ -129,6 +129,10 @@ class Reached:
         """Returns whether a value is one of the things."""
         return id(value) in self._seen and isinstance(value, _CONTAINERS)
 
+    def refers_to(self, value: Any) -> bool:
+        """Returns whether the blocks refer to a value."""
+        return id(value) in self._seen
+
     def changes(self) -> dict[int, Contents]:
         """Returns what is in those things that are not as before."""
         found = {}

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.autograph._reached import Contents, Reached
-from distributary.errors import InvalidTypeError, InvalidValueError, shown
+from distributary.autograph._reached import Contents, Reached, is_of_library
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from distributary.tracing import (
     Jaxpr,
     current_scope,
@@ -120,7 +120,7 @@ def is_same(first: Any, second: Any) -> bool:
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.depth = 0  # of blocks that are being recorded
+        self.recording: list[Reached] = []  # what each block can change that is being recorded
         self.raised: Exception | None = None  # by a `raise` of converted code
 
 
@@ -129,7 +129,24 @@ _state = _ThreadState()
 
 def is_recording() -> bool:
     """Returns whether this thread records a block, which may run several times or not at all."""
-    return _state.depth > 0
+    return bool(_state.recording)
+
+
+def check_advances(iterator: Any) -> None:
+    """Checks that an iterator of Python may go on here.
+
+    Raises:
+        UnsupportedError: if a block is being recorded, and the iterator is from outside of it.
+    """
+    kind = type(iterator)
+    if is_of_library(kind.__module__) or not hasattr(kind, "__next__"):
+        return
+    if any(reached.refers_to(iterator) for reached in _state.recording):
+        raise UnsupportedError(
+            f"{script_line()} takes the next item of {shown(iterator)} in a branch or loop that is"
+            " decided when the step runs. Python gives one item, once, however often the step runs."
+            " Take the items before, for example as an array, and index that."
+        )
 
 
 def raised(error: Any) -> Any:
@@ -208,11 +225,11 @@ class Recorded:
             self._picks[:] = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
             return [*self._picks]
 
-        _state.depth += 1
+        _state.recording.append(reached)
         try:
             self._closed = jax.make_jaxpr(flat)(*avals)
         finally:
-            _state.depth -= 1
+            _state.recording.pop()
 
     def avals(self) -> dict[int, Any]:
         """Returns shapes and dtypes of the arrays among the values, by identity."""

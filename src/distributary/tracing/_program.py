@@ -66,6 +66,7 @@ from distributary.tracing._markers import (
 from distributary.tracing._meshes import without_meshes
 from distributary.tracing._mistakes import Subject, explained
 from distributary.tracing._numbering import Numbering
+from distributary.tracing._outer_names import OuterNames
 from distributary.tracing._scope import (
     Known,
     ScopeKind,
@@ -158,6 +159,7 @@ def trace(
     num_replicas = dict(axis_env).get(REPLICA_AXIS, 1)
     outer = current_scope()
     converts = bool(subject.autograph or (outer is not None and outer.converts))
+    names_outside = OuterNames(subject.function)
 
     for _ in range(_MAX_TRACES):
         # A cached jaxpr of a nested jit must not be used in another trace: it would hide its
@@ -192,6 +194,7 @@ def trace(
             for record in scope.asked
             for handle in reads.get(record.number, ())
         )
+        names_outside.check(str(subject))
         if found == used and not missed and not (scope.created and known.may_create):
             if outer is not None:
                 outer.checks += scope.checks

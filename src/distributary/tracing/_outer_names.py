@@ -1,0 +1,82 @@
+"""Finds names outside of a step that the step has given traced values.
+
+    def step(batch):
+        global params
+        params = update(params, batch)     # runs while the step is traced, and never again
+
+The compiled step would start from the first parameters each time, and raise no error until somebody
+reads `params`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from distributary.errors import TracedValueError
+
+
+@final
+class OuterNames:
+    """The names outside of a function that hold arrays before it is traced.
+
+    Args:
+        function: The function. Names outside of it that it uses count, their attributes, and those
+            that functions of the same file use that it calls.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._before = {
+            name: leaves
+            for name, leaves in _names(function)
+            if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
+        }
+
+    def check(self, step: str) -> None:
+        """Checks that none of the names holds a traced value that it did not hold before.
+
+        Raises:
+            TracedValueError: naming `step` and the name.
+        """
+        if not self._before:
+            return
+        for name, leaves in _names(self._function):
+            known = set(map(id, self._before.get(name, leaves)))
+            if any(isinstance(x, jax.core.Tracer) and id(x) not in known for x in leaves):
+                raise TracedValueError(
+                    f"{step} assigns {name}, which is outside of it. The step is compiled, so later"
+                    f" runs would start from the first value again. Return the new {name} from"
+                    " the step, or keep it in a distributary.Variable."
+                )
+
+
+def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, list[Any]]]:
+    """Yields the names outside of a function and the leaves of what they hold."""
+    seen = set() if seen is None else seen
+    function = inspect.unwrap(function)
+    if not hasattr(function, "__code__"):  # an object that can be called
+        function = getattr(function, "__call__", None)  # noqa: B004
+    code = getattr(function, "__code__", None)
+    if code is None or id(code) in seen:
+        return
+    seen.add(id(code))
+    outer = dict(inspect.getclosurevars(getattr(function, "__func__", function)).nonlocals)
+    known = function.__globals__
+    outer |= {name: known[name] for name in code.co_names if name in known}
+    if inspect.ismethod(function):
+        outer[(*code.co_varnames, "self")[0]] = function.__self__
+    for name, value in outer.items():
+        yield name, _leaves(value)
+        if inspect.isfunction(value) and value.__code__.co_filename == code.co_filename:
+            yield from _names(value, seen)
+        elif not inspect.isclass(value) and not inspect.ismodule(value):
+            held = getattr(value, "__dict__", {})
+            yield from [(f"{name}.{k}", _leaves(held[k])) for k in code.co_names if k in held]
+
+
+def _leaves(value: Any) -> list[Any]:
+    is_array = isinstance(value, (jax.Array, np.ndarray))
+    return jax.tree.leaves(value) if is_array or isinstance(value, (list, tuple, dict)) else []
