@@ -59,6 +59,11 @@ WORKER_BARS_OF_OTHERS = {
     WIDE: {"torch": 1 / 3},
 }
 
+FLOW_BAR = 1.05
+FLOWS = (
+    *("for over rows", "for over a range", "while", "if in a loop", "append in a loop"),
+    *("gradient of for", "gradient of append"),
+)
 HOST_BAR_MICROSECONDS = 60.0
 IMPORT_BAR = 1.1
 SAVE_BAR_SECONDS = 0.3
@@ -413,6 +418,13 @@ def _input(
     return Case(what, str(replicas), peers, pairs, "ms", section)
 
 
+def _control_flow(settings: Settings) -> Iterator[Case]:
+    for flow in FLOWS:
+        process = Process("control_flow", ("handwritten", "distributary"), {"flow": flow})
+        pairs = [pair("distributary", "handwritten", FLOW_BAR)]
+        yield Case(f"AutoGraph, {flow}", "1", served(process), pairs, "ms", must_fall=False)
+
+
 def _import_time(settings: Settings) -> Iterator[Case]:
     process = Process("import_time", ("jax", "distributary"))
     yield Case(
@@ -458,6 +470,7 @@ class Benchmark:
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
+    "control_flow": Benchmark(_control_flow, (15, 3)),
     "import_time": Benchmark(_import_time, (15, 3)),
     "host_overhead": Benchmark(_host_overhead, (20, 4)),
     "step_time": Benchmark(_step_time, (15, 3)),
