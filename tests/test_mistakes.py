@@ -1,6 +1,8 @@
 """Mistakes that people make in their first hour, and what they are told."""
 
 import re
+import subprocess
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -964,20 +966,33 @@ def test_all_frames_stay_if_jax_shows_its_own(strategy):
     assert any("/distributary/" in file for file in files)
 
 
-def test_a_model_outside_of_the_scope_is_told_so_once():
-    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
-    models = [keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]) for _ in range(2)]
-    for model in models:
-        model.compile("sgd", "mse")
+_OUTSIDE = """
+import warnings, keras, numpy as np
+import distributary as dist
 
-    with pytest.warns(dist.errors.DistributaryWarning, match="fit runs on one device") as caught:
-        histories = [model.fit(BATCH, BATCH[:, :1], verbose=0) for model in models]
+dist.config.set_logical_cpu_devices(2)
+strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+for warning in caught:
+    print(warning.filename, warning.message)
+"""
 
-    (warning,) = caught
-    _check_short(str(warning.message))
-    assert "with strategy.scope():" in str(warning.message)
-    assert warning.filename == __file__
-    assert len(histories) == strategy.num_replicas_in_sync
+
+def test_a_model_outside_of_the_scope_is_told_so_once(tmp_path):
+    script = tmp_path / "outside.py"
+    script.write_text(_OUTSIDE)
+
+    printed = subprocess.check_output([sys.executable, script], text=True)
+
+    (line,) = printed.splitlines()
+    assert line.startswith(f"{script} sequential.fit runs on one device")
+    assert "with strategy.scope():" in line
+    _check_short(line.removeprefix(str(script)))
 
 
 def test_a_second_model_on_one_device_is_no_mistake(strategy):

@@ -18,6 +18,7 @@ from distributary.context._stack import (
     register_default_mode,
     register_scope_listener,
     require_cross_replica,
+    tell_of_strategy,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "register_default_mode",
     "register_scope_listener",
     "require_cross_replica",
+    "tell_of_strategy",
 ]

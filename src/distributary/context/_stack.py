@@ -171,7 +171,10 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
 
 
 class ScopeListener(Protocol):
-    """An object that is told when scopes are entered and left."""
+    """An object that is told when strategies are made, and scopes are entered and left."""
+
+    def made(self) -> None:
+        """Runs when a strategy is made."""
 
     def entered(self, strategy: "Strategy") -> bool:
         """Runs when a scope is entered; `left` receives its result."""
@@ -186,6 +189,13 @@ _listeners: list[ScopeListener] = []
 def register_scope_listener(listener: ScopeListener) -> None:
     """Adds a listener; a package that brings other libraries into scopes calls this once."""
     _listeners.append(listener)
+
+
+def tell_of_strategy() -> None:
+    """Tells the listeners that a strategy is made."""
+    import_what_registers()
+    for listener in _listeners:
+        listener.made()
 
 
 class _Entered(threading.local):

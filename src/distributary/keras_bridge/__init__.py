@@ -1,7 +1,7 @@
 """Support for Keras 3 models and variables in strategies.
 
-This package imports nothing from Keras before the user does. `connect` runs when a strategy's scope
-is entered, and installs the hooks (see `_hooks`) as soon as Keras is imported.
+This package imports nothing from Keras before the user does. `connect` runs when a strategy is made
+and when its scope is entered, and installs the hooks (see `_hooks`) as soon as Keras is imported.
 """
 
 import importlib
@@ -156,6 +156,9 @@ def _waits(value: Any) -> bool:
 class _ScopeListener:
     """A listener that notices when Keras is imported while a scope is open."""
 
+    def made(self) -> None:
+        connect()  # so that a model outside of its scope is noticed
+
     def entered(self, strategy: Any) -> bool:
         return connect()
 
@@ -173,6 +176,9 @@ class _ScopeListener:
 
 class _Quiet:
     """A listener that turns Keras' messages off in scopes of workers other than the first."""
+
+    def made(self) -> None:
+        return None
 
     def entered(self, strategy: Any) -> bool:
         keras = sys.modules.get("keras")

@@ -32,6 +32,7 @@ from distributary.context import (
     entered,
     in_default_context,
     require_cross_replica,
+    tell_of_strategy,
 )
 from distributary.engine import RUN, UPDATE, Engine, Placement
 from distributary.errors import (
@@ -161,6 +162,8 @@ class StrategyExtended:
         self.engine = Engine(strategy, placement)
         self.combine = CrossReplica(strategy, placement, self.cross_device_ops, self.options)
         _alive.add(strategy)
+        if not self.is_default:
+            tell_of_strategy()
         if os.environ.get("DISTRIBUTARY_STATUS_FD") and not self.is_default:
             from distributary.launch import report_progress
 

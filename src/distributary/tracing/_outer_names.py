@@ -30,13 +30,13 @@ class OuterNames:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._before = {
-            name: leaves
+            name: [leaf for leaf in leaves if _is_known(leaf)]
             for name, leaves in _names(function)
-            if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
+            if any(map(_is_known, leaves))
         }
 
     def check(self, step: str) -> None:
-        """Checks that none of the names holds a traced value that it did not hold before.
+        """Checks that no name holds a traced value in the place of an array.
 
         Raises:
             TracedValueError: naming `step` and the name.
@@ -44,13 +44,19 @@ class OuterNames:
         if not self._before:
             return
         for name, leaves in _names(self._function):
-            known = set(map(id, self._before.get(name, leaves)))
-            if any(isinstance(x, jax.core.Tracer) and id(x) not in known for x in leaves):
+            held = set(map(id, leaves))
+            is_replaced = any(id(array) not in held for array in self._before.get(name, ()))
+            if is_replaced and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
                 raise TracedValueError(
                     f"{step} assigns {name}, which is outside of it. The step is compiled, so later"
                     f" runs would start from the first value again. Return the new {name} from"
                     " the step, or keep it in a distributary.Variable."
                 )
+
+
+def _is_known(leaf: Any) -> bool:
+    is_array = isinstance(leaf, (jax.Array, np.ndarray))
+    return is_array and not isinstance(leaf, jax.core.Tracer)
 
 
 def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, list[Any]]]:
