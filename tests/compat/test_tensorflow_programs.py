@@ -10,27 +10,43 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from distributary.launch._worker import free_addresses
 from tests.compat.programs.run_tensorflow import FOLDER, RECORDED, programs
 
+# These print the same on all workers, with MultiWorkerMirroredStrategy as their strategy.
+ON_WORKERS = (
+    "contrastive",
+    "guide_fit",
+    "keras_fit",
+    "multi_worker_loop",
+    "own_optimizer",
+    "own_train_step",
+)
 _SECONDS = 600  # for all programs together; about 60 on an idle core
 _RUN_ALL = """
-import contextlib, io, json, os, runpy, sys, tempfile, traceback
+import contextlib, io, json, os, runpy, sys, traceback
 
 results = {}
 for path in sys.argv[1:]:
     out = io.StringIO()
-    os.chdir(tempfile.mkdtemp(dir=os.environ["SHARED_FOLDER"]))
+    folder = os.path.join(os.environ["PROGRAMS"], os.path.basename(path).removesuffix(".py"))
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    os.environ["SHARED_FOLDER"] = folder
     try:
         with contextlib.redirect_stdout(out):
             runpy.run_path(path, run_name="__main__")
         results[path] = out.getvalue()
     except BaseException:
         results[path] = out.getvalue() + traceback.format_exc()
-json.dump(results, sys.stdout)
+with open(os.environ["RESULTS"], "w") as file:  # libraries write to stdout, too
+    json.dump(results, file)
 """
 _NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
@@ -41,7 +57,7 @@ def test_programs_print_what_they_print_with_tensorflow(num_devices, tmp_path):
     names = [name for name in programs() if num_devices == 1 or "parameter_servers" not in name]
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
 
-    printed = _printed(names, num_devices, tmp_path)
+    printed = _Started(names, num_devices, tmp_path).printed()
 
     different = {}
     for name in names:
@@ -52,26 +68,72 @@ def test_programs_print_what_they_print_with_tensorflow(num_devices, tmp_path):
     assert not different, "\n\n".join(f"{name}: {text}" for name, text in different.items())
 
 
-def _printed(names: list[str], num_devices: int, folder: Path) -> dict[str, str]:
-    """Returns what programs print, which run one after the other in one process."""
-    environ = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "PJRT_NPROC")}
-    environ |= {
-        "JAX_NUM_CPU_DEVICES": str(num_devices),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "SHARED_FOLDER": str(folder),
-    }
-    paths = [str(FOLDER / f"{name}.py") for name in names]
-    process = subprocess.run(
-        [sys.executable, "-c", _RUN_ALL, *paths],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-    )
-    assert process.returncode == 0, process.stderr
-    found = json.loads(process.stdout)
-    return {name: found[path] for name, path in zip(names, paths, strict=True)}
+def test_programs_on_two_workers_print_what_they_print_with_tensorflow(tmp_path):
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for name in ON_WORKERS:
+        text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+        text = text.replace("distribute.MirroredStrategy", "distribute.MultiWorkerMirroredStrategy")
+        (sources / f"{name}.py").write_text(text, encoding="utf-8")
+    addresses = free_addresses("127.0.0.1", 2)
+    configs = [
+        {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        for index in range(2)
+    ]
+
+    workers = [_Started(ON_WORKERS, 1, tmp_path, sources, config) for config in configs]
+    different = {}
+    for index, printed in enumerate([worker.printed() for worker in workers]):
+        for name in ON_WORKERS:
+            # TensorFlow's own workers run one of them; a global batch gives the same numbers.
+            expected = recorded[name].get("workers") or recorded[name]["2"]
+            if difference := _difference(printed[name].splitlines(), expected):
+                different[f"{name} on worker {index}"] = f"{difference}\n{printed[name]}"
+    assert not different, "\n\n".join(f"{name}: {text}" for name, text in different.items())
+
+
+class _Started:
+    """A process that runs programs one after the other."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        num_devices: int,
+        folder: Path,
+        sources: Path = FOLDER,
+        tf_config: dict[str, Any] | None = None,
+    ) -> None:
+        task = tf_config["task"]["index"] if tf_config else 0
+        self._results = folder / f"printed-{task}.json"
+        environ = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "PJRT_NPROC")}
+        environ |= {
+            "JAX_NUM_CPU_DEVICES": str(num_devices),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PROGRAMS": str(folder),
+            "RESULTS": str(self._results),
+        }
+        if tf_config:
+            environ["TF_CONFIG"] = json.dumps(tf_config)
+        self._paths = {name: str(sources / f"{name}.py") for name in names}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _RUN_ALL, *self._paths.values()],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def printed(self) -> dict[str, str]:
+        """Returns what each program prints."""
+        try:
+            _, err = self._process.communicate(timeout=_SECONDS)
+        finally:
+            self._process.kill()
+        assert self._process.returncode == 0, err
+        found = json.loads(self._results.read_text(encoding="utf-8"))
+        return {name: found[path] for name, path in self._paths.items()}
 
 
 def _difference(printed: list[str], recorded: list[str]) -> str | None:

@@ -62,7 +62,8 @@ def main() -> None:
     """Records the programs that are named, or all."""
     recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
     for name in sys.argv[1:] or programs():
-        recorded[name] = {str(count): _output(name, count) for count in (1, 2)}
+        # "workers" is from two processes, which were started by hand with TF_CONFIG.
+        recorded.setdefault(name, {}).update({str(n): _output(name, n) for n in (1, 2)})
         print(name, flush=True)
         RECORDED.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
 
