@@ -281,6 +281,26 @@ def test_own_train_test_and_predict_steps_equal_one_device(strategy_of):
             np.testing.assert_allclose(got[name], expected[name], **small.CLOSE)
 
 
+def test_an_output_without_rows_of_the_batch_is_warned_of(strategy_of):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x), self.dense.kernel[None]
+
+    with strategy_of(2).scope():
+        model = Model()
+        model.compile()
+
+    with pytest.warns(DistributaryWarning, match=r"1 rows for the 3 rows of a replica"):
+        rows, kernels = model.predict(small.data(6)[0], verbose=0)
+
+    assert len(rows) == 6
+    assert len(kernels) == 2  # one of each replica
+
+
 class _GuideSteps(_CustomSteps):
     """Logs as the guide returns them: the results of compiled metrics in a dict of their own."""
 

@@ -442,6 +442,7 @@ def _difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
 _REASONS = {
     "the loss relates rows": "the loss relates rows",
     "batch normalization uses": "batch normalization per replica",
+    "an output has": "an output has one row for the whole batch, and gets one of each replica",
 }
 
 

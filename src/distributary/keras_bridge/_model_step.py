@@ -1,6 +1,7 @@
 """The code of one replica in a step of `fit`, `evaluate` or `predict`."""
 
 import inspect
+import warnings
 from contextlib import nullcontext
 from typing import Any, Literal, final
 
@@ -12,7 +13,7 @@ import numpy as np
 from distributary._types import Nest
 from distributary.collectives import ReduceOp
 from distributary.context import ReplicaContext
-from distributary.errors import InvalidTypeError, shown
+from distributary.errors import DistributaryWarning, InvalidTypeError, shown
 from distributary.keras_bridge._custom_loops import assign_agreed, is_kept_as_sum
 from distributary.keras_bridge._replica import (
     agreed_state,
@@ -26,6 +27,7 @@ from distributary.keras_bridge._replica import (
     trainer_replica,
 )
 from distributary.keras_bridge._variables import keeps_on_servers
+from distributary.tracing import user_stacklevel
 
 Kind = Literal["train", "test", "predict"]
 # The variables whose values Keras passes to a step and gets from it, in this order.
@@ -97,7 +99,20 @@ class ModelStep:
                     f" {shown(self._strategy)} every replica predicts a part of the batch, and the"
                     " parts are joined along dim 0: return arrays with one entry per example."
                 )
+            self._check_rows(out, num_rows(data))
             return context.all_gather(out, axis=0) if self.gathers else out
+
+    def _check_rows(self, out: Nest, rows: int) -> None:
+        """Warns of outputs that do not have rows for each example, such as one for the batch."""
+        for size in {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(out)}:
+            if rows and size % rows:
+                warnings.warn(
+                    f"{self._trainer.name}.predict: an output has {size} rows for the {rows} rows"
+                    " of a replica, and gets those of every replica, one after the other. Return"
+                    " arrays with one row per example.",
+                    DistributaryWarning,
+                    stacklevel=user_stacklevel(),
+                )
 
     def _logs(self, context: ReplicaContext, logs: Nest) -> Nest:
         """Returns the logs of a method that assigns variables itself, for the whole batch."""
