@@ -781,11 +781,6 @@ def make_dataset_iterator(strategy):
     strategy.make_dataset_iterator([BATCH])
 
 
-@told("experimental_distribute_datasets_from_function", "distribute_datasets_from_function")
-def old_name_of_datasets_from_function(strategy):
-    strategy.experimental_distribute_datasets_from_function(lambda context: [BATCH])
-
-
 @told("experimental_make_numpy_dataset", "distributary.data.Dataset.from_tensor_slices")
 def numpy_dataset(strategy):
     strategy.experimental_make_numpy_dataset(BATCH)
