@@ -17,6 +17,8 @@ import numpy as np
 
 from distributary.errors import TracedValueError
 
+_DEPTH = 8  # a list can contain itself
+
 
 @final
 class OuterNames:
@@ -83,6 +85,12 @@ def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, l
             yield from [(f"{name}.{k}", _leaves(held[k])) for k in code.co_names if k in held]
 
 
-def _leaves(value: Any) -> list[Any]:
-    is_array = isinstance(value, (jax.Array, np.ndarray))
-    return jax.tree.leaves(value) if is_array or isinstance(value, (list, tuple, dict)) else []
+def _leaves(value: Any, depth: int = 0) -> list[Any]:
+    """Returns the arrays of a container of Python; the keys of its dicts may have no order."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)) or depth > _DEPTH:
+        return []
+    return [leaf for part in value for leaf in _leaves(part, depth + 1)]
