@@ -59,7 +59,7 @@ OF_STRATEGY = {
         "Call strategy.run(step, args=(batch,))."
     ),
     "make_dataset_iterator distribute_dataset prepare": _DATASET,
-    "make_input_fn_iterator": ("Use strategy.distribute_datasets_from_function(dataset_fn)."),
+    "make_input_fn_iterator": "Use strategy.distribute_datasets_from_function(dataset_fn).",
     "experimental_make_numpy_dataset": (
         "Use strategy.experimental_distribute_dataset with"
         " distributary.data.Dataset.from_tensor_slices(arrays).batch(global_batch_size)."

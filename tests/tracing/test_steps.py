@@ -606,3 +606,24 @@ def test_gradients_pass_arrays_that_lie_on_all_devices(num_replicas, strategy_of
     c = np.float32([1.0, 2.0, 3.0])
     expected = np.sum((2 * (x - c) / 3 + c) * c)
     np.testing.assert_allclose(results, [expected] * num_replicas, rtol=1e-6)
+
+
+def test_a_step_may_name_a_local_variable_that_gets_its_value_later(strategy):
+    def step(x):
+        return x * 2 if x.ndim == 0 else summed(x)
+
+    result = strategy.run(step, args=(1.0,))
+    summed = jnp.sum
+
+    assert [float(x) for x in strategy.experimental_local_results(result)] == [2, 2]
+    assert float(step(jnp.ones(3))) == 3
+
+
+def test_a_step_may_use_containers_that_hold_themselves_or_keys_without_order(strategy):
+    scales = {len: jnp.float32(2), max: jnp.float32(3)}
+    cycle = [jnp.float32(4)]
+    cycle.append(cycle)
+
+    result = strategy.run(lambda x: x * scales[max] * cycle[1][0], args=(1.0,))
+
+    assert [float(x) for x in strategy.experimental_local_results(result)] == [12, 12]

@@ -9,6 +9,7 @@ reads `params`.
 """
 
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -71,7 +72,9 @@ def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, l
     if code is None or id(code) in seen:
         return
     seen.add(id(code))
-    outer = dict(inspect.getclosurevars(getattr(function, "__func__", function)).nonlocals)
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
+    # A cell without contents equals another one: the name is assigned later.
+    outer = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
     known = function.__globals__
     outer |= {name: known[name] for name in code.co_names if name in known}
     if inspect.ismethod(function):
