@@ -1,4 +1,9 @@
-"""Every strategy a machine can have."""
+"""Every strategy a machine can have.
+
+With `JAX_PLATFORMS=cuda,cpu` on a machine with NVIDIA GPUs, also those that use them.
+"""
+
+import os
 
 import jax
 import pytest
@@ -40,6 +45,17 @@ STRATEGIES = {
     ),
     "central 4": lambda: dist.CentralStorageStrategy([f"CPU:{i}" for i in range(4)]),
 }
+
+if "cuda" in os.environ["JAX_PLATFORMS"]:
+    STRATEGIES |= {
+        "one GPU": lambda: dist.OneDeviceStrategy("GPU:0"),
+        "mirrored GPUs": lambda: dist.MirroredStrategy(),
+        "mirrored GPUs, sharded": lambda: dist.MirroredStrategy(
+            experimental_shard_optimizer_state=True
+        ),
+        "central GPU": lambda: dist.CentralStorageStrategy(["GPU:0"], "CPU:0"),
+        "mirrored 8": lambda: dist.MirroredStrategy([f"CPU:{i}" for i in range(8)]),
+    }
 
 
 @pytest.fixture(params=STRATEGIES.values(), ids=STRATEGIES)
