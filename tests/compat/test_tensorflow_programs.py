@@ -57,7 +57,10 @@ def test_programs_print_what_they_print_with_tensorflow(num_devices, tmp_path):
     names = [name for name in programs() if num_devices == 1 or "parameter_servers" not in name]
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
 
-    printed = _Started(names, num_devices, tmp_path).printed()
+    started = _Started(names, num_devices, tmp_path)
+    started.wait()
+    assert not started.error, started.error
+    printed = started.printed()
 
     different = {}
     for name in names:
@@ -84,6 +87,10 @@ def test_programs_on_two_workers_print_what_they_print_with_tensorflow(tmp_path)
 
     workers = [_Started(ON_WORKERS, 1, tmp_path, sources, config) for config in configs]
     different = {}
+    for worker in workers:
+        worker.wait()
+    errors = "\n".join(worker.error for worker in workers if worker.error)
+    assert not errors, errors
     for index, printed in enumerate([worker.printed() for worker in workers]):
         for name in ON_WORKERS:
             # TensorFlow's own workers run one of them; a global batch gives the same numbers.
@@ -125,13 +132,16 @@ class _Started:
             text=True,
         )
 
-    def printed(self) -> dict[str, str]:
-        """Returns what each program prints."""
+    def wait(self) -> None:
+        """Waits for the end of the process."""
         try:
-            _, err = self._process.communicate(timeout=_SECONDS)
+            _, error = self._process.communicate(timeout=_SECONDS)
         finally:
             self._process.kill()
-        assert self._process.returncode == 0, err
+        self.error = error if self._process.returncode else ""
+
+    def printed(self) -> dict[str, str]:
+        """Returns what each program printed."""
         found = json.loads(self._results.read_text(encoding="utf-8"))
         return {name: found[path] for name, path in self._paths.items()}
 

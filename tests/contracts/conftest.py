@@ -14,7 +14,7 @@ import distributary as dist
 def _tpu(num_replicas, num_cores):
     """A TPUStrategy on CPU devices."""
     experimental = dist.tpu.experimental
-    devices = jax.devices()[: num_replicas * num_cores]
+    devices = jax.devices("cpu")[: num_replicas * num_cores]
     topology = experimental.Topology.of_devices(devices, [num_replicas, 1, 1, num_cores])
     assignment = experimental.DeviceAssignment.build(
         topology, computation_shape=[1, 1, 1, num_cores], num_replicas=num_replicas

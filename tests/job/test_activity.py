@@ -89,7 +89,7 @@ def _compile() -> None:
 
 
 def _decompose() -> None:
-    matrix = np.random.default_rng(0).normal(size=(900, 900))
+    matrix = np.random.default_rng(0).normal(size=(1300, 1300))
     np.linalg.svd(matrix)
 
 
