@@ -29,6 +29,29 @@ def _in_batch_softmax(y, p):
     return -jnp.mean(jnp.sum(jnp.eye(len(p)) * jax.nn.log_softmax(logits), -1))
 
 
+def _number(y):
+    """Numbers from the data, from 0 to 2."""
+    return jnp.argmax(y, -1)
+
+
+def _edges(y, p):
+    return jnp.mean((p[_number(y)] - y[:, :1]) ** 2)
+
+
+def _regions_of_images(y, p):
+    images = p.reshape(-1, 2, 3)
+    return jnp.mean(images[_number(y)[:, None], jnp.arange(2)[None], 1] ** 2)
+
+
+def _masked_positions(y, p):
+    return jnp.mean(p.reshape(-1)[jnp.arange(len(p)) * p.shape[1] + _number(y)] ** 2)
+
+
+def _labels_of_images(y, p):
+    images = p.reshape(-1, 2, 3)
+    return jnp.mean(images[jnp.arange(len(p))[:, None], jnp.arange(2), _number(y)[:, None]] ** 2)
+
+
 def _clip(y, p):
     logits = _unit(p[:, :3]) @ _unit(p[:, 3:]).T
     labels = jnp.arange(len(p))
@@ -137,6 +160,8 @@ def _per_example(y, p):
 
 
 RELATING = [
+    _edges,
+    _regions_of_images,
     _in_batch_softmax,
     _clip,
     _nt_xent,
@@ -254,6 +279,8 @@ def _shuffled(y, p):
 
 
 NOT_RELATING = [
+    _masked_positions,
+    _labels_of_images,
     _masked,
     _masked_rows,
     _kl_and_rows,

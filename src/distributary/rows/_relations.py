@@ -29,10 +29,11 @@ before it combines them, such as clipping, is no relation.
 
 Some things it does not know, and never reports: custom kernels (`pallas_call`, FFI), `ragged_dot`;
 sums that a loop over the rows carries; parts of the batch that are cut without regard to rows, or
-joined with other rows and cut again; a row that is taken by a number from the batch, which counts
-as its own row; batches of one row per replica. Divisors, counts and largest or smallest values that
-depend on the batch's data alone count as constants: `sum(loss * mask) / sum(mask)` is a mean. Rows
-of data may be mixed with random other rows: that is augmentation, and random anyway.
+joined with other rows and cut again; a row that is taken by a number that is computed from weights,
+or from positions in the batch, which counts as its own row; batches of one row per replica.
+Divisors, counts and largest or smallest values that depend on the batch's data alone count as
+constants: `sum(loss * mask) / sum(mask)` is a mean. Rows of data may be mixed with random other
+rows: that is augmentation, and random anyway.
 """
 
 import functools
@@ -294,6 +295,8 @@ class _Analysis:
             return [self._relation(eqn, operands, context)] * num_outs
         values = made if isinstance(made, list) else [made] * num_outs
         values = self._with_flags(values, operands)
+        if eqn.primitive.name != "concatenate":
+            values = [value._replace(columns=()) for value in values]
         return [self._with_sums(eqn, operands, value, context) for value in values]
 
     def _independent(self, eqn: Equation, operands: list[Value]) -> Value:
@@ -311,13 +314,14 @@ class _Analysis:
 
     def _with_flags(self, values: list[Value], operands: list[Value]) -> list[Value]:
         flags = flags_of(operands)
+        counts = any(operand.counts for operand in operands)
         hidden = next((v.hidden for v in operands if v.kind == ROWS and v.hidden), ())
         result = []
         for value in values:
             if value.kind == ROWS and not any(map(tags_of, value.dims)) and not hidden:
                 value = value._replace(kind=SUM, dims=())  # over some rows
             if value.kind == ROWS:
-                value = value._replace(hidden=hidden)
+                value = value._replace(hidden=hidden, counts=counts)
             result.append(value._replace(**flags))
         return result
 

@@ -74,6 +74,8 @@ class Value(NamedTuple):
     summed: tuple[Equation, ...] | None = None
     # For rows and sums over them: whether they have been divided by the number of rows.
     averaged: bool = False
+    # For the indices of a `gather`, right after they were joined: the index of each dim.
+    columns: tuple["Value", ...] = ()
 
 
 #: The value of the only result, or of every result.
@@ -545,7 +547,8 @@ def _concatenate(eqn: Equation, operands: list[Value]) -> Value:
         if mixed:
             return _DONT_KNOW
         dim = _joined_pieces([dims[at] for dims in _dims_of_all(eqn, operands)], size)
-    return rows[0]._replace(dims=_with(dims, at, dim), mixed=mixed)
+    columns = tuple(operands) if len(operands) == size and _is_exact(eqn.outvars[0]) else ()
+    return rows[0]._replace(dims=_with(dims, at, dim), mixed=mixed, columns=columns)
 
 
 def _joined_pieces(pieces: list[Dim], size: int) -> Dim:
@@ -653,9 +656,14 @@ def _place_taken_rows(eqn: Equation, operands: list[Value], dims: list[Dim]) -> 
     """Sets the dim of the result of a `gather` for rows that it takes by numbers."""
     value, index = operands
     numbers = eqn.params["dimension_numbers"]
-    taken = [value.dims[i] for i in numbers.collapsed_slice_dims if tags_of(value.dims[i])]
-    if not taken or index.kind != INDEPENDENT:
-        # A row that is taken by a number from the batch counts as its own row.
+    places = [i for i in numbers.collapsed_slice_dims if tags_of(value.dims[i])]
+    taken = [value.dims[i] for i in places]
+    if not taken:
+        return
+    if index.kind != INDEPENDENT:
+        if value.trained and any(_is_data(_column(eqn, index, i)) for i in places):
+            raise _Verdict(RELATION)
+        # A row that is taken by another number from the batch counts as its own row.
         return
     numbered = _numbered_dims(eqn)
     if len(taken) > 1 or len(numbered) != 1:
@@ -665,6 +673,19 @@ def _place_taken_rows(eqn: Equation, operands: list[Value], dims: list[Dim]) -> 
     in_order = index.counts and not index.random and len(numbers.start_index_map) > 1
     own = taken[0] if in_order else _in_other_order(taken[0], size, index.random)
     dims[numbered[0]] = own if size > 1 else ()
+
+
+def _column(eqn: Equation, index: Value, dim: int) -> Value:
+    """Returns the part of the index of a `gather` that says where in a dim of the operand."""
+    targets = eqn.params["dimension_numbers"].start_index_map
+    if len(index.columns) != len(targets):
+        return index
+    return index.columns[targets.index(dim)]
+
+
+def _is_data(index: Value) -> bool:
+    """Returns whether an index is a number that the batch holds, such as the node of an edge."""
+    return index.kind == ROWS and not (index.trained or index.counts or index.random)
 
 
 def _place(dims: list[Dim], at: int, dim: Dim, otherwise: Value) -> None:
@@ -721,6 +742,8 @@ def _put_back(eqn: Equation, operands: list[Value], dims: list[Dim], dim: Dim) -
         # These may be rows that go back to where they came from.
         places, before = [i for i in targets if shape[i] == size_of(dim)], dim
         if not places and not (value.kind == ROWS and _all_tags(value.dims)):
+            if index.counts:  # places of rows that lie in one dim with other elements
+                raise _Verdict(_DONT_KNOW)
             return
         is_back = len(places) == 1 and len(targets) > 1 and index.counts
     if not is_back:
