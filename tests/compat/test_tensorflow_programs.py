@@ -119,6 +119,7 @@ class _Started:
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "PROGRAMS": str(folder),
+            "PYTHONFAULTHANDLER": "1",
             "RESULTS": str(self._results),
         }
         if tf_config:
@@ -138,7 +139,8 @@ class _Started:
             _, error = self._process.communicate(timeout=_SECONDS)
         finally:
             self._process.kill()
-        self.error = error if self._process.returncode else ""
+        status = self._process.returncode
+        self.error = f"exit status {status}: {error}" if status else ""
 
     def printed(self) -> dict[str, str]:
         """Returns what each program printed."""
