@@ -1,0 +1,58 @@
+"""Functional models with inputs of text, which stays on the host.
+
+Keras converts all inputs to arrays of JAX, which has no text. The layers that take text, such as
+`StringLookup` of `distributary.compat.tensorflow`, compute with NumPy.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+FUNCTIONAL = "keras.src.models.functional.Functional"
+
+
+def convert_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves text on the host."""
+
+    def _convert_inputs_to_tensors(self: Any, flat_inputs: Iterable[Any]) -> list[Any]:
+        if not _has_text(self):
+            converted: list[Any] = original(self, flat_inputs)
+            return converted
+        return [
+            value
+            if value is None
+            else _text(value, len(symbolic.shape), symbolic.shape[-1:] == (1,))
+            if symbolic.dtype == "string"
+            else keras.ops.convert_to_tensor(value, symbolic.dtype, symbolic.sparse)
+            for value, symbolic in zip(flat_inputs, self.inputs, strict=True)
+        ]
+
+    return _convert_inputs_to_tensors
+
+
+def _text(value: Any, ndim: int, is_column: bool) -> np.ndarray:
+    """Returns text as an array; adds or removes a last dim of 1, as Keras does for numbers."""
+    text = np.asarray(value)
+    if text.ndim == ndim + 1 and text.shape[-1] == 1:
+        return text[..., 0]
+    return text[..., None] if is_column and text.ndim == ndim - 1 else text
+
+
+def adjust_input_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Accepts one example without the dim of the batch, as in `Dataset.map`."""
+
+    def _adjust_input_rank(self: Any, flat_inputs: list[Any]) -> list[Any]:
+        is_example = _has_text(self) and all(
+            value is None or value.shape == symbolic.shape[1:]
+            for value, symbolic in zip(flat_inputs, self.inputs, strict=True)
+        )
+        adjusted: list[Any] = flat_inputs if is_example else original(self, flat_inputs)
+        return adjusted
+
+    return _adjust_input_rank
+
+
+def _has_text(model: Any) -> bool:
+    return any(symbolic.dtype == "string" for symbolic in model.inputs)
