@@ -1,4 +1,4 @@
-"""Functional models with inputs of text, which stays on the host.
+"""Text stays on the host: functional models compute there, and other uses are refused.
 
 Keras converts all inputs to arrays of JAX, which has no text. The layers that take text, such as
 `StringLookup` of `distributary.compat.tensorflow`, compute with NumPy.
@@ -7,8 +7,11 @@ Keras converts all inputs to arrays of JAX, which has no text. The layers that t
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import keras
 import numpy as np
+
+from distributary.errors import InvalidTypeError, shown
 
 FUNCTIONAL = "keras.src.models.functional.Functional"
 
@@ -52,6 +55,28 @@ def adjust_input_rank(original: Callable[..., Any]) -> Callable[..., Any]:
         return adjusted
 
     return _adjust_input_rank
+
+
+def convert_input(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses text as the input of a layer that computes on a device."""
+
+    def convert_input(self: Any, x: Any, autocast: bool, dtype: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            require_numbers("A layer or model", x)
+        return original(self, x, autocast, dtype)
+
+    return convert_input
+
+
+def require_numbers(what: str, data: Any) -> None:
+    """Raises an error if arrays in memory hold text."""
+    for leaf in jax.tree.leaves(data):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USO":
+            raise InvalidTypeError(
+                f"{what} is given {shown(leaf)}; strings and objects cannot go to a device. Map"
+                " them to numbers first: dataset.map(lambda text: layer(text)), with a layer such"
+                " as tf.keras.layers.TextVectorization or StringLookup outside of the model."
+            )
 
 
 def _has_text(model: Any) -> bool:

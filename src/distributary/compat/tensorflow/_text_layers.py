@@ -140,21 +140,20 @@ class _Lookup(_keras.layers.Layer):  # type: ignore[misc]
         if vocabulary is not None:
             self.set_vocabulary(vocabulary, idf_weights)
 
-    def __call__(self, inputs: Any) -> Any:
+    def __call__(self, inputs: Any, **context: Any) -> Any:
         """Returns the numbers of tokens, or the tokens of numbers."""
         if isinstance(inputs, _keras.KerasTensor):
-            return super().__call__(inputs)
+            return super().__call__(inputs, **context)
         return self.call(inputs)  # Keras would send the input to a device
 
     def call(self, inputs: Any) -> Any:
         """Returns the numbers of tokens, or the tokens of numbers."""
         require_host(f"keras.layers.{type(self).__name__}", inputs)
-        depth = self._depth()
-        if self.output_mode != "int" and depth is None:
+        if not len(self._tokens):
             raise ContextError(
-                f"{self.name} has no vocabulary, which output_mode={self.output_mode!r} needs. Pass"
-                " vocabulary=, or call adapt first."
+                f"{self.name} has no vocabulary. Call adapt first, or pass vocabulary=."
             )
+        depth = self._depth()
         found = self._look_up(self._tokens_of(inputs))
         if depth is None:
             return host_array(found)
