@@ -611,10 +611,13 @@ class TextVectorization(_Lookup):
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
         """Returns the shape of results."""
         shape = tuple(input_shape)
-        if self.output_mode == "int":
-            return (shape[0], self._length)
-        has_row = self._split is None and len(shape) > 1
-        return super().compute_output_shape(shape if has_row else (*shape, None))
+        if self._split is not None:
+            shape = (*(shape[:-1] if len(shape) > 1 else shape), None)
+        elif self._ngrams is not None:
+            shape = (*shape[:-1], None)
+        if self._length is not None:
+            shape = (*shape[:-1], self._length)
+        return super().compute_output_shape(shape)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of this layer, with a vocabulary that was one of them."""
