@@ -34,9 +34,10 @@ from distributary.errors import (
 from distributary.keras_bridge import import_keras
 
 _keras = import_keras()
+_Layer: Any = _keras.layers.Layer
 _register = _keras.saving.register_keras_serializable("distributary")
 
-Vocabulary: TypeAlias = Sequence[Any] | np.ndarray | str
+Vocabulary: TypeAlias = Sequence[Any] | np.ndarray | str | os.PathLike[str]
 """Tokens, or the path of a file with one in each line."""
 
 _MODES: Final = ("int", "one_hot", "multi_hot", "count", "tf_idf")
@@ -69,7 +70,7 @@ class _Seen:
     num_documents: int = 0
 
 
-class _Lookup(_keras.layers.Layer):  # type: ignore[misc]
+class _Lookup(_Layer):
     """A layer with a vocabulary, from tokens to numbers or back."""
 
     def __init__(
@@ -256,8 +257,8 @@ class _Lookup(_keras.layers.Layer):  # type: ignore[misc]
                 f" output_mode='tf_idf' only, and there always. output_mode is"
                 f" {self.output_mode!r}."
             )
-        if _is_path(vocabulary):
-            with open(local_path(os.fspath(vocabulary)), encoding="utf-8") as file:
+        if isinstance(vocabulary, str | os.PathLike):
+            with open(local_path(vocabulary), encoding="utf-8") as file:
                 self._set_tokens(self._as_tokens(file.read().splitlines()))
             self._record_size()
             return
@@ -395,11 +396,11 @@ class _Lookup(_keras.layers.Layer):  # type: ignore[misc]
             keys.insert(0, self.mask_token)
             numbers.insert(0, 0 if self.output_mode == "int" else _DROPPED)
         text = np.array(keys, object if self._has_text else np.int64)
-        pairs = (np.array(numbers, np.int64), text) if self.invert else (text, numbers)
+        places = np.array(numbers, np.int64)
+        pairs = (places, text) if self.invert else (text, places)
         one = self.num_oov_indices == 1
         unknown = self.oov_token if self.invert else self._first - 1 if one else _UNKNOWN
-        value_dtype = text.dtype if self.invert else np.int64
-        initializer = KeyValueTensorInitializer(*pairs, pairs[0].dtype, value_dtype)
+        initializer = KeyValueTensorInitializer(pairs[0], pairs[1])
         self._tokens, self._table = tokens, StaticHashTable(initializer, unknown)
 
     def _set_weights(self, weights: np.ndarray, has_special: bool) -> None:
