@@ -368,14 +368,23 @@ _WRONG = [
     (lambda: StringLookup(pad_to_max_tokens=True), InvalidValueError, "needs max_tokens"),
     (lambda: StringLookup(num_oov_indices=-1), InvalidValueError, "num_oov_indices is -1"),
     (lambda: StringLookup(output_mode="x"), InvalidValueError, "output_mode is 'x', expected one"),
-    (lambda: StringLookup(invert=True, output_mode="count"), InvalidValueError, "got 'count'"),
-    (lambda: StringLookup(sparse=True), UnsupportedError, "results are dense"),
+    (
+        lambda: StringLookup(invert=True, output_mode="count"),
+        InvalidValueError,
+        "'count', but invert",
+    ),
+    (lambda: StringLookup(sparse=True), ValueError, "sparse is True, expected one of False"),
     (lambda: StringLookup(num_oov_indices=2, salt=1), UnsupportedError, "salt=1"),
-    (lambda: StringLookup(encoding="latin-1"), UnsupportedError, "'latin-1', expected 'utf-8'"),
+    (lambda: StringLookup(encoding="latin-1"), ValueError, "'latin-1', expected one of"),
     (lambda: StringLookup(vocabulary=["a", "a"]), ValueError, r"more than once: \['a'\]"),
     (lambda: StringLookup(vocabulary=[]), ValueError, "is empty"),
+    (lambda: StringLookup(vocab=["a"]), TypeError, "unexpected keyword argument 'vocab'"),
     (lambda: StringLookup(vocabulary=["b", "m"], mask_token="m"), ValueError, r"has \['m'\]"),
-    (lambda: StringLookup(vocabulary=["b", "[UNK]"], invert=True), ValueError, r"\['\[UNK\]'\]"),
+    (
+        lambda: StringLookup(vocabulary=["b", "[UNK]"], invert=True),
+        ValueError,
+        r"\['\[UNK\]'\] elsewhere",
+    ),
     (lambda: StringLookup(vocabulary=["a", "b"], max_tokens=2), ValueError, "has 3 tokens"),
     (lambda: StringLookup(vocabulary=["a"], output_mode="tf_idf"), ValueError, "idf_weights is"),
     (lambda: StringLookup(vocabulary=["a"]).adapt(["b"]), ValueError, "cannot adapt"),
@@ -394,7 +403,7 @@ _WRONG = [
     (
         lambda: TextVectorization(output_mode="count", output_sequence_length=3),
         InvalidValueError,
-        "output_sequence_length is 3",
+        "with output_sequence_length is 'count'",
     ),
 ]
 

@@ -41,7 +41,6 @@ Vocabulary: TypeAlias = Sequence[Any] | np.ndarray | str | os.PathLike[str]
 """Tokens, or the path of a file with one in each line."""
 
 _MODES: Final = ("int", "one_hot", "multi_hot", "count", "tf_idf")
-_OLD_MODES: Final = {"binary": "multi_hot", "tf-idf": "tf_idf"}
 _STANDARDIZE: Final = ("lower_and_strip_punctuation", "lower", "strip_punctuation", None)
 _SPLIT: Final = ("whitespace", "character", None)
 _PUNCTUATION: Final = f"[{re.escape(string.punctuation)}]"
@@ -73,21 +72,22 @@ class _Seen:
 class _Lookup(_Layer):
     """A layer with a vocabulary, from tokens to numbers or back."""
 
+    _has_text = True
+
     def __init__(
         self,
-        name: str | None,
-        has_text: bool,
-        max_tokens: int | None,
-        num_oov_indices: int,
-        mask_token: Any,
-        oov_token: Any,
-        vocabulary: Vocabulary | None,
-        idf_weights: Any,
-        invert: bool,
-        output_mode: str,
-        pad_to_max_tokens: bool,
-        sparse: bool,
+        max_tokens: int | None = None,
+        num_oov_indices: int = 1,
+        mask_token: Any = None,
+        oov_token: Any = "[UNK]",
+        vocabulary: Vocabulary | None = None,
+        idf_weights: Any = None,
+        invert: bool = False,
+        output_mode: str = "int",
+        pad_to_max_tokens: bool = False,
+        sparse: bool = False,
         encoding: str = "utf-8",
+        name: str | None = None,
         salt: Any = None,
         oov_method: str = "floormod",
         has_input_vocabulary: bool = False,
@@ -96,29 +96,23 @@ class _Lookup(_Layer):
         dtype: Any = None,
     ) -> None:
         super().__init__(name=name)
-        self.built = True
-        self.supports_jit = False
+        self.built, self.supports_jit = True, False
         what = type(self).__name__
-        output_mode = _OLD_MODES.get(output_mode, output_mode)
-        if output_mode not in _MODES:
-            raise _not_among(what, "output_mode", output_mode, _MODES)
-        wrong = {
-            f"max_tokens is {max_tokens}, expected 2 or more": (
-                max_tokens is not None and max_tokens <= 1
+        output_mode = {"binary": "multi_hot", "tf-idf": "tf_idf"}.get(output_mode, output_mode)
+        _require_among(what, "output_mode", output_mode, _MODES)
+        _require_among(what, "sparse", sparse, (False,))
+        _require_among(what, "encoding", encoding.lower(), ("utf-8", "utf8"))
+        for wrong, text in (
+            (
+                max_tokens is not None and max_tokens < 2,
+                f"max_tokens is {max_tokens}, expected 2 or more",
             ),
-            "pad_to_max_tokens=True needs max_tokens": pad_to_max_tokens and max_tokens is None,
-            f"num_oov_indices is {num_oov_indices}, expected 0 or more": num_oov_indices < 0,
-            f"invert=True needs output_mode='int', got {output_mode!r}": (
-                invert and output_mode != "int"
-            ),
-        }
-        for text, is_wrong in wrong.items():
-            if is_wrong:
+            (pad_to_max_tokens and max_tokens is None, "pad_to_max_tokens=True needs max_tokens"),
+            (num_oov_indices < 0, f"num_oov_indices is {num_oov_indices}, expected 0 or more"),
+            (invert and output_mode != "int", f"output_mode is {output_mode!r}, but invert=True"),
+        ):
+            if wrong:
                 raise InvalidValueError(f"{what}: {text}.")
-        if sparse:
-            raise UnsupportedError(f"{what}: sparse=True is not supported; results are dense.")
-        if encoding.lower() not in ("utf-8", "utf8"):
-            raise UnsupportedError(f"{what}: encoding is {encoding!r}, expected 'utf-8'.")
         if salt is not None and num_oov_indices > 1:
             raise UnsupportedError(
                 f"{what}: salt={salt!r} is not supported, because the buckets would be other ones"
@@ -128,13 +122,12 @@ class _Lookup(_Layer):
         self.num_oov_indices, self.oov_method = num_oov_indices, oov_method
         self.mask_token, self.oov_token = mask_token, oov_token
         self.invert, self.output_mode = invert, output_mode
-        self._has_text = has_text
         self._is_static = has_input_vocabulary or vocabulary is not None
         self._num_outputs = vocabulary_size
         self._seen = _Seen()
         self._weights: np.ndarray | None = None
         # What a configuration holds: a file's tokens are saved beside it.
-        is_file = vocabulary is None or _is_path(vocabulary)
+        is_file = vocabulary is None or isinstance(vocabulary, (str, os.PathLike))
         self._given = None if is_file else self._as_tokens(vocabulary)
         self._given_weights = None if idf_weights is None else np.asarray(idf_weights)
         self._set_tokens(self._as_tokens([]))
@@ -304,7 +297,7 @@ class _Lookup(_Layer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """Returns a layer with these arguments; a file of tokens cannot be one of them."""
-        if _is_path(config.get("vocabulary")):
+        if isinstance(config.get("vocabulary"), str):
             raise InvalidValueError(
                 f"{cls.__name__}: the configuration names the file {config['vocabulary']!r}, but a"
                 " file that someone saved must not open others. Call set_vocabulary."
@@ -425,22 +418,21 @@ class _Lookup(_Layer):
     def _check(self, tokens: list[Any]) -> None:
         size = self._first + len(tokens)
         repeated = [token for token, count in Counter(tokens).items() if count > 1]
-        reserved = [self.mask_token, *([self.oov_token] if self.invert else ())]
-        misplaced = [token for token in reserved if token is not None and token in tokens]
-        text = (
-            "is empty"
-            if not tokens
-            else f"has tokens more than once: {repeated}"
-            if repeated
-            else f"has {misplaced}, which may only be in the special tokens {self._special} at its"
-            " beginning"
-            if misplaced
-            else f"has {size} tokens with the special ones, but max_tokens is {self.max_tokens}"
-            if self.max_tokens is not None and size > self.max_tokens
-            else None
-        )
-        if text:
-            raise InvalidValueError(f"{self.name}: the vocabulary {text}.")
+        reserved = {self.mask_token, self.oov_token if self.invert else None} - {None}
+        for wrong, text in (
+            (not tokens, "is empty"),
+            (repeated, f"has tokens more than once: {repeated}"),
+            (
+                reserved & {*tokens},
+                f"has {[*reserved]} elsewhere than in {self._special} at its beginning",
+            ),
+            (
+                size > (self.max_tokens or size),
+                f"has {size} tokens with the special ones, but max_tokens is {self.max_tokens}",
+            ),
+        ):
+            if wrong:
+                raise InvalidValueError(f"{self.name}: the vocabulary {text}.")
 
 
 @final
@@ -453,41 +445,6 @@ class StringLookup(_Lookup):
     Source: `tf.keras.layers.StringLookup`.
     """
 
-    def __init__(
-        self,
-        max_tokens: int | None = None,
-        num_oov_indices: int = 1,
-        mask_token: str | None = None,
-        oov_token: str = "[UNK]",
-        vocabulary: Vocabulary | None = None,
-        idf_weights: Any = None,
-        invert: bool = False,
-        output_mode: str = "int",
-        pad_to_max_tokens: bool = False,
-        sparse: bool = False,
-        encoding: str = "utf-8",
-        name: str | None = None,
-        salt: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            name,
-            True,
-            max_tokens,
-            num_oov_indices,
-            mask_token,
-            oov_token,
-            vocabulary,
-            idf_weights,
-            invert,
-            output_mode,
-            pad_to_max_tokens,
-            sparse,
-            encoding,
-            salt,
-            **kwargs,
-        )
-
 
 @final
 @_register
@@ -497,6 +454,8 @@ class IntegerLookup(_Lookup):
     Source: `tf.keras.layers.IntegerLookup`.
     """
 
+    _has_text = False
+
     def __init__(
         self,
         max_tokens: int | None = None,
@@ -505,33 +464,9 @@ class IntegerLookup(_Lookup):
         oov_token: int = -1,
         vocabulary: Vocabulary | None = None,
         vocabulary_dtype: str = "int64",
-        idf_weights: Any = None,
-        invert: bool = False,
-        output_mode: str = "int",
-        sparse: bool = False,
-        pad_to_max_tokens: bool = False,
-        oov_method: str = "floormod",
-        salt: Any = None,
-        name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            name,
-            False,
-            max_tokens,
-            num_oov_indices,
-            mask_token,
-            oov_token,
-            vocabulary,
-            idf_weights,
-            invert,
-            output_mode,
-            pad_to_max_tokens,
-            sparse,
-            salt=salt,
-            oov_method=oov_method,
-            **kwargs,
-        )
+        super().__init__(max_tokens, num_oov_indices, mask_token, oov_token, vocabulary, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of this layer, with a vocabulary that was one of them."""
@@ -559,42 +494,28 @@ class TextVectorization(_Lookup):
         output_sequence_length: int | None = None,
         pad_to_max_tokens: bool = False,
         vocabulary: Vocabulary | None = None,
-        idf_weights: Any = None,
-        sparse: bool = False,
+        *,
         ragged: bool = False,
-        encoding: str = "utf-8",
-        name: str | None = None,
         **kwargs: Any,
     ) -> None:
         what = type(self).__name__
-        if standardize not in _STANDARDIZE and not callable(standardize):
-            raise _not_among(what, "standardize", standardize, _STANDARDIZE)
-        if split not in _SPLIT and not callable(split):
-            raise _not_among(what, "split", split, _SPLIT)
+        if not callable(standardize):
+            _require_among(what, "standardize", standardize, _STANDARDIZE)
+        if not callable(split):
+            _require_among(what, "split", split, _SPLIT)
+        if output_sequence_length is not None:
+            _require_among(what, "output_mode with output_sequence_length", output_mode, ("int",))
         if ragged:
             raise UnsupportedError(
                 f"{what}: ragged=True is not supported, because there are no ragged arrays. Results"
                 " are padded with 0."
             )
-        if output_sequence_length is not None and output_mode != "int":
-            raise InvalidValueError(
-                f"{what}: output_sequence_length is {output_sequence_length}, but output_mode is"
-                f" {output_mode!r}; expected 'int'."
-            )
         super().__init__(
-            name,
-            True,
             max_tokens,
-            1,
-            "",
-            "[UNK]",
-            vocabulary,
-            idf_weights,
-            False,
-            output_mode,
-            pad_to_max_tokens,
-            sparse,
-            encoding,
+            mask_token="",
+            vocabulary=vocabulary,
+            output_mode=output_mode,
+            pad_to_max_tokens=pad_to_max_tokens,
             **kwargs,
         )
         self._standardize, self._split, self._ngrams = standardize, split, ngrams
@@ -690,10 +611,7 @@ def _rows(values: np.ndarray) -> np.ndarray:
     return values.reshape(math.prod(shape[:-1]), shape[-1])
 
 
-def _is_path(vocabulary: Any) -> bool:
-    return isinstance(vocabulary, (str, os.PathLike))
-
-
-def _not_among(what: str, argument: str, given: Any, known: Sequence[Any]) -> InvalidValueError:
-    shown = ", ".join(map(repr, known))
-    return InvalidValueError(f"{what}: {argument} is {given!r}, expected one of {shown}.")
+def _require_among(what: str, argument: str, given: Any, known: Sequence[Any]) -> None:
+    if given not in known:
+        shown = ", ".join(map(repr, known))
+        raise InvalidValueError(f"{what}: {argument} is {given!r}, expected one of {shown}.")
