@@ -32,6 +32,7 @@ from distributary.keras_bridge._keras_private import (
     array_slicing,
     class_weight_to_sample_weights,
 )
+from distributary.keras_bridge._text import require_numbers
 from distributary.options import InputOptions
 from distributary.topology import private
 
@@ -83,6 +84,8 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
                 extended.step_counts,
             )
         if not isinstance(x, DistributedDataset):
+            arrays = [x, given.get("y"), given.get("sample_weight")]
+            require_numbers("fit, evaluate or predict", arrays)
             return _noted(original(x, **given))
         check_given("dataset", given, "y", "sample_weight")
         if x.cardinality == INFINITE_CARDINALITY and not given.get("steps_per_epoch"):

@@ -23,6 +23,7 @@ from distributary.keras_bridge import (
     _models,
     _saving,
     _state,
+    _text,
     _variables,
 )
 from distributary.keras_bridge._keras_private import find
@@ -56,6 +57,10 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         "_interrupted_warning",
         _data.interrupted_warning,
     ),
+    # Functional models of text compute on the host; other models refuse it.
+    ("keras.DTypePolicy", "convert_input", _text.convert_input),
+    (_text.FUNCTIONAL, "_convert_inputs_to_tensors", _text.convert_inputs),
+    (_text.FUNCTIONAL, "_adjust_input_rank", _text.adjust_input_rank),
     # Files.
     ("keras.src.saving.saving_lib", "save_model", _saving.save),
     ("keras.src.saving.saving_lib", "save_weights_only", _saving.save),

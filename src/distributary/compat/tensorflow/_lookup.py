@@ -3,7 +3,6 @@
 Lookups of text run on the host, for example in `Dataset.map`. Numbers are looked up in steps, too.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, final
 
@@ -55,7 +54,7 @@ class KeyValueTensorInitializer:
     def pairs(self) -> list[tuple[Any, Any]]:
         """Returns the keys and values."""
         keys, values = np.asarray(self.keys).reshape(-1), np.asarray(self.values).reshape(-1)
-        return [*zip(_plain(keys), _plain(values), strict=True)]
+        return [*zip(plain_values(keys), plain_values(values), strict=True)]
 
 
 @final
@@ -129,7 +128,7 @@ class _Table:
         """Returns the values of keys, in the same shape; the default where there is none."""
         require_host(f"tf.lookup.{self._what}", keys)
         given = np.asarray(keys)
-        found = [self._value_of(key) for key in _plain(given.reshape(-1))]
+        found = [self._value_of(key) for key in plain_values(given.reshape(-1))]
         values = np.array(found, str if self._has_text else self.value_dtype)
         return host_array(values.reshape(given.shape))
 
@@ -251,12 +250,15 @@ class _Changing(_Table):
     def insert(self, keys: Any, values: Any, name: str | None = None) -> None:
         """Sets the values of keys."""
         require_host(f"tf.lookup.experimental.{self._what}", keys, values)
-        pairs = _plain(np.asarray(keys).reshape(-1)), _plain(np.asarray(values).reshape(-1))
+        pairs = (
+            plain_values(np.asarray(keys).reshape(-1)),
+            plain_values(np.asarray(values).reshape(-1)),
+        )
         self._found.update(zip(*pairs, strict=True))
 
     def remove(self, keys: Any, name: str | None = None) -> None:
         """Removes keys; it does not matter whether they are there."""
-        for key in _plain(np.asarray(keys).reshape(-1)):
+        for key in plain_values(np.asarray(keys).reshape(-1)):
             self._found.pop(key, None)
 
     def get_state(self) -> dict[str, Any]:
@@ -309,7 +311,7 @@ class MutableHashTable(_Changing):
         if dynamic_default_values is None:
             return found
         given = np.asarray(keys)
-        is_known = np.array([key in self._found for key in _plain(given.reshape(-1))], bool)
+        is_known = np.array([key in self._found for key in plain_values(given.reshape(-1))], bool)
         return np.where(is_known.reshape(given.shape), found, dynamic_default_values).view(Element)
 
 
@@ -335,7 +337,7 @@ class DenseHashTable(_Changing):
         experimental_is_anonymous: bool = False,
     ) -> None:
         super().__init__(key_dtype, value_dtype, default_value, name)
-        self._reserved = {*_plain(np.asarray([empty_key, deleted_key]))}
+        self._reserved = {*plain_values(np.asarray([empty_key, deleted_key]))}
 
     def insert(self, keys: Any, values: Any, name: str | None = None) -> None:
         """Sets the values of keys.
@@ -343,7 +345,7 @@ class DenseHashTable(_Changing):
         Raises:
             InvalidValueError: for the two keys that mark empty places.
         """
-        if self._reserved & {*_plain(np.asarray(keys).reshape(-1))}:
+        if self._reserved & {*plain_values(np.asarray(keys).reshape(-1))}:
             raise InvalidValueError(
                 f"tf.lookup.experimental.DenseHashTable: {keys!r} contains empty_key or"
                 f" deleted_key, {self._reserved}."
@@ -359,7 +361,7 @@ class DenseHashTable(_Changing):
         self.remove(keys)
 
 
-def _plain(values: np.ndarray) -> Sequence[Any]:
+def plain_values(values: np.ndarray) -> list[Any]:
     """Returns keys or values as Python's; text as `str`."""
     return [text_of(v) if isinstance(v, (bytes, str)) else v for v in values.tolist()]
 

@@ -152,6 +152,7 @@ TARGETS: dict[str, str] = {
             constant_initializer:Constant ones_initializer:Ones
             random_normal_initializer:RandomNormal random_uniform_initializer:RandomUniform
             zeros_initializer:Zeros
+        keras.layers. {_OWN}._text_layers: Input IntegerLookup StringLookup TextVectorization
         keras.backend. keras.backend:
             backend clear_session epsilon floatx get_uid image_data_format is_keras_tensor
             result_type set_epsilon set_floatx set_image_data_format standardize_dtype

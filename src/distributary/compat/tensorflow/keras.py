@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from distributary.compat.tensorflow._namespaces import Namespace, lookup
+from distributary.compat.tensorflow._namespaces import Namespace, lookup, names_in
 from distributary.compat.tensorflow._operations import keras_of_tensorflow
 
 _keras = keras_of_tensorflow()
@@ -23,6 +23,12 @@ globals().update({key: value for key, value in vars(_keras).items() if not key.s
 __version__: str = _keras.__version__
 backend: ModuleType = Namespace("keras.backend")
 sys.modules[f"{__name__}.backend"] = backend
+layers: ModuleType = ModuleType(f"{__name__}.layers", _keras.layers.__doc__)
+vars(layers).update({key: value for key, value in vars(_keras.layers).items() if key[0] != "_"})
+# At once, so that Keras knows these layers when it loads a model.
+vars(layers).update({key: lookup(f"keras.layers.{key}") for key in names_in("keras.layers")})
+sys.modules[f"{__name__}.layers"] = layers
+Input: Any = layers.Input
 __path__: list[str] = []  # a package, of which all modules are loaded
 
 

@@ -1,0 +1,83 @@
+"""Text stays on the host: functional models compute there, and other uses are refused.
+
+Keras converts all inputs to arrays of JAX, which has no text. The layers that take text, such as
+`StringLookup` of `distributary.compat.tensorflow`, compute with NumPy.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from distributary.errors import InvalidTypeError, shown
+
+FUNCTIONAL = "keras.src.models.functional.Functional"
+
+
+def convert_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves text on the host."""
+
+    def _convert_inputs_to_tensors(self: Any, flat_inputs: Iterable[Any]) -> list[Any]:
+        if not _has_text(self):
+            converted: list[Any] = original(self, flat_inputs)
+            return converted
+        return [
+            value
+            if value is None
+            else _text(value, len(symbolic.shape), symbolic.shape[-1:] == (1,))
+            if symbolic.dtype == "string"
+            else keras.ops.convert_to_tensor(value, symbolic.dtype, symbolic.sparse)
+            for value, symbolic in zip(flat_inputs, self.inputs, strict=True)
+        ]
+
+    return _convert_inputs_to_tensors
+
+
+def _text(value: Any, ndim: int, is_column: bool) -> np.ndarray:
+    """Returns text as an array; adds or removes a last dim of 1, as Keras does for numbers."""
+    text = np.asarray(value)
+    if text.ndim == ndim + 1 and text.shape[-1] == 1:
+        return text[..., 0]
+    return text[..., None] if is_column and text.ndim == ndim - 1 else text
+
+
+def adjust_input_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Accepts one example without the dim of the batch, as in `Dataset.map`."""
+
+    def _adjust_input_rank(self: Any, flat_inputs: list[Any]) -> list[Any]:
+        is_example = _has_text(self) and all(
+            value is None or value.shape == symbolic.shape[1:]
+            for value, symbolic in zip(flat_inputs, self.inputs, strict=True)
+        )
+        adjusted: list[Any] = flat_inputs if is_example else original(self, flat_inputs)
+        return adjusted
+
+    return _adjust_input_rank
+
+
+def convert_input(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses text as the input of a layer that computes on a device."""
+
+    def convert_input(self: Any, x: Any, autocast: bool, dtype: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            require_numbers("A layer or model", x)
+        return original(self, x, autocast, dtype)
+
+    return convert_input
+
+
+def require_numbers(what: str, data: Any) -> None:
+    """Raises an error if arrays in memory hold text."""
+    for leaf in jax.tree.leaves(data):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USO":
+            raise InvalidTypeError(
+                f"{what} is given {shown(leaf)}; strings and objects cannot go to a device. Map"
+                " them to numbers first: dataset.map(lambda text: layer(text)), with a layer such"
+                " as tf.keras.layers.TextVectorization or StringLookup outside of the model."
+            )
+
+
+def _has_text(model: Any) -> bool:
+    return any(symbolic.dtype == "string" for symbolic in model.inputs)
