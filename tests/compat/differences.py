@@ -161,7 +161,7 @@ DIFFERENT = {
     "train.CheckpointOptions(experimental_write_callbacks)": "refused",
     "saved_model.save": "has a format of its own, and saves functions that only compute",
     "saved_model.save(options)": "no effect",
-    "saved_model.load": "reads what saved_model.save has written here",
+    "saved_model.load": "reads what saved_model.save has written here; no gradients",
     "saved_model.load(tags)": "None or 'serve'",
     "saved_model.load(options)": "no effect",
     "saved_model.contains_saved_model": "True for what saved_model.save has written here",

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -107,6 +108,20 @@ def test_functions_of_a_module_compute_the_same(tmp_path):
     np.testing.assert_array_equal(moved, [4.0, 13.0])
     assert loaded.signatures == {}
     assert tf.saved_model.contains_saved_model(tmp_path / "model")
+
+
+def test_arrays_and_keys_that_a_function_has_captured_are_saved(tmp_path):
+    key, table = jax.random.key(3), np.arange(8.0, dtype=np.float32).reshape(2, 4)
+    module = tf.Module()
+    module.noisy = tf.function(
+        lambda x: x @ table + jax.random.normal(key, (4,)), input_signature=[OPEN]
+    )
+
+    tf.saved_model.save(module, tmp_path / "model")
+    loaded = tf.saved_model.load(tmp_path / "model")
+
+    expected = ROWS @ table + np.asarray(jax.random.normal(jax.random.key(3), (4,)))
+    np.testing.assert_allclose(loaded.noisy(ROWS), expected, rtol=1e-6)
 
 
 def test_signatures_have_names_and_return_dicts_as_in_tensorflow(tmp_path):

@@ -30,6 +30,8 @@ _Path = str | os.PathLike[str]
 def load(export_dir: _Path, tags: Any = None, options: object = None) -> "SavedModel":
     """Returns the functions of a saved model; it needs none of the classes that made it.
 
+    The functions compute results, without gradients.
+
     Args:
         export_dir: The folder.
         tags: None or "serve".

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 from jax import export
 
 from distributary.checkpoint import Checkpoint
@@ -170,9 +171,9 @@ class _Programs:
             except Exception as failure:  # of the function itself, or of JAX
                 error = failure
         else:
-            problem = str(error).partition("\n")[0]
+            problem = str(error).partition("\n")[0].removesuffix(".")
             raise UnsupportedError(
-                f"tf.saved_model.save: {what} cannot be exported for {specs}: {problem} Give dims"
+                f"tf.saved_model.save: {what} cannot be exported for {specs}: {problem}. Give dims"
                 " of size None their sizes, return arrays in dicts, lists or tuples, or leave the"
                 " function out."
             ) from error
@@ -200,16 +201,27 @@ class _Programs:
                 f"tf.saved_model.save: {what} {problem}, or leave the function out; to go on with"
                 " training, use tf.train.Checkpoint."
             )
-        handles, (captures,) = program.read_only, program.captures
+        handles = program.read_only
+        # The data of random keys, because files have arrays of numbers.
+        keys = [jax.random.key_impl(one) if _is_key(one) else None for one in program.captures[0]]
+        captures = [
+            jax.random.key_data(one) if _is_key(one) else one for one in program.captures[0]
+        ]
 
         def run(state: list[Any], given: Any) -> Any:
             leaves = jax.tree.leaves(given)
-            read_only, captured = state[: len(handles)], state[len(handles) :]
+            read_only, captured = (
+                state[: len(handles)],
+                [
+                    one if impl is None else jax.random.wrap_key_data(one, impl=impl)
+                    for one, impl in zip(state[len(handles) :], keys, strict=True)
+                ],
+            )
             _, outs = program([captured], [], read_only, [leaves[i] for i in order])
             result = rebuild(outs)
             for leaf in jax.tree.leaves(result):
                 if isinstance(leaf, (Variable, str, bytes)):
-                    raise InvalidTypeError(f"it returns {described(leaf)}, not an array.")
+                    raise InvalidTypeError(f"it returns {described(leaf)}, not an array")
             return result
 
         avals = [handle.aval(of_one_replica=False) for handle in handles]
@@ -229,6 +241,10 @@ class _Programs:
             self._known[id(value)] = f"{kind}/{len(values)}", value
             values.append(local_copy(value) if kind == "constants" else value)
         return str(self._known[id(value)][0])
+
+
+def _is_key(captured: Any) -> bool:
+    return bool(jnp.issubdtype(captured.dtype, jax.dtypes.prng_key))
 
 
 def _specs_in(argument: Any) -> Any:
