@@ -54,7 +54,7 @@ def test_names_are_public_ones_of_distributary():
         ("nn.ctc_loss", "keras.ops.ctc_loss"),
         ("image.rot90", "keras.ops.image"),
         ("linalg.svd", "jax.numpy.linalg"),
-        ("saved_model", "model.export"),
+        ("saved_model.SaveOptions", "no options"),
         ("config.experimental.ClusterDeviceFilters", "jax.config"),
         ("distribute.experimental.rpc", "schedule"),
         ("no_such_name", "docs/api/tensorflow.md"),

@@ -18,7 +18,6 @@ from typing import Any, TypeVar, final
 
 from distributary.autograph import _operators
 from distributary.autograph._reached import is_of_library
-from distributary.autograph._syntax import Simplified
 from distributary.tracing import current_scope
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -186,7 +185,6 @@ class _Factory:
 @functools.cache
 def _operators_of_malt() -> types.ModuleType:
     """Returns the module that converted code knows as `ag__`."""
-    from malt.core import converter
     from malt.operators import variables
 
     module = types.ModuleType("ag__")
@@ -195,9 +193,6 @@ def _operators_of_malt() -> types.ModuleType:
     for name in ("ld", "ldu", "Undefined", "UndefinedReturnValue"):
         setattr(module, name, getattr(variables, name))
     for name, value in {
-        "STD": converter.STANDARD_OPTIONS,
-        "ConversionOptions": converter.ConversionOptions,
-        "Feature": converter.Feature,
         "autograph_artifact": _artifact,
         "converted_call": converted_call,
     }.items():
@@ -213,7 +208,7 @@ def _artifact(function: Any) -> Any:
 
 def _converted_code(function: types.FunctionType) -> types.CodeType:
     """Returns the code of the converted function, with the lines of the original."""
-    nodes, context = _transpiler().transform_function(function, _program())
+    nodes, context = _transpiler().transform_function(function, None)
     name = context.info.name
     if isinstance(nodes, ast.Lambda):
         nodes = ast.Assign(targets=[ast.Name(name, ctx=ast.Store())], value=nodes)
@@ -277,187 +272,7 @@ def _set_lines(root: ast.AST, first_line: int) -> None:
 
 
 @functools.cache
-def _program() -> Any:
-    from malt.core import converter
-
-    return converter.ProgramContext(options=_options())
-
-
-@functools.cache
-def _options() -> Any:
-    from malt.core import converter
-
-    return converter.ConversionOptions(
-        recursive=True, optional_features=(converter.Feature.BUILTIN_FUNCTIONS,)
-    )
-
-
-@functools.cache
 def _transpiler() -> Any:
-    from malt.converters import (
-        break_statements,
-        call_trees,
-        conditional_expressions,
-        continue_statements,
-        control_flow,
-        directives,
-        functions,
-        logical_expressions,
-        return_statements,
-        variables,
-    )
-    from malt.core import unsupported_features_checker
-    from malt.impl.api import PyToPy
-    from malt.lang import directives as lang
-    from malt.pyct import anno, cfg, qual_names
-    from malt.pyct.static_analysis import activity, liveness, reaching_definitions, reaching_fndefs
-    from malt.pyct.static_analysis.annos import NodeAnno as Scopes
-    from malt.pyct.transpiler import GenericTranspiler
+    from distributary.autograph._passes import Transpiler
 
-    class ControlFlow(control_flow.ControlFlowTransformer):
-        """Also takes variables of outer functions out of blocks, whatever comes after them."""
-
-        def _get_block_basic_vars(self, modified: Any, live_in: Any, live_out: Any) -> Any:
-            declared = self._declared() & modified
-            return super()._get_block_basic_vars(modified, live_in, live_out) | declared
-
-        def _get_block_vars(self, node: Any, modified: Any) -> Any:
-            names, undefined, num_outs = super()._get_block_vars(node, modified)
-            declared = self._declared()
-            outs = [v for k, v in enumerate(names) if k < num_outs or v in declared]
-            return outs + [v for v in names if v not in outs], undefined, len(outs)
-
-        def visit_If(self, node: Any) -> Any:  # noqa: N802
-            live = anno.getanno(node, anno.Static.LIVE_VARS_OUT)
-            scopes = [anno.getanno(node, k) for k in (Scopes.BODY_SCOPE, Scopes.ORELSE_SCOPE)]
-            used = scopes[0].referenced | scopes[1].referenced
-            made = super().visit_If(node)
-            names = ast.Tuple([*map(ast.Constant, sorted(map(str, used - live)))], ast.Load())
-            made[-1].value.keywords.append(ast.keyword("dead", names))
-            return made
-
-        def _declared(self) -> Any:
-            scope = self.state[control_flow._Function].scope
-            return frozenset(scope.nonlocals | scope.globals)
-
-    class Directives(directives.DirectivesTransformer):
-        """Knows `set_loop_options`."""
-
-        def visit_Expr(self, node: Any) -> Any:  # noqa: N802
-            made = super().visit_Expr(node)
-            called = getattr(getattr(made, "value", None), "func", None)
-            known = called and anno.getanno(called, directives.STATIC_VALUE, default=None)
-            if known is not set_loop_options:
-                return made
-            self._process_statement_directive(made.value, lang.set_loop_options)
-            return None
-
-    class ConditionalExpressions(conditional_expressions.ConditionalExpressionTransformer):
-        """Also converts the expressions inside of an expression."""
-
-        def visit_IfExp(self, node: Any) -> Any:  # noqa: N802
-            return super().visit_IfExp(self.generic_visit(node))
-
-    def of_control_flow(node: Any, context: Any) -> Any:
-        graphs = cfg.build(node)
-        node = activity.resolve(qual_names.resolve(node), context, None)
-        for analysis in (reaching_definitions, reaching_fndefs, liveness):
-            node = analysis.resolve(node, context, graphs)
-        return ControlFlow(context).visit(node)
-
-    class Transpiler(GenericTranspiler):
-        """The passes of AutoGraph."""
-
-        def get_transformed_name(self, node: Any) -> str:
-            return f"ag__{super().get_transformed_name(node)}"
-
-        def transform_ast(self, node: Any, context: Any) -> Any:
-            node = Simplified().visit(node)
-            unsupported_features_checker.verify(node)
-            node = functions.transform(PyToPy.initial_analysis(self, node, context), context)
-            # Each pass takes milliseconds, so only those run that have something to do.
-            kinds = {type(part) for part in ast.walk(node)}
-            if ast.Expr in kinds:
-                node = Directives(context).visit(node)
-            if ast.Break in kinds:
-                node = break_statements.transform(node, context)
-            node = _Statements().visit(node)
-            if kinds & {ast.Break, ast.Continue}:  # the pass before makes `continue` of `break`
-                node = continue_statements.transform(node, context)
-            if _returns_early(node):
-                node = return_statements.transform(node, context)
-            node = of_control_flow(call_trees.transform(node, context), context)
-            if ast.IfExp in kinds:
-                node = ConditionalExpressions(context).visit(node)
-            node = logical_expressions.transform(node, context)
-            return variables.transform(node, context)
-
-    return Transpiler()
-
-
-def _returns_early(root: ast.AST) -> bool:
-    """Returns whether a function has a `return` that is not its last statement."""
-    last = {
-        id(node.body[-1])
-        for node in ast.walk(root)
-        if isinstance(node, (ast.FunctionDef, ast.With)) and node.body
-    }
-    returns = [node for node in ast.walk(root) if isinstance(node, ast.Return)]
-    return any(id(node) not in last for node in returns)
-
-
-@final
-class _Statements(ast.NodeTransformer):
-    """Rewrites `assert` and `values.append(value)`, for lists that the function has as variables.
-
-    malt's own pass for `assert` takes constant messages only, and its pass for lists rewrites
-    every literal.
-    """
-
-    def visit_Assert(self, node: ast.Assert) -> Any:
-        # Values that the message shows are taken out of it, because they may not be known yet.
-        self.generic_visit(node)
-        message = node.msg or ast.Constant("")
-        values: list[ast.expr] = []
-        if isinstance(message, ast.JoinedStr):
-            parts = [part for part in message.values if isinstance(part, ast.FormattedValue)]
-            values = [part.value for part in parts]
-            for k, part in enumerate(parts):
-                part.value = ast.Name(f"value_{k}", ast.Load())
-        elif not isinstance(message, ast.Constant):
-            values, message = [message], ast.Name("value_0", ast.Load())
-        names = [ast.arg(f"value_{k}") for k in range(len(values))]
-        shown = ast.Lambda(ast.arguments([], names, None, [], [], None, []), message)
-        return self._parsed(
-            "ag__.assert_stmt(test, lambda: values, shown)",
-            node,
-            test=node.test,
-            values=ast.Tuple(values, ast.Load()),
-            shown=shown,
-        )
-
-    def visit_Compare(self, node: ast.Compare) -> Any:
-        self.generic_visit(node)
-        match node:
-            case ast.Compare(item, [ast.In() | ast.NotIn() as how], [values]):
-                template = "ag__.contains(values, item)"
-                if isinstance(how, ast.NotIn):
-                    template = f"ag__.not_({template})"
-                (made,) = self._parsed(template, node, item=item, values=values)
-                return made.value
-        return node
-
-    def visit_Raise(self, node: ast.Raise) -> Any:
-        self.generic_visit(node)
-        if node.exc is not None:
-            (made,) = self._parsed("ag__.raised(error)", node, error=node.exc)
-            node.exc = made.value
-        return node
-
-    @staticmethod
-    def _parsed(template: str, node: ast.AST, **parts: Any) -> Any:
-        from malt.pyct import origin_info, templates
-
-        made = templates.replace(template, **parts)
-        origin_info.copy_origin(node, made)
-        return made
+    return Transpiler(set_loop_options)

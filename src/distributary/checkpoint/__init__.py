@@ -6,10 +6,11 @@ from distributary.checkpoint._checkpoint import (
     list_variables,
     load_variable,
 )
+from distributary.checkpoint._commit import read as read, read_arrays as read_arrays
 from distributary.checkpoint._manager import CheckpointManager
 from distributary.checkpoint._preemption import PreemptionCheckpointHandler, TerminationConfig
 
-__all__ = [
+__all__ = [  # for users
     "Checkpoint",
     "CheckpointManager",
     "PreemptionCheckpointHandler",

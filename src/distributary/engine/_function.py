@@ -1,5 +1,6 @@
 """The outer compile boundary, like `tf.function`."""
 
+import contextlib
 import functools
 import types
 import weakref
@@ -22,7 +23,7 @@ from distributary.engine._arguments import (
 )
 from distributary.engine._cache import Inner, ProgramCache
 from distributary.engine._executable import Executable, VariableGoneError
-from distributary.errors import InvalidTypeError, shown
+from distributary.errors import InvalidTypeError, UnsupportedError, shown
 from distributary.inputs import DistributedInput
 from distributary.tracing import (
     Feeds,
@@ -187,9 +188,36 @@ class Function:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def _build(self, leaves: list[Any], tree: Any, strategy: Any, feeds: Feeds) -> Executable:
-        picks = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
-        static = [None if is_dynamic(leaf) else leaf for leaf in leaves]
+    def program_of(self, *args: Any, **kwargs: Any) -> tuple[FunctionProgram, Callable[..., Any]]:
+        """Returns the program for arguments of certain shapes, which does not run.
+
+        Args:
+            *args: A `jax.ShapeDtypeStruct` in place of each array; its dims may be symbolic.
+            **kwargs: The same, by name.
+
+        Returns:
+            The program, and a function from its outputs to the result of the function.
+
+        Raises:
+            UnsupportedError: if the function takes elements from an iterator.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        feeds = Feeds(leaves)
+        is_data = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+        with contextlib.suppress(LeaveTrace):
+            made = self._traced(leaves, tree, is_data, feeds)
+            if not feeds.handles:
+                return made
+        raise UnsupportedError(
+            f"{Subject(self.python_function, tree)} takes elements from an iterator or a dataset."
+            " Pass the element as an argument."
+        )
+
+    def _traced(
+        self, leaves: list[Any], tree: Any, is_data: list[bool], feeds: Feeds
+    ) -> tuple[FunctionProgram, Callable[..., Any]]:
+        picks = [i for i, is_one in enumerate(is_data) if is_one]
+        static = [None if is_one else leaf for leaf, is_one in zip(leaves, is_data, strict=True)]
         results: list[Callable[..., Any]] = []
 
         def flat(*arrays: Any) -> list[Any]:
@@ -209,29 +237,33 @@ class Function:
             return outs
 
         avals = [struct_of(leaves[i]) for i in picks]
-        data = [0 if is_dynamic(leaf) else None for leaf in leaves]
+        data = [0 if is_one else None for is_one in is_data]
         names = Subject(self.python_function, tree)
         for i, leaf in enumerate(leaves):
-            if not is_dynamic(leaf):
+            if not is_data[i]:
                 check_static(leaf, str(names), names.arguments(len(leaves))[i])
         structure = jax.tree.structure(jax.tree.unflatten(tree, data))
         subject = Subject(self.python_function, structure, autograph=self._autograph)
         with refused_if_consumed(self.python_function, static, "distributary.function"):
             program = FunctionProgram(flat, avals, feeds, subject)
+        return program, results[0]
+
+    def _build(self, leaves: list[Any], tree: Any, strategy: Any, feeds: Feeds) -> Executable:
+        is_data = list(map(is_dynamic, leaves))
+        program, rebuild = self._traced(leaves, tree, is_data, feeds)
         # The program runs on the devices of the strategies whose replicas run in the function.
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]
         owners = [handle.cell()._layout.strategy for handle in program.handles]
         used += [s for s in owners if s.num_replicas_in_sync > 1]
         owner = used[0] if used else (owners or [strategy])[0]
         program.strategies.clear()  # so that a function does not keep strategies alive
-        (rebuild,) = results
         name = getattr(self.python_function, "__name__", repr(self.python_function))
         extended = owner.extended
         title = f"the program of {name}"
         executable = Executable(
             program, extended.placement, rebuild, name, title, extended.step_counts
         )
-        executable.picks = picks
+        executable.picks = [i for i, is_one in enumerate(is_data) if is_one]
         return executable
 
     def __repr__(self) -> str:

@@ -57,8 +57,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         "_interrupted_warning",
         _data.interrupted_warning,
     ),
-    # Functional models of text compute on the host; other models refuse it.
-    ("keras.DTypePolicy", "convert_input", _text.convert_input),
+    # Functional models of text compute on the host.
     (_text.FUNCTIONAL, "_convert_inputs_to_tensors", _text.convert_inputs),
     (_text.FUNCTIONAL, "_adjust_input_rank", _text.adjust_input_rank),
     # Files.

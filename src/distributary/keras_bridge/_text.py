@@ -21,6 +21,8 @@ def convert_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _convert_inputs_to_tensors(self: Any, flat_inputs: Iterable[Any]) -> list[Any]:
         if not _has_text(self):
+            flat_inputs = list(flat_inputs)
+            require_numbers("A model", flat_inputs)
             converted: list[Any] = original(self, flat_inputs)
             return converted
         return [
@@ -55,17 +57,6 @@ def adjust_input_rank(original: Callable[..., Any]) -> Callable[..., Any]:
         return adjusted
 
     return _adjust_input_rank
-
-
-def convert_input(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses text as the input of a layer that computes on a device."""
-
-    def convert_input(self: Any, x: Any, autocast: bool, dtype: Any) -> Any:
-        if isinstance(x, np.ndarray):
-            require_numbers("A layer or model", x)
-        return original(self, x, autocast, dtype)
-
-    return convert_input
 
 
 def require_numbers(what: str, data: Any) -> None:

@@ -81,7 +81,7 @@ _ADVICE: dict[str, str] = {
     "ragged RaggedTensor RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
     "sparse": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
     # Saving, logging and what surrounds a program.
-    "saved_model": "model.export(path) of Keras for serving, model.save('model.keras') to go on",
+    "saved_model.LoadOptions saved_model.SaveOptions": "no options; none would have an effect",
     "io.RaggedFeature io.SparseFeature": (
         "tf.io.FixedLenSequenceFeature(shape, dtype, allow_missing=True)"
     ),

@@ -1,8 +1,10 @@
 """`tf.function`: compiled functions, their signatures and concrete functions."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import jax
@@ -15,6 +17,8 @@ from distributary.engine import function as compile_function
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.inputs import PerReplicaSpec
 from distributary.values import PerReplica
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def function(
@@ -67,6 +71,8 @@ class Function:
         self._compiled = compile_function(python_function, autograph=autograph)
         functools.update_wrapper(self, python_function, updated=())
         self._name = getattr(python_function, "__name__", repr(python_function))
+        # The arguments of concrete functions, by the object whose method this is, or this itself.
+        self._asked: weakref.WeakKeyDictionary[Any, list[_Arguments]] = weakref.WeakKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.input_signature is None:
@@ -86,7 +92,7 @@ class Function:
         return self._compiled(*own, *_checked(self._name, self.input_signature, given))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else _Method(self, instance)
+        return self if instance is None else Method(self, instance)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> "ConcreteFunction":
         """Returns the function for arguments of these shapes and dtypes.
@@ -105,7 +111,24 @@ class Function:
         num_own = int(next(iter(inspect.signature(self.python_function).parameters), "") == "self")
         if len(args) + len(kwargs) == num_own:
             args = (*args, *signature)
-        return ConcreteFunction(self, args, kwargs)
+        concrete = ConcreteFunction(self, args, kwargs)
+        with contextlib.suppress(TypeError):  # of an object without a hash or a weak reference
+            owner = args[0] if num_own else self
+            asked = self._asked.setdefault(owner, [])
+            asked.append(jax.tree.map(_spec_of, (args[num_own:], kwargs), is_leaf=_is_spec))
+        return concrete
+
+    def concrete_functions(self, *own: Any) -> list["ConcreteFunction"]:
+        """Returns a function for `input_signature`, or for each that `get_concrete_function` made.
+
+        Args:
+            *own: The object, for a method.
+        """
+        if self.input_signature is not None:
+            return [ConcreteFunction(self, (*own, *self.input_signature), {})]
+        owner = own[0] if own else self
+        asked = self._asked.get(owner, []) if isinstance(owner, Hashable) else []
+        return [ConcreteFunction(self, (*own, *args), kwargs) for args, kwargs in asked]
 
     def pretty_printed_concrete_signatures(self, verbose: bool = True) -> str:
         """Returns the parameters of the function as text, for messages."""
@@ -119,7 +142,7 @@ class Function:
         return f"<tf.function {self._name}>"
 
 
-class _Method:
+class Method:
     """A `Function` as the method of an object; like `types.MethodType`, but with methods."""
 
     def __init__(self, function: Function, owner: Any) -> None:
@@ -133,9 +156,13 @@ class _Method:
         """Returns the method for arguments of these shapes and dtypes."""
         return self.__func__.get_concrete_function(self.__self__, *args, **kwargs)
 
+    def concrete_functions(self) -> list["ConcreteFunction"]:
+        """Returns the functions of `Function.concrete_functions` for this object."""
+        return self.__func__.concrete_functions(self.__self__)
+
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, _Method)
+            isinstance(other, Method)
             and self.__self__ is other.__self__
             and self.__func__ is other.__func__
         )
@@ -145,6 +172,9 @@ class _Method:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__func__, name)
+
+    def __repr__(self) -> str:
+        return repr(self.__func__)
 
 
 @final
@@ -164,7 +194,10 @@ class ConcreteFunction:
             raise TypeError(f"get_concrete_function of {function._name}: {error}") from None
         self._function = function
         self._parameters = bound.signature
-        self._arguments = jax.tree.map(_spec_of, dict(bound.arguments), is_leaf=_is_spec)
+        self._arguments = {  # in the order of the parameters
+            name: jax.tree.map(_spec_of, value, is_leaf=_is_spec)
+            for name, value in bound.arguments.items()
+        }
         self.name = function._name
 
     @property
@@ -172,6 +205,34 @@ class ConcreteFunction:
         """The arguments, with a `tf.TensorSpec` for each array."""
         bound = inspect.BoundArguments(self._parameters, self._arguments)
         return bound.args, bound.kwargs
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, with a `tf.TensorSpec` for each array."""
+        return dict(self._arguments)
+
+    def program(self, structs: Sequence[jax.ShapeDtypeStruct]) -> tuple[Any, Any, list[int]]:
+        """Returns the program, see `distributary.function`, and how it takes the arrays.
+
+        Args:
+            structs: Shape and dtype for every spec in `arguments`.
+
+        Returns:
+            The program, a function from its outputs to the result, and the numbers of its arrays in
+            `structs`.
+        """
+        rest = iter(structs)
+        given = {
+            name: jax.tree.map(
+                lambda leaf: next(rest) if _is_spec(leaf) else leaf, value, is_leaf=_is_spec
+            )
+            for name, value in self._arguments.items()
+        }
+        bound = inspect.BoundArguments(self._parameters, given)
+        numbers = {id(struct): number for number, struct in enumerate(structs)}
+        leaves = jax.tree.leaves((bound.args, bound.kwargs))
+        order = [numbers[id(leaf)] for leaf in leaves if id(leaf) in numbers]
+        return *self._function._compiled.program_of(*bound.args, **bound.kwargs), order
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arrays = [

@@ -122,6 +122,8 @@ TARGETS: dict[str, str] = {
         io.gfile. {_OWN}._io:
             GFile copy exists get_registered_schemes glob isdir join listdir makedirs mkdir remove
             rename rmtree stat walk
+        saved_model. {_OWN}._saved_model: save
+        saved_model. {_OWN}._loaded_model: contains_saved_model load
         summary. {_OWN}._summary:
             SummaryWriter audio create_file_writer create_noop_writer
             experimental.get_step:get_step experimental.set_step:set_step flush

@@ -1,0 +1,307 @@
+"""Saved models compute the same numbers again, in programs that do not have their code."""
+
+import subprocess
+import sys
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+import distributary.compat.tensorflow as tf
+
+ROWS = np.array([[1.0, 2.0], [-3.0, 0.5], [4.0, 0.0]], np.float32)
+OPEN = tf.TensorSpec([None, 2], tf.float32)
+
+
+class Scaled(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = tf.Variable([1.0, 10.0])
+        self.steps = tf.Variable(0)
+
+    @tf.function(input_signature=[OPEN])
+    def scale(self, x):
+        if tf.reduce_sum(x) > 3:
+            return x * self.factor
+        return -x * self.factor
+
+    @tf.function
+    def mix(self, x, b, times=2):
+        return {"times": x * times, "less": x - b}
+
+    @tf.function
+    def never_asked(self, x):
+        return x
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
+    def __call__(self, x):
+        return x, x + self.factor
+
+
+class Counting(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps = tf.Variable(0.0, name="steps")
+
+    @tf.function(input_signature=[OPEN])
+    def count(self, x):
+        self.steps.assign_add(1.0)
+        return x
+
+
+class Printing(tf.Module):
+    @tf.function(input_signature=[OPEN])
+    def show(self, x):
+        tf.print(x)
+        return x
+
+
+class Texts(tf.Module):
+    @tf.function(input_signature=[OPEN])
+    def label(self, x):
+        return {"x": x, "label": "cat"}
+
+
+class Shaped(tf.Module):
+    @tf.function(input_signature=[OPEN])
+    def grid(self, x):
+        return x.reshape(int(x.shape[0]), 2)
+
+
+class Stepping(tf.Module):
+    @tf.function(input_signature=[OPEN])
+    def step(self, x):
+        return dist.get_strategy().run(lambda: x.sum())
+
+
+class Ragged(tf.Module):
+    @tf.function(input_signature=[tf.TensorSpec(None, tf.float32)])
+    def total(self, x):
+        return tf.reduce_sum(x)
+
+
+class Asked(tf.Module):
+    @tf.function
+    def later(self, x):
+        return x
+
+
+def test_functions_of_a_module_compute_the_same(tmp_path):
+    module = Scaled()
+    module.mix.get_concrete_function(OPEN, OPEN)
+    module.mix.get_concrete_function(tf.TensorSpec([None], tf.float32), b=1.0, times=5)
+
+    tf.saved_model.save(module, tmp_path / "model")
+    module.factor.assign([0.0, 0.0])
+    loaded = tf.saved_model.load(str(tmp_path / "model"), tags="serve")
+
+    np.testing.assert_array_equal(loaded.scale(ROWS), ROWS * [1, 10])
+    np.testing.assert_array_equal(loaded.scale(x=ROWS[:1] - 3), -(ROWS[:1] - 3) * [1, 10])
+    mixed = loaded.mix(ROWS[:2], np.ones((2, 2)))
+    np.testing.assert_array_equal(mixed["times"], ROWS[:2] * 2)
+    np.testing.assert_array_equal(mixed["less"], ROWS[:2] - 1)
+    np.testing.assert_array_equal(loaded.mix([3.0, 4.0])["times"], [15.0, 20.0])
+    same, moved = loaded(3.0)
+    assert float(same) == 3
+    np.testing.assert_array_equal(moved, [4.0, 13.0])
+    assert loaded.signatures == {}
+    assert tf.saved_model.contains_saved_model(tmp_path / "model")
+
+
+def test_arrays_and_keys_that_a_function_has_captured_are_saved(tmp_path):
+    key, table = jax.random.key(3), np.arange(8.0, dtype=np.float32).reshape(2, 4)
+    module = tf.Module()
+    module.noisy = tf.function(
+        lambda x: x @ table + jax.random.normal(key, (4,)), input_signature=[OPEN]
+    )
+
+    tf.saved_model.save(module, tmp_path / "model")
+    loaded = tf.saved_model.load(tmp_path / "model")
+
+    expected = ROWS @ table + np.asarray(jax.random.normal(jax.random.key(3), (4,)))
+    np.testing.assert_allclose(loaded.noisy(ROWS), expected, rtol=1e-6)
+
+
+def test_signatures_have_names_and_return_dicts_as_in_tensorflow(tmp_path):
+    module = Scaled()
+    mix = module.mix.get_concrete_function(OPEN, OPEN)
+    tf.saved_model.save(module, tmp_path / "one", signatures=module.scale)
+    tf.saved_model.save(module, tmp_path / "two", signatures={"mix": mix, "call": module.__call__})
+
+    one = tf.saved_model.load(tmp_path / "one").signatures
+    two = tf.saved_model.load(tmp_path / "two").signatures
+
+    assert list(one) == ["serving_default"]
+    (result,) = one["serving_default"](x=ROWS).items()
+    assert result[0] == "output_0"
+    np.testing.assert_array_equal(result[1], ROWS * [1, 10])
+    np.testing.assert_array_equal(two["mix"](b=ROWS, x=ROWS * 3)["less"], ROWS * 2)
+    assert {key: np.shape(value) for key, value in two["call"](x=1.0).items()} == {
+        "output_0": (),
+        "output_1": (2,),
+    }
+
+
+def _sequential():
+    return keras.Sequential(
+        [
+            keras.Input((2,)),
+            keras.layers.Dense(3, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def test_a_model_predicts_the_same_and_its_variables_are_saved_once(tmp_path):
+    strategy = dist.MirroredStrategy()
+    with strategy.scope():
+        model = _sequential()
+        model.compile("sgd", "mse")
+    model.fit(np.tile(ROWS, (8, 1)), np.zeros((24, 2)), batch_size=24, verbose=0)
+
+    tf.saved_model.save(model, tmp_path / "model")
+    loaded = tf.saved_model.load(tmp_path / "model")
+
+    expected = model.predict(ROWS, verbose=0)
+    np.testing.assert_allclose(loaded(ROWS), expected, rtol=1e-6)
+    served = loaded.signatures["serving_default"](inputs=ROWS[:1])
+    np.testing.assert_allclose(served["output_0"], expected[:1], rtol=1e-6)
+    saved = [shape for _, shape in tf.train.list_variables(tmp_path / "model")]
+    assert sorted(saved) == [[2], [2, 3], [3], [3], [3], [3], [3], [3, 2]]
+
+
+def test_a_model_with_several_inputs_takes_them_as_it_did(tmp_path):
+    a, b = keras.Input((2,), name="a"), keras.Input((2,), name="b")
+    of_dict = keras.Model({"a": a, "b": b}, {"sum": a + b, "difference": a - b})
+    of_list = keras.Model([a, b], [a + b, a - b])
+
+    tf.saved_model.save(of_dict, tmp_path / "dict")
+    tf.saved_model.save(of_list, tmp_path / "list")
+    dicts, lists = tf.saved_model.load(tmp_path / "dict"), tf.saved_model.load(tmp_path / "list")
+
+    np.testing.assert_array_equal(dicts({"a": ROWS, "b": ROWS})["sum"], 2 * ROWS)
+    np.testing.assert_array_equal(lists([ROWS, ROWS * 3])[1], -2 * ROWS)
+    served = lists.signatures["serving_default"](inputs=ROWS, inputs_1=ROWS * 3)
+    np.testing.assert_array_equal(served["output_1"], -2 * ROWS)
+
+
+_SERVER = """
+import sys
+import numpy as np
+import distributary.compat.tensorflow as tf
+
+loaded = tf.saved_model.load(sys.argv[1])
+assert "keras" not in sys.modules
+np.save(sys.argv[2], loaded(np.ones((7, 2), np.float32)))
+"""
+
+
+def test_a_new_process_loads_it_without_the_code_of_the_model(tmp_path):
+    model = _sequential()
+    tf.saved_model.save(model, tmp_path / "model")
+
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", _SERVER, tmp_path / "model", tmp_path / "out.npy"],
+        env={"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"},
+        check=True,
+        timeout=120,
+    )
+
+    expected = model.predict(np.ones((7, 2)), verbose=0)
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Counting(), "the function 'count' assigns 'steps'. Return the new values"),
+        (Printing(), "the function 'show' calls Python when it runs"),
+        (Texts(), "'label' cannot be exported .* returns .*str.* arrays in dicts"),
+        (Shaped(), "'grid' cannot be exported .* Give dims of size None their sizes"),
+        (Stepping(), "the function 'step' calls Strategy.run"),
+        (Ragged(), "'total' takes TensorSpec.*Give it a number of dims"),
+        (Asked(), "has no function with known arguments. Give a tf.function an input_signature"),
+        (tf.function(lambda x: x), "has no function with known arguments"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_saved_is_refused_with_its_name_and_nothing_is_written(
+    module, message, tmp_path
+):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        tf.saved_model.save(module, tmp_path / "model")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_does_not_know_its_inputs_needs_a_signature(tmp_path):
+    class Doubling(keras.Model):
+        def call(self, x):
+            return 2 * x
+
+    model = Doubling()
+    with pytest.raises(ValueError, match=r"keras.Model\(x, model\(x\)\)"):
+        tf.saved_model.save(model, tmp_path / "model")
+    serve = tf.function(lambda x: model(x, training=False), input_signature=[OPEN])
+    tf.saved_model.save(model, tmp_path / "model", signatures=serve)
+
+    served = tf.saved_model.load(tmp_path / "model").signatures["serving_default"](x=ROWS)
+    np.testing.assert_array_equal(served["output_0"], 2 * ROWS)
+
+
+def test_signatures_need_known_arguments(tmp_path):
+    with pytest.raises(ValueError, match=r"signature 'serving_default' is .*never_asked"):
+        tf.saved_model.save(Scaled(), tmp_path / "model", signatures=Scaled().never_asked)
+
+
+def test_calls_that_do_not_fit_name_what_was_saved(tmp_path):
+    tf.saved_model.save(Scaled(), tmp_path / "model")
+    loaded = tf.saved_model.load(tmp_path / "model")
+
+    with pytest.raises(TypeError, match=r"scale: .*\(3, 3\).* saved for \['x'\].*None, 2"):
+        loaded.scale(np.ones((3, 3)))
+    with pytest.raises(TypeError, match=r"scale: .* saved for"):
+        loaded.scale(y=ROWS)
+    with pytest.raises(AttributeError, match=r"'never_asked'.* get_concrete_function"):
+        loaded.never_asked(ROWS)
+    with pytest.raises(ValueError, match="tags is 'train', expected 'serve'"):
+        tf.saved_model.load(tmp_path / "model", tags="train")
+
+
+def test_a_saved_model_is_replaced_and_nothing_else_is(tmp_path):
+    module, path = Scaled(), tmp_path / "model"
+    path.mkdir()
+    tf.saved_model.save(module, path)
+    module.factor.assign([2.0, 2.0])
+    tf.saved_model.save(module, path)
+    np.testing.assert_array_equal(tf.saved_model.load(path).scale(ROWS), ROWS * 2)
+    assert [entry.name for entry in tmp_path.glob("[!.]*")] == ["model"]
+
+    tf.train.Checkpoint(module=module).write(tmp_path / "checkpoint")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "text").write_text("mine", encoding="utf-8")
+    for name in ("checkpoint", "notes"):
+        assert not tf.saved_model.contains_saved_model(tmp_path / name)
+        with pytest.raises(OSError, match=f"{name} is not a saved model, and is not replaced"):
+            tf.saved_model.save(module, tmp_path / name)
+
+
+def test_folders_that_are_not_saved_models_are_refused(tmp_path):
+    (tmp_path / "saved_model.pb").write_bytes(b"\x08\x01")
+
+    with pytest.raises(NotImplementedError, match=r"TensorFlow has written .* model.save"):
+        tf.saved_model.load(tmp_path)
+    with pytest.raises(OSError, match=r"there is no saved model at .*nowhere"):
+        tf.saved_model.load(tmp_path / "nowhere")
+    assert not tf.saved_model.contains_saved_model(tmp_path)
+
+
+def test_a_concrete_function_takes_arguments_in_the_order_of_its_parameters():
+    divide = tf.function(lambda x, by: x / by).get_concrete_function(OPEN, OPEN)
+
+    np.testing.assert_array_equal(divide(ROWS, 2 * np.ones_like(ROWS)), ROWS / 2)
+    assert [spec.shape for spec in divide.structured_input_signature[0]] == [(None, 2)] * 2
