@@ -21,12 +21,23 @@ from tests.compat.programs.run_tensorflow import FOLDER, RECORDED, programs
 
 # These print the same on all workers, with MultiWorkerMirroredStrategy as their strategy.
 ON_WORKERS = (
+    "callbacks_fit",
     "contrastive",
+    "distillation",
+    "gradient_penalty",
     "guide_fit",
     "keras_fit",
+    "mixed_precision",
     "multi_worker_loop",
     "own_optimizer",
     "own_train_step",
+    "recommender",
+    "steps_per_loop",
+    "text_classifier",
+    "translation_attention",
+    "two_players",
+    "variational_autoencoder",
+    "windows_of_series",
 )
 _SECONDS = 600  # for all programs together; about 60 on an idle core
 _RUN_ALL = """
@@ -94,7 +105,8 @@ def test_programs_on_two_workers_print_what_they_print_with_tensorflow(tmp_path)
     for index, printed in enumerate([worker.printed() for worker in workers]):
         for name in ON_WORKERS:
             # TensorFlow's own workers run one of them; a global batch gives the same numbers.
-            expected = recorded[name].get("workers") or recorded[name]["2"]
+            by_devices = recorded[name]
+            expected = by_devices.get("workers") or by_devices["2"] or by_devices["1"]
             if difference := _difference(printed[name].splitlines(), expected):
                 different[f"{name} on worker {index}"] = f"{difference}\n{printed[name]}"
     assert not different, "\n\n".join(f"{name}: {text}" for name, text in different.items())

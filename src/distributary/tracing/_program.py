@@ -189,13 +189,12 @@ def trace(
         }
         found = gradient_kinds(eqns)
         reads = reads_of_tapes(eqns) if scope.asked else {}
-        missed = any(
-            handle not in record.watched
-            for record in scope.asked
-            for handle in reads.get(record.number, ())
-        )
         names_outside.check(str(subject))
-        if found == used and not missed and not (scope.created and known.may_create):
+        if (
+            found == used
+            and not _misses_reads(scope, reads)
+            and not (scope.created and known.may_create)
+        ):
             if outer is not None:
                 outer.checks += scope.checks
             return without_meshes(closed), scope
@@ -209,6 +208,15 @@ def trace(
     raise ContextError(
         f"The function was traced {_MAX_TRACES} times and its gradients came out of another form"
         " each time. Its Python control flow must not depend on earlier traces."
+    )
+
+
+def _misses_reads(scope: TraceScope, reads: dict[int, list[Any]]) -> bool:
+    """Returns whether a tape that was asked what it watches did not know what it reads."""
+    return any(
+        handle not in record.watched
+        for record in scope.asked
+        for handle in reads.get(record.number, ())
     )
 
 
