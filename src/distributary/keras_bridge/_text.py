@@ -7,7 +7,6 @@ Keras converts all inputs to arrays of JAX, which has no text. The layers that t
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 
@@ -61,7 +60,7 @@ def adjust_input_rank(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def require_numbers(what: str, data: Any) -> None:
     """Raises an error if arrays in memory hold text."""
-    for leaf in jax.tree.leaves(data):
+    for leaf in keras.tree.flatten(data):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USO":
             raise InvalidTypeError(
                 f"{what} is given {shown(leaf)}; strings and objects cannot go to a device. Map"
