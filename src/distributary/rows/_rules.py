@@ -742,7 +742,8 @@ def _put_back(eqn: Equation, operands: list[Value], dims: list[Dim], dim: Dim) -
         # These may be rows that go back to where they came from.
         places, before = [i for i in targets if shape[i] == size_of(dim)], dim
         if not places and not (value.kind == ROWS and _all_tags(value.dims)):
-            if index.counts:  # places of rows that lie in one dim with other elements
+            # Places of rows that lie in one dim with other elements, as in `arange(n) * k + label`.
+            if index.kind == ROWS and index.counts:
                 raise _Verdict(_DONT_KNOW)
             return
         is_back = len(places) == 1 and len(targets) > 1 and index.counts
