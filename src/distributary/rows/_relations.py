@@ -103,6 +103,13 @@ _SCALES = frozenset(
     broadcast_in_dim convert_element_type div expand_dims mul reshape squeeze transpose
     """.split()  # noqa: SIM905
 )
+# Operations that make numbers of rows from others, with `iota` among them.
+_OF_INDICES = frozenset(
+    """
+    add broadcast_in_dim concatenate convert_element_type expand_dims mul reshape select_n squeeze
+    sub transpose
+    """.split()  # noqa: SIM905
+)
 _MAX_ROUNDS = 4
 
 
@@ -294,7 +301,7 @@ class _Analysis:
         if made is RELATION:
             return [self._relation(eqn, operands, context)] * num_outs
         values = made if isinstance(made, list) else [made] * num_outs
-        values = self._with_flags(values, operands)
+        values = self._with_flags(eqn.primitive.name, values, operands)
         if eqn.primitive.name != "concatenate":
             values = [value._replace(columns=()) for value in values]
         return [self._with_sums(eqn, operands, value, context) for value in values]
@@ -312,9 +319,9 @@ class _Analysis:
             value = Value(UNKNOWN)
         return value
 
-    def _with_flags(self, values: list[Value], operands: list[Value]) -> list[Value]:
+    def _with_flags(self, name: str, values: list[Value], operands: list[Value]) -> list[Value]:
         flags = flags_of(operands)
-        counts = any(operand.counts for operand in operands)
+        counts = name in _OF_INDICES and any(operand.counts for operand in operands)
         hidden = next((v.hidden for v in operands if v.kind == ROWS and v.hidden), ())
         result = []
         for value in values:
