@@ -212,7 +212,7 @@ def shown(value: Any) -> str:
     return text
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Returns a value for a message, with its type."""
     text = shown(value)
     return text if text.startswith(("a ", "an ", "the ")) else f"{text}, {a_kind(type(value))}"

@@ -43,7 +43,7 @@ def set_loop_options(
     parallel_iterations: int | None = None,
     swap_memory: bool | None = None,
     maximum_iterations: int | None = None,
-    shape_invariants: Any = None,
+    shape_invariants: object = None,
 ) -> None:
     """Sets options of the loop whose first statement this is, if the loop is converted.
 
@@ -78,7 +78,7 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def converted_call(f: Any, args: tuple[Any, ...], kwargs: Any, scope: Any = None) -> Any:
+def converted_call(f: Any, args: tuple[Any, ...], kwargs: Any, scope: object = None) -> Any:
     """Returns `f(*args, **kwargs)`; converted code calls everything so."""
     kwargs = kwargs or {}
     while isinstance(f, functools.partial):
@@ -102,7 +102,7 @@ def converted_call(f: Any, args: tuple[Any, ...], kwargs: Any, scope: Any = None
     return f(*args, **kwargs)
 
 
-def _in_original_context(f: Any, args: Any, scope: Any) -> Any:
+def _in_original_context(f: object, args: object, scope: object) -> Any:
     """Calls a builtin function that looks at the frame of its caller."""
     from malt.operators import py_builtins
 
@@ -115,7 +115,7 @@ def _in_original_context(f: Any, args: Any, scope: Any) -> Any:
     return py_builtins.globals_in_original_context(scope)
 
 
-def is_convertible(function: Any) -> bool:
+def is_convertible(function: object) -> bool:
     """Returns whether a function is code of the user, which can be rewritten."""
     if not isinstance(function, types.FunctionType):
         return False

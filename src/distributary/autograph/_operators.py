@@ -62,7 +62,7 @@ class _ThreadState(threading.local):
 _state = _ThreadState()
 
 
-def is_traced(value: Any) -> bool:
+def is_traced(value: object) -> bool:
     """Returns whether there is no value yet, because a step is being traced."""
     return isinstance(value, jax.core.Tracer)
 
@@ -90,7 +90,7 @@ def truth(value: Any, what: str) -> Any:
 
 
 def if_stmt(
-    cond: Any,
+    cond: object,
     body: _Block,
     orelse: _Block,
     get_state: _Get,
@@ -112,7 +112,7 @@ def if_stmt(
 
 
 def _choose(
-    cond: Any,
+    cond: object,
     pred: jax.Array,
     body: _Block,
     orelse: _Block,
@@ -196,7 +196,7 @@ def for_stmt(
     turns are those of `if not ended: body(target)`.
     """
 
-    def guarded(target: Any) -> None:
+    def guarded(target: object) -> None:
         assert extra_test is not None
         goes_on = extra_test()
         pred = truth(goes_on, "for")
@@ -244,7 +244,7 @@ def _for_until(
             feeding.leave(error)  # a function can run on the host instead
 
 
-def if_exp(cond: Any, if_true: _Block, if_false: _Block, expr_repr: str) -> Any:
+def if_exp(cond: object, if_true: _Block, if_false: _Block, expr_repr: str) -> Any:
     """Returns `if_true() if cond else if_false()`."""
     pred = truth(cond, "if")
     if isinstance(pred, bool):
@@ -272,7 +272,7 @@ def or_(a: _Block, b: _Block) -> Any:
     return _both(pred, first, b, "or")
 
 
-def _both(pred: jax.Array, first: Any, b: _Block, what: Literal["and", "or"]) -> Any:
+def _both(pred: jax.Array, first: object, b: _Block, what: Literal["and", "or"]) -> Any:
     """Returns `first and b()`, or `first or b()`."""
     scalar = lambda value: jnp.reshape(plain(value), ())
     reached = Reached(b)
@@ -286,7 +286,7 @@ def _both(pred: jax.Array, first: Any, b: _Block, what: Literal["and", "or"]) ->
     return choose(pred, if_true, if_false, ["the value"], reached, what)[0]
 
 
-def not_(a: Any) -> Any:
+def not_(a: object) -> Any:
     """Returns `not a`."""
     value = truth(a, "not")
     if isinstance(value, bool):
@@ -297,7 +297,7 @@ def not_(a: Any) -> Any:
 
 
 def assert_stmt(
-    expression: Any, values: Callable[[], tuple[Any, ...]], message: Callable[..., Any]
+    expression: object, values: Callable[[], tuple[Any, ...]], message: Callable[..., Any]
 ) -> None:
     """Runs `assert expression, message(*values())`; a traced condition when the step runs."""
     holds = truth(expression, "assert")
@@ -322,7 +322,7 @@ def contains(values: Any, item: Any) -> Any:
 class FunctionScope:
     """The body of a converted function; malt asks for one."""
 
-    def __init__(self, function_name: str, scope_name: str, options: Any) -> None:
+    def __init__(self, function_name: str, scope_name: str, options: object) -> None:
         self.function_name = function_name
         self.name = scope_name
 
@@ -332,7 +332,7 @@ class FunctionScope:
     def __exit__(self, *error: object) -> None:
         return None
 
-    def ret(self, value: Any, did_return: Any) -> Any:
+    def ret(self, value: object, did_return: object) -> Any:
         """Returns the result of the function.
 
         Raises:
@@ -349,7 +349,7 @@ class FunctionScope:
         return value
 
 
-def with_function_scope(thunk: Callable[[Any], Any], scope_name: str, options: Any) -> Any:
+def with_function_scope(thunk: Callable[[Any], Any], scope_name: str, options: object) -> Any:
     """Returns the result of a lambda."""
     with FunctionScope("lambda", scope_name, options) as scope:
         return thunk(scope)
@@ -370,7 +370,7 @@ def _float(value: Any = 0.0) -> Any:
     return value.astype(float) if is_traced(value) else builtins.float(value)
 
 
-def _bool(value: Any = False) -> Any:
+def _bool(value: object = False) -> Any:
     return truth(value, "bool()")
 
 
@@ -412,11 +412,11 @@ def _extreme(python: Callable[..., Any], of_two: Callable[..., Any]) -> Callable
     return extreme
 
 
-def _all(values: Any) -> Any:
+def _all(values: object) -> Any:
     return _reduced(values, builtins.all, jnp.logical_and, "all()")
 
 
-def _any(values: Any) -> Any:
+def _any(values: object) -> Any:
     return _reduced(values, builtins.any, jnp.logical_or, "any()")
 
 
@@ -452,7 +452,7 @@ _OVERLOADS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def overload_of(function: Any) -> Callable[..., Any] | None:
+def overload_of(function: object) -> Callable[..., Any] | None:
     """Returns what a builtin function does in converted code; None if it is called as it is."""
     try:
         return _OVERLOADS.get(function)

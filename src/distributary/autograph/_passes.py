@@ -157,7 +157,7 @@ class _Functions(functions.FunctionTransformer):
 class _Directives(directives.DirectivesTransformer):
     """Knows `set_loop_options`."""
 
-    def __init__(self, context: Any, loop_options: Any) -> None:
+    def __init__(self, context: Any, loop_options: object) -> None:
         super().__init__(context)
         self._loop_options = loop_options
 
@@ -370,7 +370,7 @@ def _later(value: ast.expr) -> ast.Lambda:
     return ast.Lambda(ast.arguments([], [], None, [], [], None, []), value)
 
 
-def _placed(node: ast.AST, made: Any) -> Any:
+def _placed(node: ast.AST, made: object) -> Any:
     """Gives a new node the place of an old one in the user's code."""
     anno.copyanno(node, made, _ORIGIN)
     return made

@@ -22,12 +22,12 @@ from distributary.tracing import (
 _NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Returns the array of a variable, and other values as they are."""
     return jnp.asarray(value) if hasattr(value, "__jax_array__") else value
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Returns whether a value can be an array."""
     return isinstance(value, (jax.Array, *_NUMBERS)) and not (
         isinstance(value, np.ndarray) and value.dtype.kind not in "biufcV"
@@ -45,7 +45,7 @@ class _NotYet:
 NOT_YET = _NotYet()
 
 
-def is_undefined(value: Any) -> bool:
+def is_undefined(value: object) -> bool:
     """Returns whether a name has no value yet."""
     return value is NOT_YET or type(value).__name__ in ("Undefined", "UndefinedReturnValue")
 
@@ -54,26 +54,26 @@ def is_undefined(value: Any) -> bool:
 _NOTHING = object()
 
 
-def is_unreturned(value: Any) -> bool:
+def is_unreturned(value: object) -> bool:
     """Returns whether a value is still to be made, or a function has not returned yet."""
     if value is NOT_YET or value is _NOTHING:
         return True
     return type(value).__name__ == "UndefinedReturnValue"
 
 
-def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+def flatten(value: object, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """Returns the leaves of a value and its structure. None and what has no value are leaves."""
     own = lambda node: node is None or is_undefined(node)
     return jax.tree.flatten(value, own if is_leaf is None else lambda v: own(v) or is_leaf(v))
 
 
-def aval_of(value: Any) -> Any:
+def aval_of(value: object) -> Any:
     """Returns the shape and dtype of a number or an array."""
     made = jax.typeof(value if isinstance(value, jax.Array) else jnp.asarray(value))
     return jax.ShapeDtypeStruct(made.shape, made.dtype, weak_type=getattr(made, "weak_type", False))
 
 
-def aval_in(avals: dict[int, Any], leaf: Any) -> Any:
+def aval_in(avals: dict[int, Any], leaf: object) -> Any:
     """Returns the shape and dtype of what may be an array of a recorded block."""
     return avals[id(leaf)] if id(leaf) in avals else aval_of(plain(leaf))
 
@@ -106,7 +106,7 @@ def zeros(aval: Any) -> Any:
     return cast(0, aval) if aval.weak_type else jnp.zeros(aval.shape, aval.dtype)
 
 
-def is_same(first: Any, second: Any) -> bool:
+def is_same(first: object, second: object) -> bool:
     """Returns whether two leaves are one value, without a look at arrays."""
     if first is second or (is_undefined(first) and type(first) is type(second)):
         return True
@@ -339,7 +339,7 @@ def _is_unknown(record: logging.LogRecord) -> bool:
 
 
 def check_when_run(
-    holds: Any, error: Exception | Callable[..., Exception], values: Sequence[Any] = ()
+    holds: object, error: Exception | Callable[..., Exception], values: Sequence[Any] = ()
 ) -> None:
     """Raises an error when the step runs, unless a traced condition holds.
 
@@ -355,7 +355,7 @@ def check_when_run(
         scope.checks.append(failed)
         logging.getLogger("jax._src.debugging").addFilter(_is_unknown)
 
-    def check(value: Any, *known: Any) -> None:
+    def check(value: object, *known: Any) -> None:
         if value:
             return
         given = dict(zip(map(id, arrays), known, strict=True))
@@ -378,7 +378,7 @@ class _Merge:
         negated: The value of which the condition is the negation, if there is one.
     """
 
-    def __init__(self, blocks: tuple[Recorded, Recorded], what: str, negated: Any) -> None:
+    def __init__(self, blocks: tuple[Recorded, Recorded], what: str, negated: object) -> None:
         self._blocks = blocks
         self._what = what
         self._negated = negated
@@ -402,7 +402,7 @@ class _Merge:
             tree, [self._outs[of] if kind == "made" else of for kind, of in parts]
         )
 
-    def _part(self, name: str, a: Any, b: Any) -> tuple[Literal["same", "made"], Any]:
+    def _part(self, name: str, a: object, b: object) -> tuple[Literal["same", "made"], Any]:
         if is_same(a, b) or (a is True and b is self._negated):
             return "same", a
         if (a is None and is_unreturned(b)) or (is_unreturned(a) and b is None):
@@ -440,7 +440,7 @@ def choose(
     names: Sequence[str],
     reached: Reached,
     what: str = "if",
-    negated: Any = None,
+    negated: object = None,
 ) -> list[Any]:
     """Returns the values that one of two blocks sets, with `jax.lax.cond`.
 
@@ -527,7 +527,7 @@ def _aligned(name: str, one: Value, two: Value, what: str) -> tuple[list[tuple[A
     return list(zip(first, second, strict=True)), tree
 
 
-def _common(name: str, a: Any, b: Any, avals: dict[int, Any], what: str) -> Any:
+def _common(name: str, a: object, b: object, avals: dict[int, Any], what: str) -> Any:
     """Returns shape and dtype of what is one value or another."""
     if is_unreturned(a) or is_unreturned(b):
         leaf = b if is_unreturned(a) else a
@@ -563,7 +563,7 @@ def _common(name: str, a: Any, b: Any, avals: dict[int, Any], what: str) -> Any:
     return aval
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if is_undefined(value):
         return "without a value"
     return shown(value)

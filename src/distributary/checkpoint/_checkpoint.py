@@ -64,7 +64,7 @@ class Checkpoint(Group):
 
     save_counter: int
 
-    def __init__(self, root: Any = None, **objects: Any) -> None:
+    def __init__(self, root: object = None, **objects: Any) -> None:
         if root is not None:
             objects = {"root": root, **objects}
         object.__setattr__(self, "_objects", {})
@@ -74,7 +74,7 @@ class Checkpoint(Group):
             setattr(self, name, value)
         find_leaves(self._objects)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name.startswith("_") or hasattr(type(self), name) or name == "save_counter":
             raise InvalidValueError(
                 f"Checkpoint: {name!r} is a name of Checkpoint itself; choose another one."

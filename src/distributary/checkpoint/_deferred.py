@@ -78,7 +78,7 @@ class Deferred:
         kept = {n: r for n, r in self._objects.items() if id(r()) not in ids}
         self._objects = {n: r for n, r in kept.items() if r() is not None}
 
-    def settle(self, value: Any, num_variables: int | None) -> None:
+    def settle(self, value: object, num_variables: int | None) -> None:
         """Restores what has come into being; `value` has, among others.
 
         Raises:
@@ -99,7 +99,7 @@ class Deferred:
             if root is value and num_variables is None:
                 self._note_rest(name)
 
-    def _around(self, value: Any) -> dict[str, Any]:
+    def _around(self, value: object) -> dict[str, Any]:
         """Returns the objects that have variables of another one, which they made themselves."""
         tops = {name: self._objects[name]() for name in self._tops()}
         return {name: root for name, root in tops.items() if _variables(value) & _variables(root)}
@@ -116,7 +116,7 @@ class Deferred:
                 ", ".join(left[:_MAX_NAMES_SHOWN]),
             )
 
-    def _settle(self, name: str, root: Any) -> None:
+    def _settle(self, name: str, root: object) -> None:
         leaves = find_leaves({name: root}).leaves
         problems = []
         for leaf_name, leaf in leaves.items():
@@ -138,7 +138,7 @@ class Deferred:
             self.arrived.add(leaf_name)
 
 
-def _variables(value: Any) -> set[int]:
+def _variables(value: object) -> set[int]:
     return {id(variable) for variable in getattr(value, "variables", ())}
 
 
@@ -151,7 +151,7 @@ def forget(objects: Iterable[Any]) -> None:
         _all[:] = [deferred for deferred in _all if deferred.is_open()]
 
 
-def _settle_all(value: Any, num_variables: int | None) -> None:
+def _settle_all(value: object, num_variables: int | None) -> None:
     if not _all:
         return
     with _lock:

@@ -182,7 +182,7 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _as_toml(value: Any) -> str:
+def _as_toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):

@@ -51,7 +51,7 @@ class GCEClusterResolver(ClusterResolver):
         task_type: str = "worker",
         task_id: int = 0,
         rpc_layer: str = "grpc",
-        credentials: Any = "default",
+        credentials: object = "default",
         service: _Service | None = None,
     ) -> None:
         self._project = checked_name(project, f"{_WHO}: project")
@@ -120,7 +120,7 @@ class GCEClusterResolver(ClusterResolver):
         return f"instance group {self._group!r} in {self._zone} of project {self._project}"
 
 
-def _make_service(credentials: Any) -> _Service:
+def _make_service(credentials: object) -> _Service:
     discovery = imported(
         "googleapiclient.discovery", "google-api-python-client", f"{_WHO}: service"
     )

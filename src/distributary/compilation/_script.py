@@ -138,7 +138,7 @@ class Programs:
 
         return StandIn(run_here, lower)
 
-    def _end_with(self, name: str, call: Any, mesh: Mesh, args: Nest) -> NoReturn:
+    def _end_with(self, name: str, call: object, mesh: Mesh, args: Nest) -> NoReturn:
         if self.step is None:
             self.step = self._compiled(name, call, mesh, _avals(args, mesh))
         raise ScriptEnded

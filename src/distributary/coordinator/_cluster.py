@@ -354,7 +354,7 @@ class LocalCluster(Cluster):
             assert cluster is not None
             return [Task(name, functools.partial(cluster._connect, source, name)) for name in names]
 
-        def describe(maker: Any) -> int:
+        def describe(maker: object) -> int:
             makers[id(maker)] = maker
             return id(maker)
 

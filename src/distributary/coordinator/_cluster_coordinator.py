@@ -212,7 +212,7 @@ class ClusterCoordinator:
         """
         return self._collect()
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> "PerWorkerDataset":
+    def create_per_worker_dataset(self, dataset_fn: object) -> "PerWorkerDataset":
         """Creates a dataset that every worker makes for itself.
 
         Each worker goes through all of its batches, so shuffle and repeat the dataset.
@@ -249,7 +249,7 @@ class ClusterCoordinator:
             self._workers.tell(("source", number), messages)
         return PerWorkerValues(self._of_workers("value", number))
 
-    def _new_dataset(self, dataset_fn: Any) -> RemoteSource:
+    def _new_dataset(self, dataset_fn: object) -> RemoteSource:
         dataset_fn = distributed_by(dataset_fn, self._strategy)
         number = self._new_source("next", dataset_fn)
         if number is not None:
@@ -285,7 +285,7 @@ class ClusterCoordinator:
         if keys:
             self._workers.setup.remove(keys)
 
-    def _new_source(self, kind: str, maker: Any) -> int | None:
+    def _new_source(self, kind: str, maker: object) -> int | None:
         """Makes the workers call `maker`; returns its number, or None if they do not have it."""
         self._forget()
         number = next(self._source_numbers)

@@ -228,5 +228,5 @@ def frozen(array: Any) -> Any:
     return array.copy() if _is_table(array) else array
 
 
-def _is_table(array: Any) -> bool:
+def _is_table(array: object) -> bool:
     return isinstance(array, np.ndarray)

@@ -128,7 +128,7 @@ class Connection:
         self._ended = threading.Event()
         self._error: Exception | None = None  # set by `end`
 
-    def begin(self, request: Any) -> "Future[Message]":
+    def begin(self, request: object) -> "Future[Message]":
         """Sends a request; returns the future of its reply, which has failed after `end`."""
         future: Future[Message] = Future()
         with self._lock:  # so that requests are sent in the order of their numbers

@@ -266,7 +266,7 @@ def from_json(kind: type[_T], value: JSON) -> _T:
     return kind(*(_with_type(*pair) for pair in zip(types_of_fields, value, strict=True)))
 
 
-def _with_type(kind: Any, value: JSON) -> Any:
+def _with_type(kind: object, value: JSON) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         return from_json(kind, value)
     arguments = typing.get_args(kind)

@@ -201,7 +201,7 @@ class Feed:
             of its own. Or an iterator in this process, of which each element goes to one closure.
     """
 
-    def __init__(self, number: int, dataset: Any) -> None:
+    def __init__(self, number: int, dataset: object) -> None:
         self.number = number
         self._dataset = dataset
         self._iterators: dict[int, Peekable] = {}

@@ -37,7 +37,7 @@ CONNECT_VARIABLE: Final = "DISTRIBUTARY_CONNECT_SECONDS"
 _CONNECT_SECONDS = 120.0
 
 
-def cluster_of(cluster_resolver: Any) -> Cluster:
+def cluster_of(cluster_resolver: object) -> Cluster:
     """Returns the cluster for a strategy: a given cluster, or the processes a resolver names.
 
     Waits until all of these processes are there, for at most `DISTRIBUTARY_CONNECT_SECONDS` (120).

@@ -215,7 +215,7 @@ def _on_devices(
     call.lower(*exported.in_avals).compile()
     dispatcher = dispatcher_for(devices)
 
-    def placed(value: Any) -> Any:
+    def placed(value: object) -> Any:
         if not isinstance(value, list):
             return value
         rows = jax.device_put([row[None] for row in value], list(devices))

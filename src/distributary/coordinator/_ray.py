@@ -269,7 +269,7 @@ class _Makers:
         self._job = job
         self._numbers = itertools.count()
 
-    def describe(self, maker: Any) -> JSON:
+    def describe(self, maker: object) -> JSON:
         """Stores a function, or data, and returns its number.
 
         Raises:

@@ -277,7 +277,7 @@ def _listen(
 
 
 def _server_def(
-    cluster: Any, job_name: str | None, task_index: int | None, protocol: str | None
+    cluster: object, job_name: str | None, task_index: int | None, protocol: str | None
 ) -> ServerDef:
     defaults: tuple[Any, Any, Any] = None, None, None
     if isinstance(cluster, ServerDef):

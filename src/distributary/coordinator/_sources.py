@@ -104,12 +104,12 @@ def is_reimporting() -> bool:
     return _state.is_reimporting
 
 
-def as_maker(value: Any) -> Callable[[], Any]:
+def as_maker(value: object) -> Callable[[], Any]:
     """Returns a function that returns data, given such a function or the data itself."""
     return value if callable(value) else lambda: value
 
 
-def distributed_by(maker: Any, strategy: object) -> Any:
+def distributed_by(maker: object, strategy: Any) -> Any:
     """Calls a function that distributes a dataset with the strategy, and returns the result.
 
     Workers could not call it, as they do not have the strategy. Any other `maker` is returned

@@ -79,7 +79,7 @@ class ParameterServerStrategy(Strategy):
 
     def __init__(
         self,
-        cluster_resolver: Any,
+        cluster_resolver: object,
         variable_partitioner: Callable[..., Sequence[int]] | None = None,
         *,
         sparse_update: SparseUpdate = "exact",
@@ -156,7 +156,7 @@ class ParameterServerStrategy(Strategy):
         return result if current_trace() is None else jax.tree.map(push, result)
 
     def experimental_distribute_dataset(  # type: ignore[override]
-        self, dataset: Any, options: InputOptions | None = None
+        self, dataset: object, options: InputOptions | None = None
     ) -> DistributedSource:
         """Splits the batches of a dataset over the replicas of a worker.
 
@@ -202,7 +202,7 @@ class ParameterServerStrategy(Strategy):
         return self._distributed(dataset_fn, True, options)
 
     def _distributed(
-        self, dataset: Any, of_replicas: bool, options: InputOptions | None
+        self, dataset: object, of_replicas: bool, options: InputOptions | None
     ) -> DistributedSource:
         options = options or InputOptions()
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -292,7 +292,7 @@ class _ServerVariable(AggregatedVariable):
         return jnp.asarray(cluster.read(self._place, self._shape, self._dtype))
 
     @_value.setter
-    def _value(self, value: Any) -> None:
+    def _value(self, value: object) -> None:
         if value is not None:
             self._layout.strategy._cluster.assign(self._place, "assign", np.asarray(value))
 

@@ -80,7 +80,7 @@ def _from_torch_iterable(
     return Iterated(lambda: map(_from_torch, source), _length_of(source), name, batched=batched)
 
 
-def _from_torch_dataset(source: Any) -> Node:
+def _from_torch_dataset(source: object) -> Node:
     return RandomAccess(source, _from_torch, False)
 
 
@@ -95,7 +95,7 @@ def _from_torch(value: Any) -> Nest:
     return value.detach().cpu().numpy() if _is_of(value, "torch", "Tensor") else value
 
 
-def _from_grain_map(source: Any) -> Node:
+def _from_grain_map(source: object) -> Node:
     def present(item: Nest | None) -> Nest:
         if item is None:
             raise InvalidValueError(

@@ -82,7 +82,7 @@ class Mixture(Random):
         return False if name == "alike" else super().trait(name)
 
 
-def shares(name: str, given: Any) -> tuple[float, ...]:
+def shares(name: str, given: object) -> tuple[float, ...]:
     """Returns the shares of classes, whose sum is 1.
 
     Raises:

@@ -176,12 +176,12 @@ class Optional:
         self._value = value
 
     @staticmethod
-    def empty(element_spec: Any) -> "Optional":
+    def empty(element_spec: object) -> "Optional":
         """Makes one without a value."""
         return Optional()
 
     @staticmethod
-    def from_value(value: Any) -> "Optional":
+    def from_value(value: object) -> "Optional":
         """Makes one with a value."""
         return Optional(value)
 

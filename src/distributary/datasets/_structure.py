@@ -47,7 +47,7 @@ class TensorSpec:
         return cls(spec.shape, spec.dtype, name or getattr(spec, "name", None))
 
     @classmethod
-    def from_tensor(cls, tensor: Any, name: str | None = None) -> "TensorSpec":
+    def from_tensor(cls, tensor: object, name: str | None = None) -> "TensorSpec":
         """Makes the spec of an array."""
         return cls.from_spec(tensor, name)
 
@@ -200,7 +200,7 @@ def pad_and_stack(elements: Sequence[Nest], shapes: Nest, values: Nest) -> Block
 
 
 def _pad_and_stack_leaves(
-    column: Sequence[Any], shape: Sequence[int | None] | None, value: Any
+    column: Sequence[Any], shape: Sequence[int | None] | None, value: object
 ) -> np.ndarray:
     arrays = [np.asarray(as_array(leaf)) for leaf in column]
     if len(ndims := {array.ndim for array in arrays}) > 1:

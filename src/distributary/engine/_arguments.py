@@ -94,7 +94,7 @@ def signature_of(leaf: Any, what: str) -> Any:
     return kind, leaf
 
 
-def check_static(value: Any, step: str, argument: str) -> None:
+def check_static(value: object, step: str, argument: str) -> None:
     """Raises if an argument that is not data holds data of another library, or its model.
 
     Such a value would become a constant of the program, the same for all batches and replicas.
@@ -153,7 +153,7 @@ def changes_refused(arguments: Nest, step: str) -> Iterator[None]:
         )
 
 
-def _where_in(result: Any, leaf: Any) -> str:
+def _where_in(result: object, leaf: object) -> str:
     """Returns the place of a part of a result, as a part of a sentence."""
     for path, value in jax.tree.leaves_with_path(result):
         if path and value is leaf:
@@ -161,7 +161,7 @@ def _where_in(result: Any, leaf: Any) -> str:
     return ""
 
 
-def _is_nnx(value: Any) -> bool:
+def _is_nnx(value: object) -> bool:
     kinds = type(value).__mro__
     return any(k.__name__ == "Pytree" and k.__module__.startswith("flax.nnx") for k in kinds)
 
@@ -182,14 +182,14 @@ def _is_extension(dtype: Any) -> bool:
     return dtype.kind == "V" and dtype.names is None and jnp.issubdtype(dtype, jnp.number)
 
 
-def is_dynamic(leaf: Any) -> bool:
+def is_dynamic(leaf: object) -> bool:
     """Returns whether an argument is data, rather than part of the program."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)) and (
         not isinstance(leaf, bool)
     )
 
 
-def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]:
+def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., Any]]:
     """Returns the arrays of a function's result, and a function that rebuilds it from their values.
 
     Python numbers, strings and variables are part of the program and are returned unchanged.
@@ -252,14 +252,14 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
     return arrays, _in_order_of(result, rebuild)
 
 
-def _in_order_of(result: Any, rebuild: Callable[..., Any]) -> Callable[..., Any]:
+def _in_order_of(result: object, rebuild: Callable[..., Any]) -> Callable[..., Any]:
     order = key_order(result)
     if order is None:
         return rebuild
     return lambda *args, **kwargs: in_order(rebuild(*args, **kwargs), order)
 
 
-def placed_struct_of(leaf: Any) -> Any:
+def placed_struct_of(leaf: object) -> Any:
     """Returns shape, dtype and place of an array; a Python number is returned unchanged."""
     if isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(
@@ -276,7 +276,7 @@ def struct_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def traced(value: Any, what: str) -> ContextError:
+def traced(value: object, what: str) -> ContextError:
     """Returns the error for a traced value that is passed to a program."""
     if not is_left_over(value):
         return inside_jax(what)

@@ -50,7 +50,9 @@ class ProgramCache:
         inner = _inner.get()
         return self._functions[function if inner is None else inner.same(function)]
 
-    def note_trace(self, function: Callable[..., Any], programs: dict[Any, Any], key: Any) -> None:
+    def note_trace(
+        self, function: Callable[..., Any], programs: dict[Any, Any], key: object
+    ) -> None:
         """Warns once if a function is traced again and again, and names the cause."""
         code = getattr(getattr(function, "__func__", function), "__code__", None)
         if code in self._warned:
@@ -66,7 +68,7 @@ class ProgramCache:
                     "each call brings a new function object. Define it once, outside of the loop",
                 )
 
-    def _warn(self, code: Any, function: Any, cause: str) -> None:
+    def _warn(self, code: object, function: object, cause: str) -> None:
         self._warned.add(code)
         warnings.warn(
             f"{self._what}: {getattr(function, '__qualname__', function)!r} has been traced and"
@@ -115,7 +117,7 @@ class _StandIn:
     """An object that can be referenced weakly."""
 
 
-def _captured(value: Any, outer: list[Any]) -> Any:
+def _captured(value: object, outer: list[Any]) -> Any:
     """Returns a key for a value that a function captures, without keeping the value alive.
 
     Raises:
@@ -139,7 +141,7 @@ def _captured(value: Any, outer: list[Any]) -> Any:
     return WeakIdentity(value)
 
 
-def _is_alive(key: Any) -> bool:
+def _is_alive(key: object) -> bool:
     if isinstance(key, tuple):
         return all(map(_is_alive, key))
     return not isinstance(key, WeakIdentity) or key() is not None
@@ -162,16 +164,16 @@ class ByIdentity(Generic[_V]):
         self._make = make
         self._entries: dict[int, tuple[weakref.ref[Any], _V]] = {}
 
-    def __getitem__(self, owner: Any) -> _V:
+    def __getitem__(self, owner: object) -> _V:
         entry = self._entries.get(id(owner))
         if entry is not None and entry[0]() is owner:
             return entry[1]
         return self._add(owner)
 
-    def _add(self, owner: Any) -> _V:
+    def _add(self, owner: object) -> _V:
         entries, number, value = self._entries, id(owner), self._make()
 
-        def forget(reference: Any) -> None:
+        def forget(reference: object) -> None:
             if entries.get(number, (None,))[0] is reference:
                 del entries[number]
 
@@ -197,7 +199,7 @@ class WeakIdentity:
 
     __slots__ = ("_hash", "_reference")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._hash = id(value)
         self._reference = weakref.ref(value)
 
@@ -232,7 +234,7 @@ def _difference(before: Any, after: Any) -> str:
     return "its arguments change"
 
 
-def _describe(part: Any) -> str:
+def _describe(part: object) -> str:
     if isinstance(part, (weakref.ref, WeakIdentity)):
         return f"the object {part()!r}"
     if isinstance(part, tuple) and part and isinstance(part[0], tuple):

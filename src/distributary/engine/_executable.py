@@ -177,7 +177,7 @@ class Executable:
         if self._call is jitted and not self._is_of_job:
             self._compiling = threading.Lock()
 
-    def _place(self, value: Any) -> Any:
+    def _place(self, value: object) -> Any:
         """Puts a value where the program can take it."""
         if isinstance(value, jax.core.Tracer):
             raise traced(value, "Strategy.run or a distributary.function")
@@ -376,7 +376,7 @@ def _own(variables: Sequence[Any], arrays: list[Any]) -> list[Any]:
     return [fresh.get(i, array) for i, array in enumerate(arrays)]
 
 
-def _is_number(arg: Any) -> bool:
+def _is_number(arg: object) -> bool:
     """Returns whether an argument is a number from the script, which all workers must agree on."""
     if isinstance(arg, (np.ndarray, np.generic)):
         return arg.ndim == 0

@@ -134,7 +134,7 @@ class Function:
         return self._on_host(args, kwargs)
 
     def _take_and_call(
-        self, leaves: list[Any], tree: Any, key: "_Key", programs: "_Programs", strategy: Any
+        self, leaves: list[Any], tree: object, key: "_Key", programs: "_Programs", strategy: Any
     ) -> Any:
         """Calls the program for the elements that iterators give now; makes it if there is none.
 
@@ -185,7 +185,7 @@ class Function:
         with self._inner.active():
             return self.python_function(*args, **kwargs)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def program_of(self, *args: Any, **kwargs: Any) -> tuple[FunctionProgram, Callable[..., Any]]:
@@ -214,7 +214,7 @@ class Function:
         )
 
     def _traced(
-        self, leaves: list[Any], tree: Any, is_data: list[bool], feeds: Feeds
+        self, leaves: list[Any], tree: object, is_data: list[bool], feeds: Feeds
     ) -> tuple[FunctionProgram, Callable[..., Any]]:
         picks = [i for i, is_one in enumerate(is_data) if is_one]
         static = [None if is_one else leaf for leaf, is_one in zip(leaves, is_data, strict=True)]
@@ -248,7 +248,7 @@ class Function:
             program = FunctionProgram(flat, avals, feeds, subject)
         return program, results[0]
 
-    def _build(self, leaves: list[Any], tree: Any, strategy: Any, feeds: Feeds) -> Executable:
+    def _build(self, leaves: list[Any], tree: object, strategy: Any, feeds: Feeds) -> Executable:
         is_data = list(map(is_dynamic, leaves))
         program, rebuild = self._traced(leaves, tree, is_data, feeds)
         # The program runs on the devices of the strategies whose replicas run in the function.
@@ -276,6 +276,6 @@ class Function:
 _Programs = dict[_Key, Executable | Origin | Literal["host"]]
 
 
-def _after(key: _Key, outcome: Any) -> _Key:
+def _after(key: _Key, outcome: object) -> _Key:
     tree, signature, role, is_default = key
     return tree, (*signature, outcome), role, is_default

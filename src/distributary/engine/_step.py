@@ -117,8 +117,8 @@ class Step:
         strategy: Any,
         num_replicas: int,
         function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        args: object,
+        kwargs: object,
         kind: StepKind,
     ) -> None:
         self.kind = kind
@@ -213,7 +213,7 @@ class Step:
         self._check_constants(result)
         return outs
 
-    def _check_constants(self, result: Any) -> None:
+    def _check_constants(self, result: object) -> None:
         """Refuses Python values that differ between replicas that are traced one by one."""
         scope = current_scope()
         replica = None if scope is None else scope.replica
@@ -259,7 +259,7 @@ class Step:
         num_replicas = self._num_replicas
         whole = {id(out) for out, split in zip(outs, program.split_outs, strict=True) if not split}
 
-        def wrap(tree: Any) -> Any:
+        def wrap(tree: object) -> Any:
             leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, list))
             if any(isinstance(leaf, list) for leaf in leaves):
                 columns = [
@@ -284,7 +284,7 @@ def _released(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a released step was traced")
 
 
-def _slot_of(leaf: Any, num_leaves: int, tree: Any, num_replicas: int) -> _Slot:
+def _slot_of(leaf: object, num_leaves: int, tree: object, num_replicas: int) -> _Slot:
     if isinstance(leaf, PerReplica):
         if leaf.form == "stacked":
             return _Slot("split", jax.tree.structure(leaf.payload), num_leaves)

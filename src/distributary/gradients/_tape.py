@@ -330,7 +330,7 @@ class GradientTape:
             gradients.append(gradient)
         return jax.tree.unflatten(tree, gradients)
 
-    def _differentiated(self, leaf: Any) -> jax.Array | Variable | ForeignVariable | None:
+    def _differentiated(self, leaf: object) -> jax.Array | Variable | ForeignVariable | None:
         """Returns the array or variable of a source; None if its gradient is None."""
         variable = as_variable(leaf)
         if variable is not None:

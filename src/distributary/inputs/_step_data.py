@@ -131,7 +131,7 @@ class Batches(StepData):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         share: WorkerShare,
         what: str = "experimental_distribute_dataset: got",
         coworkers: Coworkers | None = None,
@@ -331,7 +331,7 @@ def _without_rows(element: Nest) -> Nest:
     return jax.tree.map(empty, element)
 
 
-def _as_node(dataset: Any, what: str) -> Node:
+def _as_node(dataset: object, what: str) -> Node:
     """Returns the node of a dataset of this or another library, or of any iterable."""
     return dataset.node if isinstance(dataset, Dataset) else foreign(dataset, what)
 
@@ -350,7 +350,7 @@ def _without_prefetch(node: Node) -> tuple[Node, int]:
     return node, 0
 
 
-def _batches(dataset: Any, what: str) -> Node:
+def _batches(dataset: object, what: str) -> Node:
     if isinstance(dataset, tuple) and dataset and all(hasattr(x, "shape") for x in dataset):
         raise InvalidTypeError(
             f"{what} a tuple of arrays with shapes"

@@ -81,7 +81,7 @@ class Channel:
         """Returns the descriptor that becomes readable when something arrives; -1 when closed."""
         return self._socket.fileno()
 
-    def send(self, kind: str, content: Any = None, blob: bytes = b"") -> None:
+    def send(self, kind: str, content: object = None, blob: bytes = b"") -> None:
         """Sends one message.
 
         Raises:

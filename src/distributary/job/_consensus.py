@@ -141,7 +141,7 @@ class Consensus:
         """
         return self.exchange(place, say() if self.number == 0 else b"")[0]
 
-    def tell(self, topic: str, content: Any) -> None:
+    def tell(self, topic: str, content: object) -> None:
         """Sends something to all other workers, which `hear` it; for worker 0."""
         message = Message(topic, content)
         with contextlib.suppress(ChannelClosedError), self._sending:

@@ -363,11 +363,11 @@ class Liveness:
         # JAX would wait for the others, and for its programs, which also wait for the others.
         _end(self._exit_code)
 
-    def _say_to_all(self, kind: str, content: Any) -> None:
+    def _say_to_all(self, kind: str, content: object) -> None:
         for worker in self._channels:
             self._say(worker, kind, content)
 
-    def _say(self, worker: _Worker, kind: str, content: Any) -> None:
+    def _say(self, worker: _Worker, kind: str, content: object) -> None:
         # `_hear` notices workers that are gone.
         with self._lock, contextlib.suppress(ChannelClosedError):
             self._channels[worker].send(kind, content)

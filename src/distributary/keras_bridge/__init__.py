@@ -117,7 +117,7 @@ def _uses_jax() -> bool:
     return "keras" in sys.modules and bool(sys.modules["keras"].backend.backend() == "jax")
 
 
-def _resolve(value: Any) -> ForeignVariable | None:
+def _resolve(value: object) -> ForeignVariable | None:
     """Returns the object that stands for a Keras variable in programs."""
     if not _uses_jax():
         return None
@@ -126,7 +126,7 @@ def _resolve(value: Any) -> ForeignVariable | None:
     return resolve(value)
 
 
-def _build(value: Any, others: Iterable[Any]) -> bool:
+def _build(value: object, others: Iterable[Any]) -> bool:
     """Builds an optimizer whose state a checkpoint has; see `_state`."""
     if not _uses_jax():
         return False
@@ -135,7 +135,7 @@ def _build(value: Any, others: Iterable[Any]) -> bool:
     return build_optimizer(value, others)
 
 
-def _parts_of(value: Any) -> Mapping[str, Any] | None:
+def _parts_of(value: object) -> Mapping[str, Any] | None:
     """Returns the objects that hold the state of a Keras object, for checkpoints."""
     if not _uses_jax():
         return None
@@ -144,7 +144,7 @@ def _parts_of(value: Any) -> Mapping[str, Any] | None:
     return parts_of(value)
 
 
-def _waits(value: Any) -> bool:
+def _waits(value: object) -> bool:
     """Returns whether a Keras object gets variables later, which `tell_new_state` tells."""
     if not _uses_jax():
         return False

@@ -44,7 +44,7 @@ def compare_copies(model: Any, what: str) -> None:
     copies.compare(what, [v.path for v in held], [v._value for v in held])
 
 
-def _has(callback: Any, name: str) -> bool:
+def _has(callback: object, name: str) -> bool:
     """Returns whether a callback has a hook of its own, and not that of all, which does nothing."""
     function = getattr(getattr(callback, name), "__func__", None)
     return function is not getattr(keras.callbacks.Callback, name)
@@ -55,7 +55,7 @@ def _if_wanted(method: Callable[..., None], names: tuple[str, ...]) -> Callable[
     attribute = f"_wants_{names[0]}"
 
     @functools.wraps(method)
-    def limited(self: Any, batch: int, logs: Any = None) -> None:
+    def limited(self: Any, batch: int, logs: object = None) -> None:
         callbacks = self.callbacks
         size, is_wanted = getattr(self, attribute, _UNKNOWN)
         if size != len(callbacks):
@@ -75,29 +75,29 @@ class LeanCallbackList(keras.callbacks.CallbackList):
     This list calls hooks for every batch only if some callback has them.
     """
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: object = None) -> None:
         """Takes note of it for those who watch."""
         progress.fit = Fit(int(self.params.get("epochs") or 1), self.params.get("steps"))
         super().on_train_begin(logs)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: object = None) -> None:
         """Takes note of it for those who watch."""
         super().on_train_end(logs)
         if progress.fit is not None:
             progress.fit.end()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: object = None) -> None:
         """Takes note of it for those who watch."""
         progress.end("validation")  # of one that an error has ended
         progress.begin("validation")
         super().on_test_begin(logs)
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: object = None) -> None:
         """Takes note of it for those who watch."""
         super().on_test_end(logs)
         progress.end("validation")
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
         """Tells the other workers, too."""
         if progress.fit is not None:
             progress.fit.begin_epoch(epoch)
@@ -105,7 +105,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
             job_programs.begin(JobEvent(f"the begin of an epoch of {self._model.name}"))
         super().on_epoch_begin(epoch, logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         """Lets all workers stop if one does."""
         if copies.is_half_due:
             compare_copies(self._model, f"at the end of epoch {epoch + 1}")
@@ -123,7 +123,7 @@ for _name, *_others in _PER_BATCH:
     setattr(LeanCallbackList, _name, _if_wanted(_method, (_name, *_others)))
 
 
-def _is_of_chief(callback: Any) -> bool:
+def _is_of_chief(callback: object) -> bool:
     packages = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
     return isinstance(callback, _OF_CHIEF) or not _PACKAGES_OF_CHIEF.isdisjoint(packages)
 
@@ -132,7 +132,7 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     """Makes the list of callbacks that Keras creates in a call a `LeanCallbackList`."""
 
     def __init__(  # noqa: N807
-        self: Any,
+        self: object,
         callbacks: Any = None,
         add_history: bool = False,
         add_progbar: bool = False,

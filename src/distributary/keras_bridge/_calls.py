@@ -92,7 +92,7 @@ def _of_model(model: Any) -> Iterator[Line]:
         yield f"variable {variable.path} {variable.dtype}{list(variable.shape)}{trainable}", ""
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Returns a text for a configuration; equal ones have the same text on every worker."""
     try:
         config = keras.saving.serialize_keras_object(value)
@@ -101,7 +101,7 @@ def _text(value: Any) -> str:
         return getattr(value, "__name__", type(value).__name__)
 
 
-def _cleaned(config: Any) -> Any:
+def _cleaned(config: object) -> Any:
     if isinstance(config, dict):
         return {k: _cleaned(v) for k, v in config.items() if k not in _IGNORED}
     if isinstance(config, (list, tuple)):

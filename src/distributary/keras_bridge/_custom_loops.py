@@ -62,7 +62,7 @@ class KerasVariable(ForeignVariable):
         """True if `GradientTape` watches the variable automatically."""
         return bool(self.variable.trainable)
 
-    def begin_with(self, array: Any) -> bool:
+    def begin_with(self, array: object) -> bool:
         """Makes an array the first value, if the variable was created in a trace."""
         variable = self.variable
         if variable._value is not None:
@@ -73,7 +73,7 @@ class KerasVariable(ForeignVariable):
                 )
             return False
 
-        def initializer(shape: Any, dtype: Any = None) -> Any:
+        def initializer(shape: object, dtype: Any = None) -> Any:
             return jnp.asarray(array, dtype)
 
         variable._initializer = initializer
@@ -84,7 +84,7 @@ class KerasVariable(ForeignVariable):
         return self.holder()._value
 
     @_value.setter
-    def _value(self, value: Any) -> None:
+    def _value(self, value: object) -> None:
         self.holder()._value = value
 
     @property
@@ -94,7 +94,7 @@ class KerasVariable(ForeignVariable):
         return shards
 
 
-def resolve(value: Any) -> KerasVariable | None:
+def resolve(value: object) -> KerasVariable | None:
     """Returns the stand-in for `value` in programs, if `value` is a Keras variable."""
     return _stand_in(value) if isinstance(value, keras.Variable) else None
 
@@ -122,12 +122,12 @@ def _stand_in(variable: Any) -> KerasVariable:
     return known
 
 
-def is_kept_as_sum(variable: Any) -> bool:
+def is_kept_as_sum(variable: object) -> bool:
     """Returns whether programs see a variable as a sum over the replicas."""
     return _stand_in(variable)._handle.summed
 
 
-def assign_agreed(variable: Any, value: Any, is_total: bool = False) -> None:
+def assign_agreed(variable: object, value: object, is_total: bool = False) -> None:
     """Assigns a value that all replicas share, in a step.
 
     Args:
@@ -147,7 +147,7 @@ def assign_agreed(variable: Any, value: Any, is_total: bool = False) -> None:
 class TracedVariables(keras.StatelessScope):
     """A scope that sends reads and assignments of Keras variables to the trace in progress."""
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: object) -> Any:
         scope = current_scope()
         if scope is None:
             return None
@@ -175,7 +175,7 @@ def _is_replicas_own(variable: Any, stand_in: KerasVariable) -> bool:
     return is_replica and not (stand_in._handle.summed or in_optimizer() or variable.trainable)
 
 
-def _agreed(variable: Any, stand_in: KerasVariable, value: Any) -> Any:
+def _agreed(variable: object, stand_in: KerasVariable, value: Any) -> Any:
     """Returns the value to assign to a variable that has one value for all replicas.
 
     State that layers keep, such as moving averages, becomes the mean. If the replicas would assign

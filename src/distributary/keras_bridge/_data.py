@@ -58,7 +58,7 @@ current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
 def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes Keras accept our datasets, those of Hugging Face, and distributed ones."""
 
-    def get_data_adapter(x: Any, **given: Any) -> Any:
+    def get_data_adapter(x: object, **given: Any) -> Any:
         if _is_per_worker(x):
             from distributary.keras_bridge._server_steps import PerWorkerAdapter
 
@@ -108,7 +108,7 @@ def check_given(what: str, given: Mapping[str, Any], *names: str) -> None:
             )
 
 
-def _is_per_worker(x: Any) -> bool:
+def _is_per_worker(x: object) -> bool:
     coordinator = sys.modules.get("distributary.coordinator")
     return coordinator is not None and isinstance(x, coordinator.PerWorkerDataset)
 
@@ -147,7 +147,7 @@ class UnknownSizes(DataAdapter):
 class DatasetAdapter(UnknownSizes):
     """An adapter for global batches of a distributed dataset, which steps split in the same way."""
 
-    def __init__(self, dataset: DistributedDataset, class_weight: Any) -> None:
+    def __init__(self, dataset: DistributedDataset, class_weight: object) -> None:
         self._dataset = dataset
         self._class_weight = class_weight
         self._skip = 0
@@ -184,7 +184,7 @@ class DatasetAdapter(UnknownSizes):
         self._skip = 0
         return batches if self._class_weight is None else map(self._weighted, batches)
 
-    def _weighted(self, batch: Any) -> Any:
+    def _weighted(self, batch: object) -> Any:
         if isinstance(batch, WorkerBatch):
             return dataclasses.replace(batch, rows=self._weighted(batch.rows))
         if not isinstance(batch, tuple) or len(batch) != 2:
@@ -226,14 +226,14 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
     return iterator
 
 
-def _with_dense(batch: Any) -> Any:
+def _with_dense(batch: object) -> Any:
     """Replaces JAX's sparse arrays in a batch by NumPy arrays."""
     leaves, tree = jax.tree.flatten(batch, is_leaf=_is_sparse)
     dense = [np.asarray(leaf.todense()) if _is_sparse(leaf) else leaf for leaf in leaves]
     return jax.tree.unflatten(tree, dense)
 
 
-def _is_sparse(leaf: Any) -> bool:
+def _is_sparse(leaf: object) -> bool:
     return isinstance(leaf, JAXSparse)
 
 
@@ -287,7 +287,7 @@ def next_own(batches: Any) -> Any:
     return batches.next_own() if hasattr(batches, "next_own") else next(batches)
 
 
-def own_rows(batch: Any, share: WorkerShare, axis: int) -> Any:
+def own_rows(batch: object, share: WorkerShare, axis: int) -> Any:
     """Returns this worker's rows, along dim `axis`, of a global batch."""
 
     def own(array: Any) -> Any:
@@ -303,7 +303,7 @@ def _same_everywhere(batches: Iterator[Any], extended: Any) -> Iterator[Any]:
         yield batch
 
 
-def check_same(batch: Any, extended: Any) -> None:
+def check_same(batch: object, extended: Any) -> None:
     """Compares the first batch of a pass on all workers.
 
     Raises:
@@ -341,7 +341,7 @@ class ArrayBatches:
         extended: The `extended` of the strategy.
     """
 
-    def __init__(self, arrays: list[Any], tree: Any, adapter: Any, extended: Any) -> None:
+    def __init__(self, arrays: list[Any], tree: object, adapter: Any, extended: Any) -> None:
         self._arrays = arrays
         self._adapter = adapter
         self._extended = extended

@@ -92,7 +92,7 @@ def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     larger than those of one device, and would leave the range of float16 sooner.
     """
 
-    def scale_loss(self: Any, loss: Any) -> Any:
+    def scale_loss(self: object, loss: Any) -> Any:
         context = replica_context()
         if context is not None and in_trainer():
             loss = loss / context.num_replicas_in_sync

@@ -125,7 +125,7 @@ def install() -> None:
         _installed = True
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def _replace(owner: object, name: str, make: Callable[[Any], Any]) -> None:
     original = vars(owner)[name]
     replacement = make(original)
     if inspect.isfunction(original):

@@ -26,7 +26,7 @@ _SEED_STRIDE = 0x9E3779B1
 def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Gives every replica its own seed; the state of the generator advances equally on all."""
 
-    def next(self: Any, ordered: bool = True) -> Any:
+    def next(self: object, ordered: bool = True) -> Any:
         seed = original(self, ordered)
         if is_for_servers():
             # Workers may have read the same state. A step that is repeated draws the same numbers
@@ -62,12 +62,12 @@ def batch_normalization_init(original: Callable[..., Any]) -> Callable[..., Any]
 def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Uses the mean and variance of the whole batch, with `synchronized=True`."""
 
-    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+    def _moments(self: object, inputs: object, mask: object) -> Any:
         # Both kinds of statistics relate rows on purpose, so there is no warning.
         with jax.named_scope(OWN_STATISTICS):
             return moments(self, inputs, mask)
 
-    def moments(self: Any, inputs: Any, mask: Any) -> Any:
+    def moments(self: Any, inputs: object, mask: object) -> Any:
         if not self.synchronized:
             _note_own_statistics(self)
             return original(self, inputs, mask)

@@ -51,7 +51,7 @@ def reduce_to_samplewise_values(original: Callable[..., Any]) -> Callable[..., A
     """Counts a number for the whole batch, such as its loss, once instead of once per replica."""
 
     def reduce_to_samplewise_values(
-        values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any
+        values: Any, sample_weight: object, reduce_fn: object, dtype: object
     ) -> Any:
         context = replica_context()
         if context is not None and in_trainer() and not jnp.ndim(values):

@@ -210,7 +210,7 @@ def variables_of_part(trainer: Any, part: str) -> list[Any]:
     return variables
 
 
-def takes_only_data(trainer: Any, kind: Kind) -> bool:
+def takes_only_data(trainer: object, kind: Kind) -> bool:
     """Returns whether a model's step has one parameter, the batch, and none for the state."""
     try:
         parameters = inspect.signature(getattr(trainer, f"{kind}_step")).parameters.values()

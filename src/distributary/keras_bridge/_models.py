@@ -161,7 +161,7 @@ def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def _make_function(
-        self: Any, step_function: Callable[..., Any], *args: Any, **kwargs: Any
+        self: object, step_function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         strategy = strategy_of(self)
         if strategy is None:
@@ -231,7 +231,7 @@ def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
 def distribute_data(original: Callable[..., Any]) -> Callable[..., Any]:
     """Does the same as `get_iterator` for `train_on_batch` and related methods."""
 
-    def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
+    def _distribute_data(data: object, *args: Any, **kwargs: Any) -> Any:
         if has_strategy():
             return jax.tree.map(_as_array, data)
         return original(data, *args, **kwargs)
@@ -239,6 +239,6 @@ def distribute_data(original: Callable[..., Any]) -> Callable[..., Any]:
     return _distribute_data
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(leaf: object) -> Any:
     is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     return leaf if is_array else keras.ops.convert_to_tensor(leaf)

@@ -37,7 +37,7 @@ class _View(keras.Variable):
         """The value, traced in a step."""
         return self._variable.value()
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: object) -> Any:
         """Sets the value, which all replicas share."""
         adds_up = self._variable.aggregation is VariableAggregation.SUM
         if adds_up and replica_context() is not None:
@@ -57,7 +57,7 @@ class _View(keras.Variable):
 _views: weakref.WeakValueDictionary[int, _View] = weakref.WeakValueDictionary()
 
 
-def as_keras(variable: Any) -> Any:
+def as_keras(variable: object) -> Any:
     """Returns what an optimizer of Keras can use for a variable: the same for the same variable.
 
     Raises:
@@ -77,7 +77,7 @@ def as_keras(variable: Any) -> Any:
     return view
 
 
-def dense(gradient: Any, variable: Any) -> Any:
+def dense(gradient: object, variable: object) -> Any:
     """Returns the gradient of a view as one array."""
     if isinstance(gradient, IndexedSlices) and isinstance(variable, _View):
         zeros = jnp.zeros(variable.shape, gradient.values.dtype)

@@ -212,12 +212,12 @@ class Sums:
         """Remembers results that were computed from sums, and so hold for all replicas."""
         self._of_all.update({id(value): value for value in values})
 
-    def is_of_all(self, value: Any) -> bool:
+    def is_of_all(self, value: object) -> bool:
         """Returns whether `value` is such a result."""
         return id(value) in self._of_all
 
 
-def total(context: ReplicaContext, value: Any) -> Any:
+def total(context: ReplicaContext, value: object) -> Any:
     """Returns the sum of `value` over all replicas."""
     return context.all_reduce(ReduceOp.SUM, value)
 

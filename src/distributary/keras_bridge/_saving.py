@@ -42,7 +42,7 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes saved files of a strategy's models appear complete, written by one worker."""
     signature = inspect.signature(original)
 
-    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(model: Any, filepath: object, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(model)
         if strategy is None or not isinstance(filepath, (str, os.PathLike)):
             with _by_itself(strategy):
@@ -85,7 +85,7 @@ def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 def load_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a model that is loaded in a scope the first worker's weights on all workers."""
 
-    def _load_state(saveable: Any, *args: Any, **kwargs: Any) -> Any:
+    def _load_state(saveable: object, *args: Any, **kwargs: Any) -> Any:
         if not has_strategy():  # also for the parts of the model
             return original(saveable, *args, **kwargs)
         with _by_itself(get_strategy()):
@@ -395,7 +395,7 @@ def _seed_states(model: Any) -> list[Any]:
 def training_ended(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes the first worker remove the backup; other files in its folder stay."""
 
-    def on_train_end(self: Any, logs: Any = None) -> None:
+    def on_train_end(self: Any, logs: object = None) -> None:
         strategy = strategy_of(self.model)
         if strategy is None or file_utils.is_remote_path(self.backup_dir):
             original(self, logs)

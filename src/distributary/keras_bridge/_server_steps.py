@@ -98,7 +98,7 @@ class ServerSteps:
         if last is not None and self._kind != "predict":
             self._set_logs(last.fetch())
 
-    def _schedule(self, iterator: Any, batch: Any) -> RemoteValue:
+    def _schedule(self, iterator: Any, batch: object) -> RemoteValue:
         if isinstance(iterator, WorkerBatches):
             value = self._coordinator.schedule(self._on_next_batch, args=(iterator.of_workers,))
         else:
@@ -119,7 +119,7 @@ class ServerSteps:
             self._set_logs(self._running.popleft().fetch())
         return self._logs
 
-    def _set_logs(self, logs: Any) -> None:
+    def _set_logs(self, logs: object) -> None:
         if self._kind == "train":
             progress.note_logs(logs)
         # In place, because `fit` keeps the logs of the last batch, and uses them after `join`.
@@ -152,11 +152,11 @@ class _Unfinished(Sequence[Any]):
         self._steps.join()
         return 0
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         raise IndexError(index)
 
 
-def _parts_of(batch: Any, num_replicas: int) -> Any:
+def _parts_of(batch: object, num_replicas: int) -> Any:
     """Splits a batch over the replicas; returns None if this is not possible."""
     leaves = jax.tree.leaves(batch, is_leaf=_is_per_replica)
     if all(_is_per_replica(leaf) for leaf in leaves):
@@ -172,7 +172,7 @@ def _parts_of(batch: Any, num_replicas: int) -> Any:
     return jax.tree.map(split, batch)
 
 
-def _whole(nest: Any) -> Any:
+def _whole(nest: object) -> Any:
     """Joins the parts of all replicas along dim 0, in every array of a nest."""
     return map_leaves(
         lambda leaf: jnp.concatenate(leaf.values) if _is_per_replica(leaf) else leaf, nest
@@ -187,7 +187,7 @@ def _spec_of_whole(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct((size, *first.shape[1:]), first.dtype)
 
 
-def _is_per_replica(leaf: Any) -> bool:
+def _is_per_replica(leaf: object) -> bool:
     return isinstance(leaf, PerReplica)
 
 

@@ -13,7 +13,7 @@ from distributary.keras_bridge._models import strategy_of
 from distributary.variables import tell_new_state
 
 
-def parts_of(value: Any) -> dict[str, Any] | None:
+def parts_of(value: object) -> dict[str, Any] | None:
     """Returns the variables and parts of a Keras object by name; None for other objects.
 
     Keras numbers objects over the whole process, as in `dense_7`. Here, they are numbered within
@@ -30,7 +30,7 @@ def parts_of(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def build_optimizer(value: Any, others: Iterable[Any]) -> bool:
+def build_optimizer(value: object, others: Iterable[Any]) -> bool:
     """Builds an optimizer for the only model among the other objects of a checkpoint.
 
     An optimizer gets its state in the first step, and a checkpoint is restored before that.
@@ -44,7 +44,7 @@ def build_optimizer(value: Any, others: Iterable[Any]) -> bool:
     return True
 
 
-def waits(value: Any) -> bool:
+def waits(value: object) -> bool:
     """Returns whether a layer, model or optimizer is not built yet."""
     return isinstance(value, (keras.Layer, keras.optimizers.Optimizer)) and not value.built
 

@@ -71,7 +71,7 @@ class StepFunction:
         self._uneven_in_a_row = 0
         self._warned = False
 
-    def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
+    def __call__(self, state: object, iterator: Any) -> tuple[Any, Any]:
         """Runs `steps_per_execution` steps, or fewer at the end of the data.
 
         Returns:

@@ -36,7 +36,7 @@ def convert_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     return _convert_inputs_to_tensors
 
 
-def _text(value: Any, ndim: int, is_column: bool) -> np.ndarray:
+def _text(value: object, ndim: int, is_column: bool) -> np.ndarray:
     """Returns text as an array; adds or removes a last dim of 1, as Keras does for numbers."""
     text = np.asarray(value)
     if text.ndim == ndim + 1 and text.shape[-1] == 1:
@@ -58,7 +58,7 @@ def adjust_input_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     return _adjust_input_rank
 
 
-def require_numbers(what: str, data: Any) -> None:
+def require_numbers(what: str, data: object) -> None:
     """Raises an error if arrays in memory hold text."""
     for leaf in keras.tree.flatten(data):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USO":

@@ -71,7 +71,7 @@ def laid_out(layout: Any) -> Iterator[None]:
         _creation.layout = before
 
 
-def planned_layout(variable: Any) -> Any:
+def planned_layout(variable: object) -> Any:
     """Returns the layout that `laid_out` gives a variable, or None."""
     planned = getattr(variable, "_distributary_layout", None)
     return _creation.layout if planned is None else planned
@@ -266,7 +266,7 @@ def place_in_parts(variable: Any, strategy: Any) -> None:
 def refuse(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuses to create variables in a scope if Keras runs on another backend than JAX."""
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: object, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if has_strategy():
             raise UnsupportedError(
                 f"Keras runs on the backend {keras.backend.backend()!r}, but {get_strategy()!r}"
@@ -289,8 +289,8 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_variable(
         self: Any,
         shape: Any,
-        initializer: Any = "zeros",
-        dtype: Any = None,
+        initializer: object = "zeros",
+        dtype: object = None,
         aggregation: str = "none",
         layout: Any = None,
         name: str | None = None,

@@ -158,7 +158,7 @@ class Summaries:
         jax.debug.callback(write, *values)
 
 
-def _value(value: Any) -> Any:
+def _value(value: object) -> Any:
     """Returns the array of a variable, and anything else unchanged."""
     return value.__jax_array__() if hasattr(value, "__jax_array__") else value
 

@@ -229,7 +229,7 @@ def number_of(atom: Atom) -> float:
     return real_number(atom.val) if isinstance(atom, Literal) else math.nan
 
 
-def real_number(constant: Any) -> float:
+def real_number(constant: object) -> float:
     """Returns the real number that a constant is; NaN for an array of several and other dtypes."""
     value = np.asarray(constant)
     is_real = jnp.issubdtype(value.dtype, jnp.number) and not np.iscomplexobj(value)

@@ -263,7 +263,7 @@ class _Rewriting:
             ]
             return made if kinds[0] == kinds[1] else body
 
-        def of_param(value: Any) -> Any:
+        def of_param(value: object) -> Any:
             if isinstance(value, ClosedJaxpr):
                 return rewritten(value)
             if isinstance(value, tuple) and any(isinstance(x, ClosedJaxpr) for x in value):

@@ -53,7 +53,7 @@ def _advised(init: Callable[..., None]) -> Callable[..., None]:
     """Returns the `__init__` of a strategy with advice for arguments that it does not have."""
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: object, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         try:
             init(self, *args, **kwargs)
         except DistributaryError as error:
@@ -197,7 +197,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
     @_short
     def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = MISSING
+        self, reduce_op: ReduceOp | str, value: object, axis: int | Sequence[int] | None = MISSING
     ) -> Any:
         """Combines the values of all replicas into one.
 
@@ -230,7 +230,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         return in_order(result, key_order(value))
 
     @_short
-    def gather(self, value: Any, axis: int = MISSING) -> Any:
+    def gather(self, value: object, axis: int = MISSING) -> Any:
         """Concatenates the values of all replicas along dim `axis`, in replica order.
 
         Args:
@@ -254,7 +254,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
             )
         return self._extended.combine.gather(value, axis)
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: object) -> tuple[Any, ...]:
         """Returns the components of this process's replicas, in replica order.
 
         A value that is not distributed comes back as `(value,)`.
@@ -356,7 +356,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
             " strategy itself around, or construct another one."
         )
 
-    def __deepcopy__(self, memo: Any) -> "Strategy":
+    def __deepcopy__(self, memo: object) -> "Strategy":
         # A strategy is immutable, and the variables of a copied model must keep belonging to it.
         return self
 
@@ -364,7 +364,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         return f"<{type(self).__name__}: {self._extended.describe()}>"
 
 
-def _bad_args(fn: Any, args: Any) -> InvalidValueError:
+def _bad_args(fn: object, args: object) -> InvalidValueError:
     return InvalidValueError(
         f"Strategy.run({name_of(fn)}): args is {shown(args)}, expected a list or tuple. For one"
         " argument write args=(value,)."

@@ -14,7 +14,7 @@ from distributary.topology import num_local_replicas, put_stacked
 _MAX_HOST_BYTES = 1 << 16
 
 
-def broadcast(values: list[np.ndarray], what: str, sharding: Any) -> list[np.ndarray]:
+def broadcast(values: list[np.ndarray], what: str, sharding: object) -> list[np.ndarray]:
     """Returns the chief's arrays on every worker.
 
     Args:

@@ -74,7 +74,7 @@ class CrossReplica:
         self._jitted: dict[Any, Any] = {}
 
     def reduce(
-        self, op: ReduceOp, value: Any, axis: Any, options: CommunicationOptions | None = None
+        self, op: ReduceOp, value: object, axis: object, options: CommunicationOptions | None = None
     ) -> Any:
         """Sums or averages every leaf of a nest over the replicas, see `Strategy.reduce`."""
         axes = _check_axis(axis)
@@ -107,7 +107,7 @@ class CrossReplica:
                 results[i] = self._reduce_whole(op, axes, leaf)
         return self._at_home(jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))]))
 
-    def _at_home(self, results: Any) -> Any:
+    def _at_home(self, results: object) -> Any:
         home = self._placement.home
         if home is None or current_scope() is not None or inside_jax_trace():
             return results
@@ -115,13 +115,13 @@ class CrossReplica:
             lambda x: jax.device_put(x, home) if isinstance(x, jax.Array) else x, results
         )
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: object, axis: int) -> Any:
         """Concatenates every leaf of a nest in replica order, see `Strategy.gather`."""
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise InvalidTypeError(f"gather: axis is {axis!r}, expected an int.")
         return self._at_home(map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value))
 
-    def _gather_leaf(self, leaf: Any, axis: int) -> Any:
+    def _gather_leaf(self, leaf: object, axis: int) -> Any:
         if isinstance(leaf, IndexedSlices):
             raise UnsupportedError(
                 "gather: IndexedSlices cannot be gathered. Use strategy.reduce, which concatenates"
@@ -144,7 +144,7 @@ class CrossReplica:
             [rows],
         )[0]
 
-    def _rows(self, leaf: Any) -> PerReplica | None:
+    def _rows(self, leaf: object) -> PerReplica | None:
         """Returns a leaf with one value per replica as a `PerReplica`, stacked if possible."""
         if isinstance(leaf, SyncOnReadVariable):
             scope = current_scope()
@@ -216,7 +216,7 @@ class CrossReplica:
 
         return jax.tree.map(total, *components)
 
-    def _reduce_whole(self, op: ReduceOp, axes: tuple[int, ...] | None, leaf: Any) -> Any:
+    def _reduce_whole(self, op: ReduceOp, axes: tuple[int, ...] | None, leaf: object) -> Any:
         """Reduces a value that is not distributed, or that is the same on all replicas."""
         num_replicas = self._num_replicas
         same_everywhere = isinstance(leaf, (Mirrored, MirroredVariable))
@@ -241,12 +241,12 @@ def _event_of(key: tuple[Any, ...], trees: list[Any]) -> JobEvent:
 
 
 @functools.lru_cache(maxsize=1024)
-def _event(name: str, options: str, tree: Any, leaves: tuple[Any, ...]) -> JobEvent:
+def _event(name: str, options: str, tree: object, leaves: tuple[Any, ...]) -> JobEvent:
     values = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in leaves)
     return JobEvent(name, lambda: [(f"{name} of {values} with {options}, as {tree}", "")])
 
 
-def _check_axis(axis: Any) -> tuple[int, ...] | None:
+def _check_axis(axis: object) -> tuple[int, ...] | None:
     if axis is None:
         return None
     axes = axis if isinstance(axis, tuple) else (axis,)
@@ -287,7 +287,7 @@ def _reduce_tree(
     ops: CrossDeviceOps,
     op: ReduceOp,
     axes: tuple[int, ...] | None,
-    tree: Any,
+    tree: object,
     num_replicas: int,
     options: CommunicationOptions,
 ) -> Any:
@@ -295,7 +295,7 @@ def _reduce_tree(
     if axes is None:
         return reduce_nest(ops, op, tree, num_replicas, options)
 
-    def reduce_leaf(leaf: Any) -> Any:
+    def reduce_leaf(leaf: object) -> Any:
         part, num_elements, dtype = _summed(op, axes, leaf)
         if op is ReduceOp.SUM:
             return ops.all_reduce(op, [part], num_replicas, options)[0]
@@ -332,10 +332,10 @@ def _check_gather_shapes(parts: list[Any], axis: int) -> None:
             )
 
 
-def gather_nest(tree: Any, axis: int, num_replicas: int) -> Any:
+def gather_nest(tree: object, axis: int, num_replicas: int) -> Any:
     """Concatenates every array of a nest over the replicas; call in a replica program."""
 
-    def gather(leaf: Any) -> Any:
+    def gather(leaf: object) -> Any:
         if isinstance(leaf, IndexedSlices):
             raise UnsupportedError(
                 "all_gather: IndexedSlices cannot be gathered. Use all_reduce, which concatenates"

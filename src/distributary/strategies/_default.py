@@ -1,6 +1,6 @@
 """The strategy that is current outside of every scope."""
 
-from typing import Any, final
+from typing import final
 
 from distributary.context import Mode, ReplicaContext, register_default_mode
 from distributary.engine import Placement
@@ -20,7 +20,7 @@ class DefaultStrategy(Strategy):
         # Not `super().__init__`: nobody asks for this strategy.
         self._extended = StrategyExtended(self, Placement.on_default_device())
 
-    def __deepcopy__(self, memo: Any) -> Strategy:
+    def __deepcopy__(self, memo: object) -> Strategy:
         raise ContextError("There is one default strategy; it cannot be copied.")
 
     def __repr__(self) -> str:

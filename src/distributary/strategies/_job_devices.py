@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +34,7 @@ def devices_of_all(place: MultiWorker) -> tuple[jax.Device, ...]:
 
 
 def extended_of_job(
-    strategy: Any,
+    strategy: object,
     place: MultiWorker | None,
     devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]],
     options: CommunicationOptions | None,

@@ -1,6 +1,6 @@
 """A strategy that keeps everything on one device."""
 
-from typing import Any, final
+from typing import final
 
 from distributary.engine import Placement
 from distributary.errors import InvalidTypeError
@@ -24,7 +24,7 @@ class OneDeviceStrategy(Strategy):
     Source: `tf.distribute.OneDeviceStrategy`.
     """
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: object) -> None:
         if isinstance(device, (list, tuple)) or device is None:
             raise InvalidTypeError(
                 f"OneDeviceStrategy: device is {device!r}, expected one device such as 'CPU:0'."

@@ -93,7 +93,7 @@ class TPUStrategy(Strategy):
         return self._cluster_resolver
 
     def experimental_split_to_logical_devices(
-        self, tensor: Any, partition_dimensions: Sequence[int]
+        self, tensor: object, partition_dimensions: Sequence[int]
     ) -> Any:
         """Splits an array of a step over the logical devices of its replica.
 
@@ -120,7 +120,7 @@ class TPUStrategy(Strategy):
             array, self._extended.mesh, spec_of_split(self._extended.mesh, array.shape, parts)
         )
 
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+    def experimental_replicate_to_logical_devices(self, tensor: object) -> Any:
         """Gives every logical device of a replica a whole copy of an array of its step.
 
         Args:
@@ -137,7 +137,7 @@ class TPUStrategy(Strategy):
         array = _traced(tensor, "experimental_replicate_to_logical_devices")
         return constrained(array, self._extended.mesh, P())
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self, tensor: object, logical_device_id: int) -> Any:
         """Returns the array; raises an error with several logical devices, which run one program.
 
         Args:
@@ -157,7 +157,7 @@ class TPUStrategy(Strategy):
         return tensor
 
 
-def _traced(tensor: Any, who: str) -> Any:
+def _traced(tensor: object, who: str) -> Any:
     array = jnp.asarray(tensor)
     if not isinstance(array, jax.core.Tracer):
         raise ContextError(

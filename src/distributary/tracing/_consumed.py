@@ -88,7 +88,7 @@ class _Found:
         self.iterators: list[tuple[Any, str]] = []
         self._seen: dict[int, Any] = {}  # keeps them alive, so that no other object gets their id
 
-    def visit(self, value: Any, name: str, is_inside: bool = False) -> None:
+    def visit(self, value: object, name: str, is_inside: bool = False) -> None:
         """Looks at a value and its parts; with `is_inside`, at the value only."""
         if id(value) in self._seen or len(self._seen) >= _MAX_VISITED or value is None:
             return
@@ -128,7 +128,7 @@ class _Found:
             if name in function.__globals__:
                 self.visit(function.__globals__[name], f"the global variable {name!r}")
 
-    def _visit_parts(self, value: Any, name: str) -> None:
+    def _visit_parts(self, value: object, name: str) -> None:
         """Looks at the items of a container, or the attributes of an object."""
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             items = value.values() if isinstance(value, dict) else value
@@ -241,7 +241,7 @@ class _Watch:
         if current is self:
             sys.setprofile(self._before)
 
-    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+    def __call__(self, frame: Any, event: str, argument: object) -> None:
         if self._before is not None:
             self._before(frame, event, argument)
         if frame.f_code not in self._objects or event not in ("call", "return"):

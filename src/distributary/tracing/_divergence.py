@@ -126,7 +126,7 @@ def _has_effect_on_replicas(eqn: Equation) -> bool:
     return named and not any(True for _ in sub_jaxprs(eqn))
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else (value,)
 
 

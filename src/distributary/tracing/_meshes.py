@@ -29,7 +29,7 @@ def without_meshes(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     return changed
 
 
-def _has_mesh(const: Any) -> bool:
+def _has_mesh(const: object) -> bool:
     sharding = getattr(jax.typeof(const), "sharding", None)
     return sharding is not None and not sharding.mesh.empty
 
@@ -39,7 +39,7 @@ def _jaxpr(program: AnyJaxpr) -> Any:
     jaxpr, consts = open_jaxpr(program)
     renamed: dict[jex_core.Var, Any] = {}
 
-    def atom(old: Any) -> Any:
+    def atom(old: object) -> Any:
         if not isinstance(old, jex_core.Var):
             return old  # a literal
         if old not in renamed:

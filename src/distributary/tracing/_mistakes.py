@@ -108,7 +108,7 @@ class Subject:
         return self.name or name_of(self.function)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Returns the name of a function for messages: without the functions that it is defined in."""
     while hasattr(function, "func"):  # functools.partial
         function = function.func
@@ -476,7 +476,7 @@ def _explained(
     return None
 
 
-def leaked_at(tracer: Any) -> str:
+def leaked_at(tracer: object) -> str:
     """Returns where a value was made that its step has left behind, as a part of a sentence."""
     step = function_of_tracer(tracer)
     return "" if step is None else f" (made in {step})"

@@ -20,7 +20,7 @@ body computes have them. Replicas that decide differently whether they meet are 
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -190,7 +190,7 @@ def _carry_needed(jaxpr: AnyJaxpr, num_consts: int, num_carry: int) -> list[froz
     return interpret_with(jaxpr, inputs, lambda value: nothing, equation)[0]
 
 
-def _plain(value: Any) -> Hashable:
+def _plain(value: object) -> Hashable:
     """Returns a parameter of an equation in a form that can be compared between programs."""
     if isinstance(value, (tuple, list)):
         return tuple(_plain(item) for item in value)

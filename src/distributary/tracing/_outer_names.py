@@ -57,7 +57,7 @@ class OuterNames:
                 )
 
 
-def _is_known(leaf: Any) -> bool:
+def _is_known(leaf: object) -> bool:
     is_array = isinstance(leaf, (jax.Array, np.ndarray))
     return is_array and not isinstance(leaf, jax.core.Tracer)
 
@@ -88,7 +88,7 @@ def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, l
             yield from [(f"{name}.{k}", _leaves(held[k])) for k in code.co_names if k in held]
 
 
-def _leaves(value: Any, depth: int = 0) -> list[Any]:
+def _leaves(value: object, depth: int = 0) -> list[Any]:
     """Returns the arrays of a container of Python; the keys of its dicts may have no order."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return [value]

@@ -20,7 +20,7 @@ def key_order(nest: Nest) -> Any:
     return None
 
 
-def _is_order(order: Any) -> bool:
+def _is_order(order: object) -> bool:
     return order is not None
 
 

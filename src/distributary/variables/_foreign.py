@@ -29,7 +29,7 @@ class ForeignVariable:
         """True if `GradientTape` watches it automatically."""
         raise NotImplementedError
 
-    def begin_with(self, array: Any) -> bool:
+    def begin_with(self, array: object) -> bool:
         """Makes an array the first value of a new variable; returns False if it has a value."""
         return False
 
@@ -61,7 +61,7 @@ def register_foreign_variables(resolve: Callable[[Any], ForeignVariable | None])
     _resolvers.append(resolve)
 
 
-def as_variable(value: Any) -> Variable | ForeignVariable | None:
+def as_variable(value: object) -> Variable | ForeignVariable | None:
     """Returns `value`, or a stand-in for it, with a handle; None if it is not a variable."""
     if isinstance(value, Variable):
         return value
@@ -90,13 +90,13 @@ def register_foreign_builder(build: Callable[[Any, Iterable[Any]], bool]) -> Non
     _builders.append(build)
 
 
-def build_foreign(value: Any, others: Iterable[Any]) -> bool:
+def build_foreign(value: object, others: Iterable[Any]) -> bool:
     """Makes the state of another library's object, if it waits for it and can be known."""
     import_what_registers()
     return any(build(value, others) for build in _builders)
 
 
-def foreign_parts(value: Any) -> Mapping[str, Any] | None:
+def foreign_parts(value: object) -> Mapping[str, Any] | None:
     """Returns the parts that hold the state of another library's object, by name, or None."""
     import_what_registers()
     for parts_of in _openers:
@@ -114,7 +114,7 @@ def register_foreign_waiting(waits: Callable[[Any], bool]) -> None:
     _waiting.append(waits)
 
 
-def foreign_waits(value: Any) -> bool:
+def foreign_waits(value: object) -> bool:
     """Returns whether another library's object gets state later, when it is built."""
     import_what_registers()
     return any(waits(value) for waits in _waiting)
@@ -125,7 +125,7 @@ def listen_to_new_state(listener: Callable[[Any, int | None], None]) -> None:
     _listeners.append(listener)
 
 
-def tell_new_state(value: Any, num_variables: int | None = None) -> None:
+def tell_new_state(value: object, num_variables: int | None = None) -> None:
     """Tells that an object of another library has new state.
 
     Args:

@@ -52,7 +52,7 @@ class VariableLayout:
     from_chief: Callable[[list[np.ndarray], str], list[np.ndarray]] | None = None
     kind: Any = None
 
-    def initial(self, value: Any, what: str) -> Any:
+    def initial(self, value: object, what: str) -> Any:
         """Returns the initial value of a variable: with several workers, the chief's.
 
         Args:
@@ -126,7 +126,7 @@ _state = _ThreadState()
 
 
 @contextmanager
-def colocated_with(variable: Any) -> Iterator[None]:
+def colocated_with(variable: object) -> Iterator[None]:
     """Runs the block; variables created in it are placed beside `variable`, on the same server."""
     before, _state.neighbor = _state.neighbor, variable
     try:
@@ -140,7 +140,7 @@ def neighbor() -> Any:
     return _state.neighbor
 
 
-def array_of(value: Any, what: str) -> Any:
+def array_of(value: object, what: str) -> Any:
     """Returns `value` as a NumPy or JAX array of a dtype that JAX can hold.
 
     Raises:
@@ -169,6 +169,6 @@ def array_of(value: Any, what: str) -> Any:
     return array
 
 
-def _is_traced(leaf: Any) -> bool:
+def _is_traced(leaf: object) -> bool:
     """Returns whether `leaf` may not have a value that NumPy could take."""
     return isinstance(leaf, (jax.core.Tracer, ArrayOperators))

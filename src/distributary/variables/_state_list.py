@@ -73,7 +73,7 @@ def joined(variables: Sequence[Any]) -> StateList | None:
     return states
 
 
-def _forget(states: "weakref.ref[StateList]", number: int, _: Any) -> None:
+def _forget(states: "weakref.ref[StateList]", number: int, _: object) -> None:
     """Frees the array of a variable that was collected."""
     kept = states()
     if kept is not None:

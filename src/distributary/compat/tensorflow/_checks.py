@@ -152,7 +152,7 @@ def assert_same_float_dtype(
     return wanted.pop() if wanted else np.dtype(np.float32)
 
 
-def assert_proper_iterable(values: Any) -> None:
+def assert_proper_iterable(values: object) -> None:
     """`tf.debugging.assert_proper_iterable`: not an array, and not text."""
     is_one = isinstance(values, (str, bytes, np.ndarray, jax.Array)) or not hasattr(
         values, "__iter__"
@@ -163,7 +163,7 @@ def assert_proper_iterable(values: Any) -> None:
         )
 
 
-def is_numeric_tensor(tensor: Any) -> bool:
+def is_numeric_tensor(tensor: object) -> bool:
     """`tf.debugging.is_numeric_tensor`."""
     return isinstance(tensor, jax.Array) and tensor.dtype != bool
 

@@ -62,7 +62,7 @@ def _either(pred: Any, branch: _Branch, other: _Branch) -> _Branch:
     return lambda: cond(pred, branch, other)
 
 
-def _require(holds: Any, text: str) -> None:
+def _require(holds: object, text: str) -> None:
     error = InvalidValueError(text)
     if is_traced(holds):
         check_when_run(holds, error)
@@ -130,7 +130,7 @@ def numpy_function(
     return _called("numpy_function", func, inp, Tout)
 
 
-def _element(value: Any) -> Any:
+def _element(value: object) -> Any:
     return as_element(np.asarray(value))
 
 
@@ -217,6 +217,6 @@ def inside_function() -> bool:
     return current_scope() is not None
 
 
-def get_static_value(tensor: Any, partial: bool = False) -> Any:
+def get_static_value(tensor: object, partial: bool = False) -> Any:
     """`tf.get_static_value`: None for what is computed in a step."""
     return None if is_traced(tensor) else np.asarray(tensor)

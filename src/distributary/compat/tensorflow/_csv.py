@@ -20,7 +20,7 @@ _INFERRED = ("int32", "int64", "float32", "float64", "O")
 
 
 def csv_dataset(
-    filenames: Any,
+    filenames: object,
     record_defaults: Sequence[Any],
     compression_type: str | None = None,
     buffer_size: int | None = None,
@@ -210,7 +210,7 @@ def make_csv_dataset(
             f"make_csv_dataset: label_name is {label_name!r}, expected one of {names}."
         )
 
-    def read(name: Any) -> data.Dataset:
+    def read(name: object) -> data.Dataset:
         rows = csv_dataset(
             name, column_defaults, compression_type, None, header, *layout, na_value, columns
         )

@@ -256,7 +256,7 @@ def make_batched_features_dataset(
     def read(name: Any) -> data.Dataset:
         return (reader or TFRecordDataset)(name, *(reader_args or ()))
 
-    def parsed(records: Any) -> Any:
+    def parsed(records: object) -> Any:
         found = parse_example(records, features)
         return found if label_key is None else (found, found.pop(label_key))
 

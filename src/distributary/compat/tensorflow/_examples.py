@@ -85,7 +85,7 @@ class VarLenFeature:
 
 
 def parse_single_example(
-    serialized: Any,
+    serialized: object,
     features: Mapping[str, Any],
     example_names: object = None,
     name: str | None = None,
@@ -110,7 +110,7 @@ def parse_single_example(
 
 
 def parse_example(
-    serialized: Any,
+    serialized: object,
     features: Mapping[str, Any],
     example_names: object = None,
     name: str | None = None,
@@ -126,7 +126,7 @@ def parse_example(
 
 
 def parse_single_sequence_example(
-    serialized: Any,
+    serialized: object,
     context_features: Mapping[str, Any] | None = None,
     sequence_features: Mapping[str, Any] | None = None,
     example_name: object = None,
@@ -164,7 +164,7 @@ def parse_single_sequence_example(
 
 
 def parse_sequence_example(
-    serialized: Any,
+    serialized: object,
     context_features: Mapping[str, Any] | None = None,
     sequence_features: Mapping[str, Any] | None = None,
     example_names: object = None,
@@ -207,14 +207,14 @@ def _sequence(key: str, found: Any, feature: Any) -> np.ndarray:
     return np.array(steps, feature.dtype).reshape(shape)
 
 
-def _single(array: np.ndarray, feature: Any) -> Any:
+def _single(array: np.ndarray, feature: object) -> Any:
     if not isinstance(feature, VarLenFeature):
         return array
     places = np.arange(len(array), dtype=np.int64)
     return SparseTensor(places[:, None], array, np.array([len(array)], np.int64))
 
 
-def _whole(parsed: Any) -> Any:
+def _whole(parsed: object) -> Any:
     return parsed.values if isinstance(parsed, SparseTensor) else parsed
 
 
@@ -233,7 +233,7 @@ def _stacked(arrays: list[np.ndarray], feature: Any) -> Any:
     return result
 
 
-def _bytes(serialized: Any) -> bytes:
+def _bytes(serialized: object) -> bytes:
     value = serialized.item() if isinstance(serialized, np.ndarray) else serialized
     if not isinstance(value, bytes):
         raise InvalidTypeError(
@@ -257,7 +257,7 @@ def _message(kind: str, record: bytes) -> Any:
         ) from error
 
 
-def _values(key: str, found: Any, feature: Any) -> np.ndarray:
+def _values(key: str, found: Any, feature: object) -> np.ndarray:
     if isinstance(feature, VarLenFeature):
         feature = FixedLenSequenceFeature((), feature.dtype, allow_missing=True)
     if not isinstance(feature, (FixedLenFeature, FixedLenSequenceFeature)):
@@ -368,7 +368,7 @@ def _package(module: str, package: str) -> ModuleType:
 
 
 def decode_raw(
-    input_bytes: Any,
+    input_bytes: object,
     out_type: DTypeLike,
     little_endian: bool = True,
     fixed_length: int | None = None,
@@ -383,7 +383,7 @@ def decode_raw(
 
 
 def decode_image(
-    contents: Any,
+    contents: object,
     channels: int | None = None,
     dtype: DTypeLike = np.uint8,
     name: str | None = None,
@@ -408,60 +408,60 @@ def decode_image(
     return pixels if wanted == np.uint8 else (pixels / 255).astype(wanted)
 
 
-def decode_jpeg(contents: Any, channels: int = 0, **options: object) -> np.ndarray:
+def decode_jpeg(contents: object, channels: int = 0, **options: object) -> np.ndarray:
     """`tf.io.decode_jpeg`: like `decode_image`; the other options have no effect."""
     return decode_image(contents, channels)
 
 
-def decode_bmp(contents: Any, channels: int = 0, name: str | None = None) -> np.ndarray:
+def decode_bmp(contents: object, channels: int = 0, name: str | None = None) -> np.ndarray:
     """`tf.io.decode_bmp`: like `decode_image`."""
     return decode_image(contents, channels)
 
 
-def decode_gif(contents: Any, name: str | None = None) -> np.ndarray:
+def decode_gif(contents: object, name: str | None = None) -> np.ndarray:
     """`tf.io.decode_gif`: the first frame, `[1, height, width, 3]`."""
     return decode_image(contents, 3)[None]
 
 
 def decode_png(
-    contents: Any, channels: int = 0, dtype: DTypeLike = np.uint8, name: str | None = None
+    contents: object, channels: int = 0, dtype: DTypeLike = np.uint8, name: str | None = None
 ) -> np.ndarray:
     """`tf.io.decode_png`: like `decode_image`."""
     return decode_image(contents, channels, dtype)
 
 
 def decode_and_crop_jpeg(
-    contents: Any, crop_window: Sequence[int], channels: int = 0, **options: object
+    contents: object, crop_window: Sequence[int], channels: int = 0, **options: object
 ) -> np.ndarray:
     """`tf.io.decode_and_crop_jpeg`: like `decode_jpeg`, and a part `[y, x, height, width]`."""
     top, left, height, width = (int(number) for number in crop_window)
     return decode_image(contents, channels)[top : top + height, left : left + width]
 
 
-def is_jpeg(contents: Any, name: str | None = None) -> bool:
+def is_jpeg(contents: object, name: str | None = None) -> bool:
     """`tf.io.is_jpeg`."""
     return _bytes(contents).startswith(b"\xff\xd8\xff")
 
 
-def decode_base64(input: Any, name: str | None = None) -> bytes:
+def decode_base64(input: object, name: str | None = None) -> bytes:
     """`tf.io.decode_base64`: of the alphabet for the web; padding may be missing."""
     text = input.encode() if isinstance(input, str) else _bytes(input)
     return base64.urlsafe_b64decode(text + b"=" * (-len(text) % 4))
 
 
-def encode_base64(input: Any, pad: bool = False, name: str | None = None) -> bytes:
+def encode_base64(input: object, pad: bool = False, name: str | None = None) -> bytes:
     """`tf.io.encode_base64`: in the alphabet for the web."""
     text = base64.urlsafe_b64encode(input.encode() if isinstance(input, str) else _bytes(input))
     return text if pad else text.rstrip(b"=")
 
 
-def decode_compressed(bytes: Any, compression_type: str = "", name: str | None = None) -> Any:
+def decode_compressed(bytes: object, compression_type: str = "", name: str | None = None) -> Any:
     """`tf.io.decode_compressed`: of "GZIP" or "ZLIB"."""
     return zlib.decompress(_bytes(bytes), wbits=47) if compression_type else _bytes(bytes)
 
 
 def decode_csv(
-    records: Any,
+    records: object,
     record_defaults: Sequence[Any],
     field_delim: str = ",",
     use_quote_delim: bool = True,
@@ -511,7 +511,7 @@ _TENSOR_DTYPES = {
 }  # fmt: skip
 
 
-def serialize_tensor(tensor: Any, name: str | None = None) -> bytes:
+def serialize_tensor(tensor: object, name: str | None = None) -> bytes:
     """`tf.io.serialize_tensor`: the bytes of an array of numbers, as TensorFlow writes them."""
     array = np.asarray(tensor)
     if array.dtype.name not in _TENSOR_DTYPES:
@@ -528,7 +528,7 @@ def serialize_tensor(tensor: Any, name: str | None = None) -> bytes:
     return bytes(message.SerializeToString(deterministic=True))
 
 
-def parse_tensor(serialized: Any, out_type: DTypeLike, name: str | None = None) -> np.ndarray:
+def parse_tensor(serialized: object, out_type: DTypeLike, name: str | None = None) -> np.ndarray:
     """`tf.io.parse_tensor`: the array that `serialize_tensor` wrote, here or with TensorFlow."""
     message = _messages()["TensorProto"].FromString(_bytes(serialized))
     dtype = np.dtype(out_type)

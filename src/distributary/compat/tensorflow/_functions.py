@@ -91,7 +91,7 @@ class Function:
             )
         return self._compiled(*own, *_checked(self._name, self.input_signature, given))
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else Method(self, instance)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> "ConcreteFunction":
@@ -145,7 +145,7 @@ class Function:
 class Method:
     """A `Function` as the method of an object; like `types.MethodType`, but with methods."""
 
-    def __init__(self, function: Function, owner: Any) -> None:
+    def __init__(self, function: Function, owner: object) -> None:
         self.__func__ = function
         self.__self__ = owner
 

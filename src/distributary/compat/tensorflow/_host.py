@@ -26,7 +26,7 @@ def as_element(array: object) -> object:
     return array.view(Element) if type(array) is np.ndarray else array
 
 
-def host_array(value: Any, dtype: Any = None) -> np.ndarray:
+def host_array(value: object, dtype: Any = None) -> np.ndarray:
     """Returns a value as an array on the host.
 
     Args:
@@ -38,7 +38,7 @@ def host_array(value: Any, dtype: Any = None) -> np.ndarray:
     return (made if is_text else made.astype(dtype)).view(Element)
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     """Returns whether a value is text, or an array of it."""
     if isinstance(value, (list, tuple)):
         return bool(value) and is_text(value[0])
@@ -52,7 +52,7 @@ def _is_text_of(objects: Any) -> bool:
     return isinstance(first, (str, bytes))
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """Returns one text; bytes are UTF-8."""
     return value.decode() if isinstance(value, bytes) else str(value)
 

@@ -76,7 +76,7 @@ class GFile:
         """Returns the place in the file."""
         return self._file().tell()
 
-    def write(self, file_content: Any) -> None:
+    def write(self, file_content: object) -> None:
         """Writes bytes or text."""
         self._file().write(file_content)
 

@@ -108,7 +108,7 @@ class _Table:
 
     _what: ClassVar[str]
 
-    def __init__(self, key_dtype: Any, value_dtype: Any, default: Any, name: str | None) -> None:
+    def __init__(self, key_dtype: Any, value_dtype: Any, default: object, name: str | None) -> None:
         #: Dtypes of keys and values.
         self.key_dtype, self.value_dtype = np.dtype(key_dtype), np.dtype(value_dtype)
         #: The name.
@@ -124,7 +124,7 @@ class _Table:
         """Returns the number of keys, int64 `[]`."""
         return host_array(len(self._found), np.int64)
 
-    def lookup(self, keys: Any, name: str | None = None) -> Any:
+    def lookup(self, keys: object, name: str | None = None) -> Any:
         """Returns the values of keys, in the same shape; the default where there is none."""
         require_host(f"tf.lookup.{self._what}", keys)
         given = np.asarray(keys)
@@ -132,10 +132,10 @@ class _Table:
         values = np.array(found, str if self._has_text else self.value_dtype)
         return host_array(values.reshape(given.shape))
 
-    def _value_of(self, key: Any) -> Any:
+    def _value_of(self, key: object) -> Any:
         return self._found.get(key, self._default)
 
-    def __getitem__(self, keys: Any) -> Any:
+    def __getitem__(self, keys: object) -> Any:
         return self.lookup(keys)
 
     def export(self, name: str | None = None) -> tuple[Any, Any]:
@@ -164,7 +164,7 @@ class StaticHashTable(_Table):
     def __init__(
         self,
         initializer: KeyValueTensorInitializer | TextFileInitializer,
-        default_value: Any,
+        default_value: object,
         name: str | None = None,
         experimental_is_anonymous: bool = False,
     ) -> None:
@@ -181,7 +181,7 @@ class StaticHashTable(_Table):
         """The value of keys that are not there."""
         return self._default
 
-    def lookup(self, keys: Any, name: str | None = None) -> Any:
+    def lookup(self, keys: object, name: str | None = None) -> Any:
         """Returns the values of keys, in the same shape; the default where there is none."""
         given = plain(keys)
         if not is_traced(given) or self._has_text:
@@ -236,7 +236,7 @@ class StaticVocabularyTable(_Table):
                 " buckets after them would be ambiguous. Use TextFileIndex.LINE_NUMBER as values."
             )
 
-    def _value_of(self, key: Any) -> Any:
+    def _value_of(self, key: object) -> Any:
         if key in self._found:
             return self._found[key]
         return len(self._found) + bucket_of(str(key), self._num_buckets)
@@ -247,7 +247,7 @@ class StaticVocabularyTable(_Table):
 
 
 class _Changing(_Table):
-    def insert(self, keys: Any, values: Any, name: str | None = None) -> None:
+    def insert(self, keys: object, values: object, name: str | None = None) -> None:
         """Sets the values of keys."""
         require_host(f"tf.lookup.experimental.{self._what}", keys, values)
         pairs = (
@@ -256,7 +256,7 @@ class _Changing(_Table):
         )
         self._found.update(zip(*pairs, strict=True))
 
-    def remove(self, keys: Any, name: str | None = None) -> None:
+    def remove(self, keys: object, name: str | None = None) -> None:
         """Removes keys; it does not matter whether they are there."""
         for key in plain_values(np.asarray(keys).reshape(-1)):
             self._found.pop(key, None)
@@ -297,7 +297,7 @@ class MutableHashTable(_Changing):
         super().__init__(key_dtype, value_dtype, default_value, name)
 
     def lookup(  # type: ignore[override]  # as in TensorFlow
-        self, keys: Any, dynamic_default_values: Any = None, name: str | None = None
+        self, keys: object, dynamic_default_values: Any = None, name: str | None = None
     ) -> Any:
         """Returns the values of keys, in the same shape.
 
@@ -328,9 +328,9 @@ class DenseHashTable(_Changing):
         self,
         key_dtype: DTypeLike,
         value_dtype: DTypeLike,
-        default_value: Any,
-        empty_key: Any,
-        deleted_key: Any,
+        default_value: object,
+        empty_key: object,
+        deleted_key: object,
         initial_num_buckets: int | None = None,
         name: str = "MutableDenseHashTable",
         checkpoint: bool = True,
@@ -339,7 +339,7 @@ class DenseHashTable(_Changing):
         super().__init__(key_dtype, value_dtype, default_value, name)
         self._reserved = {*plain_values(np.asarray([empty_key, deleted_key]))}
 
-    def insert(self, keys: Any, values: Any, name: str | None = None) -> None:
+    def insert(self, keys: object, values: object, name: str | None = None) -> None:
         """Sets the values of keys.
 
         Raises:
@@ -352,11 +352,11 @@ class DenseHashTable(_Changing):
             )
         super().insert(keys, values)
 
-    def insert_or_assign(self, keys: Any, values: Any, name: str | None = None) -> None:
+    def insert_or_assign(self, keys: object, values: object, name: str | None = None) -> None:
         """Sets the values of keys."""
         self.insert(keys, values)
 
-    def erase(self, keys: Any, name: str | None = None) -> None:
+    def erase(self, keys: object, name: str | None = None) -> None:
         """Removes keys."""
         self.remove(keys)
 

@@ -344,7 +344,7 @@ class Module:
         return tuple([part for part in _parts_of(self) if isinstance(part, Module)])
 
 
-def _parts_of(module: Any) -> Iterator[Any]:
+def _parts_of(module: object) -> Iterator[Any]:
     """Yields the variables and modules below a module, in the order of the names of attributes."""
     leaves = jax.tree.leaves(
         dict(sorted(vars(module).items())), is_leaf=lambda x: isinstance(x, Module)
@@ -359,14 +359,14 @@ def _parts_of(module: Any) -> Iterator[Any]:
             yield leaf
 
 
-def _saved_parts(value: Any) -> dict[str, Any] | None:
+def _saved_parts(value: object) -> dict[str, Any] | None:
     """Returns the attributes of a module that hold variables, for checkpoints."""
     if not isinstance(value, Module):
         return None
     return {name: part for name, part in vars(value).items() if _has_state(part)}
 
 
-def _has_state(value: Any) -> bool:
+def _has_state(value: object) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Module))
     return any(hasattr(leaf, "assign") or hasattr(leaf, "variables") for leaf in leaves)
 
@@ -400,7 +400,7 @@ def assert_same_structure(
         raise InvalidValueError(f"tf.nest: the structures differ: {first} and {second}.")
 
 
-def is_nested(seq: Any) -> bool:
+def is_nested(seq: object) -> bool:
     """`tf.nest.is_nested`."""
     return isinstance(seq, (list, tuple, dict))
 

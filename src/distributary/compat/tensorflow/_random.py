@@ -80,7 +80,7 @@ class Generator:
     algorithm = 1
 
     def __init__(
-        self, copy_from: "Generator | None" = None, state: Any = None, alg: object = None
+        self, copy_from: "Generator | None" = None, state: object = None, alg: object = None
     ) -> None:
         if copy_from is None and state is None:
             raise InvalidValueError(
@@ -102,12 +102,12 @@ class Generator:
         return cls(state=_state_of(random.getrandbits(62)))
 
     @classmethod
-    def from_state(cls, state: Any, alg: object) -> "Generator":
+    def from_state(cls, state: object, alg: object) -> "Generator":
         """Makes a generator that goes on where another one was."""
         return cls(state=state)
 
     @classmethod
-    def from_key_counter(cls, key: int, counter: Any, alg: object) -> "Generator":
+    def from_key_counter(cls, key: int, counter: object, alg: object) -> "Generator":
         """Makes a generator from a number, after `counter` calls."""
         made = cls.from_seed(key)
         made.skip(counter)
@@ -123,7 +123,7 @@ class Generator:
         """The part of the state that stays the same."""
         return self.state.value[0]
 
-    def reset(self, state: Any) -> None:
+    def reset(self, state: object) -> None:
         """Goes to a state."""
         self.state.assign(np.asarray(state, np.uint32))
 
@@ -131,7 +131,7 @@ class Generator:
         """Begins anew from a number or several."""
         self.reset(_state_of(seed))
 
-    def reset_from_key_counter(self, key: int, counter: Any) -> None:
+    def reset_from_key_counter(self, key: int, counter: object) -> None:
         """Begins anew from a number, after `counter` calls."""
         self.reset_from_seed(key)
         self.skip(counter)
@@ -174,8 +174,8 @@ class Generator:
     def uniform(
         self,
         shape: Shape,
-        minval: Any = 0,
-        maxval: Any = None,
+        minval: object = 0,
+        maxval: object = None,
         dtype: DTypeLike = np.float32,
         name: str | None = None,
     ) -> Array:
@@ -192,8 +192,8 @@ class Generator:
     def binomial(
         self,
         shape: Shape,
-        counts: Any,
-        probs: Any,
+        counts: object,
+        probs: object,
         dtype: DTypeLike = np.int32,
         name: str | None = None,
     ) -> Array:
@@ -202,7 +202,7 @@ class Generator:
         return draw(tuple(shape), counts, probs, seed=self._seeds).astype(dtype)
 
 
-def _state_of(seed: Any) -> np.ndarray:
+def _state_of(seed: object) -> np.ndarray:
     """Returns the state of a generator that begins with a number or several."""
     mixed = np.random.SeedSequence([int(one) for one in np.atleast_1d(np.asarray(seed))])
     return np.array([mixed.generate_state(1)[0], 0], np.uint32)
@@ -262,7 +262,7 @@ def uniform(
     return _uniform(shape, minval, maxval, dtype, seed_of(seed))
 
 
-def _uniform(shape: Shape, minval: Any, maxval: Any, dtype: DTypeLike, seeds: Any) -> Array:
+def _uniform(shape: Shape, minval: Any, maxval: Any, dtype: DTypeLike, seeds: object) -> Array:
     if _is_integer(dtype, maxval):
         draw = resolve("keras.random.randint")
         return draw(tuple(shape), minval, maxval, str(dtype), seeds)
@@ -439,7 +439,7 @@ def _drawn(name: str, shape: Shape, dtype: DTypeLike, seed: int | None) -> Array
     return _draw(name, shape, dtype, seed_of(seed))
 
 
-def _draw(name: str, shape: Shape, dtype: DTypeLike, seeds: Any) -> Array:
+def _draw(name: str, shape: Shape, dtype: DTypeLike, seeds: object) -> Array:
     draw = resolve(f"keras.random.{name}")
     return draw(tuple(shape), dtype=str(np.dtype(dtype)), seed=seeds)
 

@@ -39,7 +39,7 @@ _DEFAULT = "serving_default"
 _Path = str | os.PathLike[str]
 
 
-def save(obj: Any, export_dir: _Path, signatures: Any = None, options: object = None) -> None:
+def save(obj: object, export_dir: _Path, signatures: object = None, options: object = None) -> None:
     """Saves the functions of a `tf.Module` or a Keras model, with the values of their variables.
 
     A `tf.function` is saved for its `input_signature`, or for all that its `get_concrete_function`
@@ -95,7 +95,7 @@ def save(obj: Any, export_dir: _Path, signatures: Any = None, options: object = 
     Checkpoint(**{INDEX: json.dumps(index)}, **state).write(path)
 
 
-def _functions_of(obj: Any) -> dict[str, list[ConcreteFunction]]:
+def _functions_of(obj: object) -> dict[str, list[ConcreteFunction]]:
     """Returns the functions of an object and its class, for each of their known arguments."""
     found: dict[str, list[ConcreteFunction]] = {}
     own = getattr(obj, "__dict__", {})
@@ -110,7 +110,7 @@ def _functions_of(obj: Any) -> dict[str, list[ConcreteFunction]]:
     return found
 
 
-def _concrete(signatures: Any) -> dict[str, ConcreteFunction]:
+def _concrete(signatures: object) -> dict[str, ConcreteFunction]:
     if signatures is None:
         return {}
     found = {}
@@ -185,7 +185,7 @@ class _Programs:
         }
 
     def _exported(
-        self, what: str, function: ConcreteFunction, structs: list[Any], structure: Any
+        self, what: str, function: ConcreteFunction, structs: list[Any], structure: object
     ) -> tuple[bytes, list[str]]:
         program, rebuild, order = function.program(structs)
         problem = ""
@@ -208,7 +208,7 @@ class _Programs:
             jax.random.key_data(one) if _is_key(one) else one for one in program.captures[0]
         ]
 
-        def run(state: list[Any], given: Any) -> Any:
+        def run(state: list[Any], given: object) -> Any:
             leaves = jax.tree.leaves(given)
             read_only, captured = (
                 state[: len(handles)],
@@ -232,7 +232,7 @@ class _Programs:
         places = [self._place("variables", handle.cell()) for handle in handles]
         return bytes(code), places + [self._place("constants", one) for one in captures]
 
-    def _place(self, kind: str, value: Any) -> str:
+    def _place(self, kind: str, value: object) -> str:
         """Returns the name that a variable or array has in the checkpoint."""
         if isinstance(value, ForeignVariable):
             value = value.variable
@@ -247,7 +247,7 @@ def _is_key(captured: Any) -> bool:
     return bool(jnp.issubdtype(captured.dtype, jax.dtypes.prng_key))
 
 
-def _specs_in(argument: Any) -> Any:
+def _specs_in(argument: object) -> Any:
     """Returns an argument with None in place of all that is not an array."""
     keep = lambda leaf: leaf if isinstance(leaf, TensorSpec) else None
     return jax.tree.map(keep, argument)

@@ -51,7 +51,7 @@ def sparse_rows(rows: list[np.ndarray]) -> SparseTensor:
 
 def to_dense(
     sp_input: SparseTensor,
-    default_value: Any = None,
+    default_value: object = None,
     validate_indices: bool = True,
     name: str | None = None,
 ) -> np.ndarray:

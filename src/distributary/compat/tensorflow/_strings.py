@@ -12,19 +12,19 @@ from distributary.compat.tensorflow._host import Element, host_array, require_ho
 from distributary.errors import InvalidValueError, UnsupportedError
 
 
-def _each(what: str, change: Callable[[str], Any], value: Any, dtype: Any = None) -> Any:
+def _each(what: str, change: Callable[[str], Any], value: object, dtype: Any = None) -> Any:
     require_host(f"tf.strings.{what}", value)
     texts = np.asarray(value)
     flat = [change(text_of(one)) for one in texts.reshape(-1).tolist()]
     return np.array(flat, dtype if flat or dtype else "U1").reshape(texts.shape).view(Element)
 
 
-def lower(input: Any, encoding: str = "", name: str | None = None) -> Any:
+def lower(input: object, encoding: str = "", name: str | None = None) -> Any:
     """`tf.strings.lower`."""
     return _each("lower", str.lower if encoding else _ascii(str.lower), input)
 
 
-def upper(input: Any, encoding: str = "", name: str | None = None) -> Any:
+def upper(input: object, encoding: str = "", name: str | None = None) -> Any:
     """`tf.strings.upper`."""
     return _each("upper", str.upper if encoding else _ascii(str.upper), input)
 
@@ -34,18 +34,18 @@ def _ascii(change: Callable[[str], str]) -> Callable[[str], str]:
     return lambda text: "".join(change(c) if c.isascii() else c for c in text)
 
 
-def strip(input: Any, name: str | None = None) -> Any:
+def strip(input: object, name: str | None = None) -> Any:
     """`tf.strings.strip`."""
     return _each("strip", str.strip, input)
 
 
-def length(input: Any, unit: str = "BYTE", name: str | None = None) -> Any:
+def length(input: object, unit: str = "BYTE", name: str | None = None) -> Any:
     """`tf.strings.length`."""
     count = len if unit == "UTF8_CHAR" else lambda text: len(text.encode())
     return _each("length", count, input, np.int32)
 
 
-def substr(input: Any, pos: int, len: int, unit: str = "BYTE", name: str | None = None) -> Any:
+def substr(input: object, pos: int, len: int, unit: str = "BYTE", name: str | None = None) -> Any:
     """`tf.strings.substr`: of one place and length for all."""
     first, size = int(pos), int(len)
 
@@ -60,14 +60,14 @@ def substr(input: Any, pos: int, len: int, unit: str = "BYTE", name: str | None 
 
 
 def regex_replace(
-    input: Any, pattern: str, rewrite: str, replace_global: bool = True, name: str | None = None
+    input: object, pattern: str, rewrite: str, replace_global: bool = True, name: str | None = None
 ) -> Any:
     r"""`tf.strings.regex_replace`: by Python's `re`; `\1` and `\0` in `rewrite` are groups."""
     found, text = re.compile(text_of(pattern)), re.sub(r"\\0", r"\\g<0>", text_of(rewrite))
     return _each("regex_replace", lambda one: found.sub(text, one, int(not replace_global)), input)
 
 
-def regex_full_match(input: Any, pattern: str, name: str | None = None) -> Any:
+def regex_full_match(input: object, pattern: str, name: str | None = None) -> Any:
     """`tf.strings.regex_full_match`: by Python's `re`."""
     found = re.compile(text_of(pattern))
     return _each("regex_full_match", lambda one: found.fullmatch(one) is not None, input, bool)
@@ -84,7 +84,7 @@ def split(input: Any, sep: str | None = None, maxsplit: int = -1, name: str | No
     return host_array(np.array(text_of(np.asarray(input).item()).split(sep or None, maxsplit), str))
 
 
-def bytes_split(input: Any, name: str | None = None) -> Any:
+def bytes_split(input: object, name: str | None = None) -> Any:
     """`tf.strings.bytes_split`: of one text, characters that are a byte each."""
     return host_array(np.array(list(text_of(np.asarray(input).item())), str))
 
@@ -99,7 +99,7 @@ def join(inputs: Sequence[Any], separator: str = "", name: str | None = None) ->
 
 
 def reduce_join(
-    inputs: Any,
+    inputs: object,
     axis: int | None = None,
     keepdims: bool = False,
     separator: str = "",
@@ -118,7 +118,7 @@ def reduce_join(
 
 
 def ngrams(
-    data: Any,
+    data: object,
     ngram_width: int | Sequence[int],
     separator: str = " ",
     pad_values: str | tuple[str, str] | None = None,
@@ -156,7 +156,7 @@ def ngrams(
     return host_array(np.array(found, str))
 
 
-def _row(what: str, data: Any) -> list[Any]:
+def _row(what: str, data: object) -> list[Any]:
     rows = np.asarray(data)
     if rows.ndim != 1:
         raise InvalidValueError(
@@ -168,7 +168,7 @@ def _row(what: str, data: Any) -> list[Any]:
 
 def format_(
     template: str,
-    inputs: Any,
+    inputs: object,
     placeholder: str = "{}",
     summarize: int = 3,
     name: str | None = None,
@@ -183,7 +183,7 @@ def format_(
 
 
 def as_string(
-    input: Any,
+    input: object,
     precision: int = -1,
     scientific: bool = False,
     shortest: bool = False,
@@ -197,7 +197,7 @@ def as_string(
     kind = "e" if scientific else "g" if shortest else "f"
     layout = f"{fill}{'' if width < 0 else width}{'' if precision < 0 else f'.{precision}'}"
 
-    def shown(value: Any) -> str:
+    def shown(value: object) -> str:
         if isinstance(value, (bool, str, bytes)):
             return text_of(value).lower() if isinstance(value, bool) else text_of(value)
         return format(value, layout + kind if isinstance(value, float) else layout)
@@ -206,13 +206,13 @@ def as_string(
     return host_array(np.array(flat, str).reshape(values.shape))
 
 
-def to_number(input: Any, out_type: DTypeLike = np.float32, name: str | None = None) -> Any:
+def to_number(input: object, out_type: DTypeLike = np.float32, name: str | None = None) -> Any:
     """`tf.strings.to_number`."""
     require_host("tf.strings.to_number", input)
     return np.asarray(input).astype(str).astype(out_type)[()]
 
 
-def to_hash_bucket(input: Any, num_buckets: int, name: str | None = None) -> Any:
+def to_hash_bucket(input: object, num_buckets: int, name: str | None = None) -> Any:
     """`tf.strings.to_hash_bucket`: other buckets than TensorFlow's, the same in every process."""
 
     def bucket(text: str) -> int:

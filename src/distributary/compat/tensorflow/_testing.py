@@ -37,7 +37,7 @@ def compute_gradient(
     by_rule, by_differences = [], []
     for number, argument in enumerate(arguments):
 
-        def of_one(value: Any, number: int = number) -> Any:
+        def of_one(value: object, number: int = number) -> Any:
             return array(f(*arguments[:number], value, *arguments[number + 1 :])).reshape(-1)
 
         jacobian = jax.jacobian(of_one)(argument)
@@ -100,7 +100,7 @@ class TestCase(absltest.TestCase):
         self.assertAlmostEqual(float(f1), float(f2), delta=err, msg=msg)
 
     def assertArrayNear(
-        self, farray1: Any, farray2: Any, err: float, msg: str | None = None
+        self, farray1: object, farray2: object, err: float, msg: str | None = None
     ) -> None:
         """Compares rows of numbers."""
         self.assertAllClose(farray1, farray2, 0, err, msg)
@@ -113,15 +113,15 @@ class TestCase(absltest.TestCase):
         """Requires that all elements are less."""
         np.testing.assert_array_less(self.evaluate(a), comparison_target)
 
-    def assertAllGreaterEqual(self, a: Any, comparison_target: Any) -> None:
+    def assertAllGreaterEqual(self, a: object, comparison_target: object) -> None:
         """Requires that no element is less."""
         self.assertTrue((self.evaluate(a) >= comparison_target).all(), a)
 
-    def assertAllLessEqual(self, a: Any, comparison_target: Any) -> None:
+    def assertAllLessEqual(self, a: object, comparison_target: object) -> None:
         """Requires that no element is greater."""
         self.assertTrue((self.evaluate(a) <= comparison_target).all(), a)
 
-    def assertAllInRange(self, target: Any, lower_bound: Any, upper_bound: Any) -> None:
+    def assertAllInRange(self, target: object, lower_bound: object, upper_bound: object) -> None:
         """Requires that all elements are in a range, with its ends."""
         self.assertAllGreaterEqual(target, lower_bound)
         self.assertAllLessEqual(target, upper_bound)
@@ -134,7 +134,7 @@ class TestCase(absltest.TestCase):
         """Compares shapes."""
         self.assertEqual(np.shape(input_a), np.shape(input_b), msg)
 
-    def assertDTypeEqual(self, target: Any, expected_dtype: Any) -> None:
+    def assertDTypeEqual(self, target: object, expected_dtype: object) -> None:
         """Compares dtypes; a dtype of 64 bits stands for one of 32, as everywhere."""
         wanted = jax.dtypes.canonicalize_dtype(expected_dtype)
         self.assertEqual(jax.dtypes.canonicalize_dtype(plain(target).dtype), wanted)

@@ -78,22 +78,22 @@ class _Lookup(_Layer):
         self,
         max_tokens: int | None = None,
         num_oov_indices: int = 1,
-        mask_token: Any = None,
-        oov_token: Any = "[UNK]",
+        mask_token: object = None,
+        oov_token: object = "[UNK]",
         vocabulary: Vocabulary | None = None,
-        idf_weights: Any = None,
+        idf_weights: object = None,
         invert: bool = False,
         output_mode: str = "int",
         pad_to_max_tokens: bool = False,
         sparse: bool = False,
         encoding: str = "utf-8",
         name: str | None = None,
-        salt: Any = None,
+        salt: object = None,
         oov_method: str = "floormod",
         has_input_vocabulary: bool = False,
         vocabulary_size: int | None = None,
         trainable: bool = True,
-        dtype: Any = None,
+        dtype: object = None,
     ) -> None:
         super().__init__(name=name)
         self.built, self.supports_jit = True, False
@@ -134,13 +134,13 @@ class _Lookup(_Layer):
         if vocabulary is not None:
             self.set_vocabulary(vocabulary, idf_weights)
 
-    def __call__(self, inputs: Any, **context: Any) -> Any:
+    def __call__(self, inputs: object, **context: Any) -> Any:
         """Returns the numbers of tokens, or the tokens of numbers."""
         if isinstance(inputs, _keras.KerasTensor):
             return super().__call__(inputs, **context)
         return self.call(inputs)  # Keras would send the input to a device
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: object) -> Any:
         """Returns the numbers of tokens, or the tokens of numbers."""
         require_host(f"keras.layers.{type(self).__name__}", inputs)
         if not len(self._tokens):
@@ -200,7 +200,7 @@ class _Lookup(_Layer):
             self.update_state(batch)
         self.finalize_state()
 
-    def update_state(self, data: Any) -> None:
+    def update_state(self, data: object) -> None:
         """Counts the tokens of a batch; one row is one document."""
         if self._is_static:
             raise InvalidValueError(
@@ -233,7 +233,7 @@ class _Lookup(_Layer):
         """Forgets what `update_state` has counted; the vocabulary stays."""
         self._seen = _Seen()
 
-    def set_vocabulary(self, vocabulary: Vocabulary, idf_weights: Any = None) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary, idf_weights: object = None) -> None:
         """Sets the vocabulary.
 
         Args:
@@ -328,7 +328,7 @@ class _Lookup(_Layer):
             self._set_tokens(self._as_tokens(tokens[self._first :]))
             self._record_size()
 
-    def _tokens_of(self, inputs: Any) -> np.ndarray:
+    def _tokens_of(self, inputs: object) -> np.ndarray:
         """Returns inputs as tokens, or as numbers if this layer goes back to tokens."""
         given = np.asarray(inputs)
         if self._has_text and not self.invert:
@@ -378,7 +378,7 @@ class _Lookup(_Layer):
             return None
         return self.max_tokens if self.pad_to_max_tokens else self._num_outputs
 
-    def _as_tokens(self, vocabulary: Any) -> np.ndarray:
+    def _as_tokens(self, vocabulary: object) -> np.ndarray:
         if self._has_text:
             return np.array([text_of(one) for one in np.asarray(vocabulary).tolist()], object)
         return np.asarray(vocabulary).astype(np.int64)
@@ -521,7 +521,7 @@ class TextVectorization(_Lookup):
         self._standardize, self._split, self._ngrams = standardize, split, ngrams
         self._length = output_sequence_length
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: object) -> Any:
         """Returns the numbers of the words of texts."""
         found = super().call(inputs)
         if self._length is None:
@@ -565,7 +565,7 @@ class TextVectorization(_Lookup):
         restored["ngrams"] = tuple(ngrams) if isinstance(ngrams, list) else ngrams
         return super().from_config(config | restored)
 
-    def _tokens_of(self, inputs: Any) -> np.ndarray:
+    def _tokens_of(self, inputs: object) -> np.ndarray:
         """Returns the tokens of texts, in rows that are padded with the mask token."""
         given = super()._tokens_of(inputs)
         texts: Any = np.array(plain_values(given.reshape(-1)), str).reshape(given.shape)
@@ -611,7 +611,7 @@ def _rows(values: np.ndarray) -> np.ndarray:
     return values.reshape(math.prod(shape[:-1]), shape[-1])
 
 
-def _require_among(what: str, argument: str, given: Any, known: Sequence[Any]) -> None:
+def _require_among(what: str, argument: str, given: object, known: Sequence[Any]) -> None:
     if given not in known:
         shown = ", ".join(map(repr, known))
         raise InvalidValueError(f"{what}: {argument} is {given!r}, expected one of {shown}.")
