@@ -266,6 +266,7 @@ def _run_loop(case: Loop, setting: Setting, given: Outcome | None) -> Outcome:
     import jax.numpy as jnp
     import optax
 
+    strategy = setting.strategy() if setting.strategy is not None else None
     random = np.random.default_rng(0)
     x, y = (case.x(random), case.y(random)) if given is None else (given.x, given.y)
     batches = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, ROWS, BATCH)]
@@ -275,7 +276,7 @@ def _run_loop(case: Loop, setting: Setting, given: Outcome | None) -> Outcome:
         initial = jax.tree.unflatten(tree, given.initial)
     optimizer = case.optimizer()
     losses: list[float] = []
-    if setting.strategy is None:
+    if strategy is None:
 
         @jax.jit
         def alone(parameters: Any, state: Any, x: Any, y: Any) -> Any:
@@ -297,7 +298,6 @@ def _run_loop(case: Loop, setting: Setting, given: Outcome | None) -> Outcome:
         )  # fmt: skip
     import distributary as dist
 
-    strategy = setting.strategy()
     with _messages() as messages:
         with strategy.scope():
             parameters = jax.tree.map(dist.Variable, initial)

@@ -49,7 +49,6 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("Trainer", "_make_function", _models.make_function),
     ("Trainer", "_get_jax_state", _models.get_jax_state),
     ("keras.src.backend.jax.trainer.JAXEpochIterator", "_get_iterator", _models.get_iterator),
-    ("keras.src.backend.jax.trainer", "_distribute_data", _models.distribute_data),
     ("keras.callbacks.CallbackList", "__init__", _callbacks.init),
     ("keras.src.trainers.data_adapters", "get_data_adapter", _data.get_data_adapter),
     (
@@ -80,7 +79,6 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         _metrics.reduce_to_samplewise_values,
     ),
     ("BaseOptimizer", "add_variable", _variables.add_variable),
-    ("BaseOptimizer", "stateless_apply", _gradient_sums.combining),
     ("BaseOptimizer", "apply", _gradient_sums.combining),
     ("keras.optimizers.LossScaleOptimizer", "stateless_apply", _gradient_sums.combining),
     ("keras.optimizers.LossScaleOptimizer", "apply", _gradient_sums.combining),

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import keras
 
 from distributary.context import (
     check_same_strategy,
@@ -226,19 +225,3 @@ def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self)
 
     return _get_iterator
-
-
-def distribute_data(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Does the same as `get_iterator` for `train_on_batch` and related methods."""
-
-    def _distribute_data(data: object, *args: Any, **kwargs: Any) -> Any:
-        if has_strategy():
-            return jax.tree.map(_as_array, data)
-        return original(data, *args, **kwargs)
-
-    return _distribute_data
-
-
-def _as_array(leaf: object) -> Any:
-    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-    return leaf if is_array else keras.ops.convert_to_tensor(leaf)
