@@ -27,8 +27,8 @@ loaded. A run is **equal** if
 
 In the tables, `=` is an equal run, and `≠` is one that differs after a warning that says why: the
 last column has the reason. `≈` is a run that differs by at most ten times as much as one device
-does from itself, if its initial weights change in the last bit. An empty cell was not run. The
-columns "loss" and "weights" have the largest differences of a row.
+does from itself, if its initial weights change in the last bit. `–` is a run that an error refuses,
+before it computes something else. An empty cell was not run. The columns "loss" and "weights" have the largest differences of a row.
 
 ## What is the same in all rows
 
@@ -46,6 +46,7 @@ _COUNTED = {
     "differs, as it said": "different, with a warning that says why",
     "differs, as one device": "different, as one device is from itself",
     "differs": "different without a reason",
+    "refused": "refused, with an error that says what to do",
     "fails": "failed",
 }
 # The head of each column, and what it stands for.
@@ -103,5 +104,5 @@ def write(path: Path, results: Path) -> int:
 def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    signs = {"equal": "=", "differs, as it said": "≠", "differs, as one device": "≈"}
+    signs = {"equal": "=", "differs, as it said": "≠", "differs, as one device": "≈", "refused": "–"}
     return signs.get(row["result"], f"**{row['result']}**")

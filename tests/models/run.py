@@ -440,7 +440,7 @@ def _difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
 
 
 _REASONS = {
-    "the loss relates rows": "the loss relates rows",
+    "the loss relates rows of": "the loss relates rows",
     "batch normalization uses": "batch normalization per replica",
     "an output has": "an output has one row for the whole batch, and gets one of each replica",
 }
@@ -449,7 +449,8 @@ _REASONS = {
 def _row(case: Case | Loop, name: str, found: Outcome | str, expected: Outcome) -> dict[str, Any]:
     row: dict[str, Any] = {"model": case.name, "package": case.package, "setting": name}
     if isinstance(found, str):
-        return {**row, "result": "fails", "reason": found[:600]}
+        result = "refused" if found.startswith("UnsupportedError") else "fails"
+        return {**row, "result": result, "reason": found[:600]}
     apart = {
         "loss": _difference([np.array(found.loss)], [np.array(expected.loss)]),
         "weights": _difference(found.weights, expected.weights),
@@ -516,6 +517,8 @@ def _rows_of(case: Case | Loop, names: list[str]) -> Iterator[dict[str, Any]]:
         began = time.monotonic()
         expected = _in_processes(case, _ALONE, None, folder)
         seconds = round(time.monotonic() - began, 1)
+        if isinstance(expected, Outcome) and not np.isfinite(expected.loss):
+            expected = f"the loss is {expected.loss} on one device"
         if isinstance(expected, str):
             yield {
                 "model": case.name,

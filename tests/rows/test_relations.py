@@ -201,6 +201,10 @@ RELATING = [
 ]
 
 
+def _amplitudes(y, p):
+    return jnp.mean(jnp.real(jnp.fft.fft(p) * (2 + 1j)) ** 2)
+
+
 def _masked(y, p):
     mask = (y > 0).astype(p.dtype)
     return jnp.sum(mask * (y - p[:, :3]) ** 2) / jnp.sum(mask)
@@ -290,6 +294,7 @@ NOT_RELATING = [
     _attention,
     _recurrent,
     _real_and_fake,
+    _amplitudes,
     _gradient_penalty,
     _masked_attention,
     _mixup,

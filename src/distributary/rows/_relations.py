@@ -356,7 +356,7 @@ class _Analysis:
         scale = next((atom for atom in eqn.invars if isinstance(atom, Literal)), None)
         if scale is None or jnp.ndim(scale.val) or eqn.primitive.name not in ("div", "mul"):
             return False
-        number = abs(float(scale.val))
+        number = float(abs(scale.val))  # of FFTs, it may be complex
         if eqn.primitive.name == "mul":
             # Other small factors, such as one minus a momentum, may be inverses of such numbers.
             sizes = {self._num_rows, *map(_num_summed, of_sums)}

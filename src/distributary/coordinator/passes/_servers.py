@@ -439,10 +439,9 @@ def _check_updates(
             continue
         if not any(output in eqn.outvars for eqn in at_server[goal]):
             raise UnsupportedError(
-                f"Variable {inputs[i].name!r} is updated by one operation together with variables"
-                " on other servers, so no server can compute its update. Let the optimizer update"
-                " each variable by itself, without one jax.lax.cond around the whole update, which"
-                " loss scaling uses."
+                f"The update of {inputs[i].name!r} needs variables on several servers, so no server"
+                " can compute it. Start one server, or use an optimizer that updates each variable"
+                " by itself; Adafactor, loss scaling and gradient accumulation do not."
             )
 
 
