@@ -27,8 +27,8 @@ loaded. A run is **equal** if
 
 In the tables, `=` is an equal run, and `≠` is one that differs after a warning that says why: the
 last column has the reason. `≈` is a run that differs by at most ten times as much as one device
-does from itself, if its initial weights change in the last bit. `–` is a run that an error refuses,
-before it computes something else. An empty cell was not run. The columns "loss" and "weights" have the largest differences of a row.
+does from itself, if its initial weights change in the last bit. `–` is a run that an error refuses.
+An empty cell was not run. The columns "loss" and "weights" have the largest differences of a row.
 
 ## What is the same in all rows
 
@@ -49,6 +49,7 @@ _COUNTED = {
     "refused": "refused, with an error that says what to do",
     "fails": "failed",
 }
+_SIGNS = {"equal": "=", "differs, as it said": "≠", "differs, as one device": "≈", "refused": "–"}
 # The head of each column, and what it stands for.
 _COLUMNS = {
     "2 replicas": ("2", "`MirroredStrategy` with 2 replicas"),
@@ -104,5 +105,4 @@ def write(path: Path, results: Path) -> int:
 def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    signs = {"equal": "=", "differs, as it said": "≠", "differs, as one device": "≈", "refused": "–"}
-    return signs.get(row["result"], f"**{row['result']}**")
+    return _SIGNS.get(row["result"], f"**{row['result']}**")
