@@ -152,7 +152,7 @@ def test_variables_are_on_servers_and_slots_beside_them(tmp_path):
 
 @pytest.mark.parametrize("in_run", [True, False])
 def test_an_update_that_no_server_can_compute_is_refused(in_run):
-    with pytest.raises(UnsupportedError, match=r"without one jax\.lax\.cond"):
+    with pytest.raises(UnsupportedError, match="Start one server"):
         _train(
             lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), in_run=in_run
         )

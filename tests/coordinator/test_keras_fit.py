@@ -113,6 +113,27 @@ def test_mixed_precision_and_logs_of_the_last_batch_are_those_of_one_device():
     np.testing.assert_allclose(model.get_weights()[0], expected.get_weights()[0], rtol=1e-2)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.Adafactor(0.01, gradient_accumulation_steps=2),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
+    ],
+    ids=["accumulation", "loss scaling"],
+)
+def test_one_server_updates_variables_that_need_each_other(optimizer):
+    def fitted():
+        model = _model()
+        model.compile(optimizer(), "sparse_categorical_crossentropy")
+        model.fit(X, Y, batch_size=35, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    with dist.ParameterServerStrategy(local_cluster(workers=1, ps=1)).scope():
+        own = fitted()
+    for value, expected in zip(own, fitted(), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_several_workers_evaluate_and_predict_exactly():
     expected = _model()
     with _strategy(3).scope():
