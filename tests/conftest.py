@@ -1,8 +1,10 @@
 """Eight virtual CPU devices for every test, and a check that tests clean up behind them."""
 
+import gc
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +25,13 @@ os.environ["XLA_FLAGS"] = (
     "--xla_cpu_use_fusion_emitters=false " * version("jaxlib").startswith("0.10.")
     + f"--xla_cpu_parallel_codegen_split_count=1 {os.environ.get('XLA_FLAGS', '')}".rstrip()
 )
+# Tests and the processes that they start compile the same programs again and again. They share what
+# one of them has compiled; pytest's workers and those processes inherit the folder.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 
@@ -90,6 +99,14 @@ def _compilations() -> Iterator[list[str]]:
         compiled[:] = found
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _only_new_garbage() -> None:
+    # A search for garbage takes a second after some hundred tests, unless it leaves out what they
+    # have left in JAX's caches.
+    gc.collect()
+    gc.freeze()
 
 
 # Set up before the fixtures a test asks for, so it looks after those have cleaned up.

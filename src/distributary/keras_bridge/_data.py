@@ -120,16 +120,6 @@ def _noted(adapter: Any) -> Any:
     return adapter
 
 
-def interrupted_warning(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes Keras not warn at the end of a dataset whose length was unknown before."""
-
-    def _interrupted_warning(self: Any) -> None:
-        if not isinstance(self.data_adapter, DatasetAdapter) or self.steps_per_epoch:
-            original(self)
-
-    return _interrupted_warning
-
-
 class UnknownSizes(DataAdapter):
     """A data adapter that knows nothing about its batches in advance; their sizes may differ."""
 

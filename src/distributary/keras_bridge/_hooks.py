@@ -51,11 +51,6 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.src.backend.jax.trainer.JAXEpochIterator", "_get_iterator", _models.get_iterator),
     ("keras.callbacks.CallbackList", "__init__", _callbacks.init),
     ("keras.src.trainers.data_adapters", "get_data_adapter", _data.get_data_adapter),
-    (
-        "keras.src.trainers.epoch_iterator.EpochIterator",
-        "_interrupted_warning",
-        _data.interrupted_warning,
-    ),
     # Functional models of text compute on the host.
     (_text.FUNCTIONAL, "_convert_inputs_to_tensors", _text.convert_inputs),
     (_text.FUNCTIONAL, "_adjust_input_rank", _text.adjust_input_rank),

@@ -18,7 +18,7 @@ from distributary.context import (
 )
 from distributary.errors import ContextError, DistributaryWarning, shown
 from distributary.keras_bridge._calls import begin_call
-from distributary.keras_bridge._data import Call, batches_of, current_call
+from distributary.keras_bridge._data import Call, DatasetAdapter, batches_of, current_call
 from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._step_function import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
@@ -216,10 +216,17 @@ def store_state_untracked(trainer: Any) -> None:
     trainer.__setattr__ = __setattr__
 
 
+def _warn_of_nothing() -> None:
+    pass
+
+
 def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps batches on the host until a step splits them, under a strategy."""
 
     def _get_iterator(self: Any) -> Any:
+        if isinstance(self.data_adapter, DatasetAdapter) and not self.steps_per_epoch:
+            # The end of a dataset of unknown length is nothing to warn of.
+            self._interrupted_warning = _warn_of_nothing
         if has_strategy():
             return batches_of(self.data_adapter, get_strategy().extended)
         return original(self)

@@ -38,7 +38,7 @@ def get_dataset():
 
 checkpoint_dir = "./ckpt"
 if not os.path.exists(checkpoint_dir):
-    os.makedirs(checkpoint_dir)
+    os.makedirs(checkpoint_dir, exist_ok=True)  # several workers may
 
 
 def make_or_restore_model():

@@ -221,5 +221,5 @@ def test_an_update_of_all_servers_at_once_is_refused():
         new = [w - g for w, g in zip(state, gradients, strict=True)]
         return list(jax.lax.cond(finite, lambda: new, lambda: list(state)))
 
-    with pytest.raises(UnsupportedError, match=r"Variable 'v0'.*other servers"):
+    with pytest.raises(UnsupportedError, match="'v0' needs variables on several servers"):
         Cluster(step, [W, B], [0, 1], [X])
