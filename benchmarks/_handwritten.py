@@ -242,9 +242,14 @@ def step_of_keras(model: KerasModel, replicas: Replicas) -> tuple[Step, State]:
 
         parameters, others, optimizer = state
         (loss, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(parameters, others)
-        loss, others, gradients = jax.tree.map(
-            lambda total: total / replicas.num, replicas.all_reduce((loss, others, gradients))
+        # Seeds are the same everywhere; an exchange of several workers takes one dtype.
+        statistics = [i for i, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.floating)]
+        loss, means, gradients = jax.tree.map(
+            lambda total: total / replicas.num,
+            replicas.all_reduce((loss, [others[i] for i in statistics], gradients)),
         )
+        for i, mean in zip(statistics, means, strict=True):
+            others[i] = mean
         parameters, optimizer = model.optimizer.stateless_apply(optimizer, gradients, parameters)
         return (parameters, others, optimizer), loss
 

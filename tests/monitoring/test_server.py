@@ -151,7 +151,8 @@ def test_clients_that_come_again_and_again_keep_nobody_out(server):
     assert replies == [(200, f"/{i}".encode()) for i in range(100)]
 
 
-def test_a_request_that_never_ends_is_cut_off(server):
+def test_a_request_that_never_ends_is_cut_off(server, monkeypatch):
+    monkeypatch.setattr("distributary.monitoring._server._REQUEST_SECONDS", 1.0)
     with _connected(server.port, 3) as clients, selectors.DefaultSelector() as selector:
         clients[0].sendall(_HEAD[:9])
         clients[1].sendall(_HEAD[:-1])

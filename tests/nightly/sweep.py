@@ -158,15 +158,15 @@ def peers(names: Sequence[str], seed: int, num_replicas: int | None) -> list[Pee
 
     import distributary as dist
 
-    keras.utils.set_random_seed(seed)  # workers begin alike
-    model = _Model(seed)
     strategy: dist.Strategy
     if num_replicas is None:
-        strategy = dist.MultiWorkerMirroredStrategy()
+        strategy = dist.MultiWorkerMirroredStrategy()  # before a layer makes arrays
         replicas = _handwritten.Replicas(strategy.extended.mesh)
     else:
         strategy = dist.MirroredStrategy(jax.devices()[:num_replicas])
         replicas = _handwritten.Replicas.of_this_process(num_replicas)
+    keras.utils.set_random_seed(seed)  # workers begin alike
+    model = _Model(seed)
 
     def way(name: str) -> Peer:
         if name == "hand":
