@@ -26,9 +26,10 @@ loaded. A run is **equal** if
 {settings}
 
 In the tables, `=` is an equal run, and `≠` is one that differs after a warning that says why: the
-last column has the reason. `≈` is a run that differs by at most ten times as much as one device
-does from itself, if its initial weights change in the last bit. `–` is a run that an error refuses.
-An empty cell was not run. The columns "loss" and "weights" have the largest differences of a row.
+last column has the reason. `64` is a run that is equal in float64: in float32, its rounding grows.
+`≈` is a run that differs by at most ten times as much as one device does from itself, if its
+initial weights change in the last bit. `–` is a run that an error refuses. An empty cell was not
+run. The columns "loss" and "weights" have the largest differences of a row.
 
 ## What is the same in all rows
 
@@ -43,18 +44,28 @@ An empty cell was not run. The columns "loss" and "weights" have the largest dif
 """
 _COUNTED = {
     "equal": "equal",
+    "equal in float64": "equal in float64",
     "differs, as it said": "different, with a warning that says why",
     "differs, as one device": "different, as one device is from itself",
     "differs": "different without a reason",
     "refused": "refused, with an error that says what to do",
     "fails": "failed",
 }
-_SIGNS = {"equal": "=", "differs, as it said": "≠", "differs, as one device": "≈", "refused": "–"}
+_SIGNS = {
+    "equal": "=",
+    "equal in float64": "64",
+    "differs, as it said": "≠",
+    "differs, as one device": "≈",
+    "refused": "–",
+}
 # The head of each column, and what it stands for.
 _COLUMNS = {
     "2 replicas": ("2", "`MirroredStrategy` with 2 replicas"),
     "4 replicas": ("4", "`MirroredStrategy` with 4 replicas"),
-    "sharded state": ("sharded", "2 replicas, `experimental_shard_optimizer_state=True`"),
+    "sharded state": (
+        "sharded",
+        "2 replicas, `experimental_shard_optimizer_state=True`",
+    ),
     "central storage": ("central", "`CentralStorageStrategy` with 2 replicas"),
     "2 workers": ("workers", "`MultiWorkerMirroredStrategy`, two processes"),
     "servers": ("servers", "`ParameterServerStrategy`, one worker and two servers"),

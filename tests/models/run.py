@@ -39,11 +39,12 @@ from typing import Any, NamedTuple
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Nearly all of the time goes into compiling programs that run once, a quarter of it with these.
+# Nearly all of the time goes into compiling programs that run once, a third of it with these. (With
+# level 0, maxima can be wrong.)
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_cpu_use_fusion_emitters=false " * version("jaxlib").startswith("0.10.")
-    + "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=0",
+    + "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=1",
 )
 
 import numpy as np
@@ -225,7 +226,8 @@ def _targets(model: Any, case: Case, x: Any) -> Any:
     if case.loss == "tokens":
         return random.integers(0, outputs.shape[-1], (ROWS, *outputs.shape[1:-1]))
     return keras.tree.map_structure(
-        lambda out: random.normal(size=(ROWS, *out.shape[1:])).astype(np.float32), outputs
+        lambda out: random.normal(size=(ROWS, *out.shape[1:])).astype(np.float32),
+        outputs,
     )
 
 
@@ -346,7 +348,11 @@ def _run_loop(case: Loop, setting: Setting, given: Outcome | None) -> Outcome:
 
 
 def _in_processes(
-    case: Case | Loop, setting: Setting, given: Outcome | None, folder: str
+    case: Case | Loop,
+    setting: Setting,
+    given: Outcome | None,
+    folder: str,
+    dtype: str = "float32",
 ) -> Outcome | str:
     """Runs a model in a fork for each worker; returns what the first found, or an error."""
     addresses = _addresses(setting.workers) if setting.workers > 1 else []
@@ -363,7 +369,7 @@ def _in_processes(
                 os.environ["TF_CONFIG"] = json.dumps(
                     {"cluster": {"worker": addresses}, "task": task}
                 )
-            _child(case, setting, given, folder, path)
+            _child(case, setting, given, folder, path, dtype)
         children.append(child)
     deadline = time.monotonic() + _SECONDS
     while children and time.monotonic() < deadline:
@@ -393,7 +399,12 @@ def _addresses(count: int) -> list[str]:
 
 
 def _child(
-    case: Case | Loop, setting: Setting, given: Outcome | None, folder: str, path: str
+    case: Case | Loop,
+    setting: Setting,
+    given: Outcome | None,
+    folder: str,
+    path: str,
+    dtype: str,
 ) -> None:
     """Runs a model, writes what it finds to `path`, and ends the process."""
     log = os.open(path + ".log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -406,6 +417,15 @@ def _child(
             import distributary as dist
 
             dist.config.set_logical_cpu_devices(setting.devices)
+        if dtype == "float64":
+            import jax
+            import keras
+            from keras.src.backend.common.dtypes import BIT64_TO_BIT32_DTYPE
+
+            jax.config.update("jax_enable_x64", True)
+            keras.config.set_floatx(dtype)
+            # Else, Keras computes means, normalizations and more in float32.
+            BIT64_TO_BIT32_DTYPE[dtype] = dtype
         run = _run_model if isinstance(case, Case) else _run_loop
         found = run(case, setting, given)  # type: ignore[operator]
     except BaseException as error:
@@ -483,12 +503,29 @@ def _row(case: Case | Loop, name: str, found: Outcome | str, expected: Outcome) 
     }
 
 
-def _control(
+def _in_float64(
+    case: Case | Loop, name: str, expected: Outcome | str, given: Outcome, folder: str
+) -> dict[str, Any]:
+    """Returns the result if a run that differs is equal in float64, where rounding is small."""
+    if isinstance(expected, str):
+        return {}
+    found = _in_processes(case, SETTINGS[name], given, folder, "float64")
+    row = _row(case, name, found, expected)
+    if row["result"] != "equal":
+        return {}
+    return {
+        "result": "equal in float64",
+        "reason": f"amplifies rounding: in float64, loss differs by {row['loss']:.0e}, weights by"
+        f" {row['weights']:.0e}",
+    }
+
+
+def _as_one_device(
     case: Case | Loop, row: dict[str, Any], expected: Outcome, folder: str
 ) -> dict[str, str]:
-    """Returns the reason why a run differs, if one device differs as much by rounding alone.
+    """Returns the result if one device differs from itself as much as a run does.
 
-    The control run begins with weights that differ in the last bit.
+    Its weights begin with another last bit.
     """
     random = np.random.default_rng(0)  # some up, some down: normalizations undo a common factor
     initial = [
@@ -528,6 +565,7 @@ def _rows_of(case: Case | Loop, names: list[str]) -> Iterator[dict[str, Any]]:
                 "reason": expected[:600],
             }
             return
+        precise: Outcome | str | None = None
         for name in names:
             if name == "own statistics" and not expected.normalizes:
                 continue
@@ -537,8 +575,16 @@ def _rows_of(case: Case | Loop, names: list[str]) -> Iterator[dict[str, Any]]:
             found = _in_processes(case, SETTINGS[name], expected, folder)
             row = _row(case, name, found, expected)
             if row["result"] == "differs":
-                row |= _control(case, row, expected, folder)
-            yield {**row, "seconds": round(time.monotonic() - began, 1), "alone": seconds}
+                if precise is None:
+                    precise = _in_processes(case, _ALONE, expected, folder, "float64")
+                row |= _in_float64(case, name, precise, expected, folder) or _as_one_device(
+                    case, row, expected, folder
+                )
+            yield {
+                **row,
+                "seconds": round(time.monotonic() - began, 1),
+                "alone": seconds,
+            }
 
 
 def main() -> int:

@@ -79,14 +79,15 @@ def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., A
         context = replica_context()
         if context is None:
             return mean, variance
-        count = _count(self, inputs, mask)
+        wide = jnp.promote_types(mean.dtype, jnp.float32)
+        count = _count(self, inputs, mask).astype(wide)
         weight: Any = 1.0 / context.num_replicas_in_sync
         if mask is not None or is_uneven():
             everything = total(context, count)
             weight = count / jnp.maximum(everything, 1)
         # Without entries, a replica's own mean and variance are undefined.
         wide_mean, wide_variance = (
-            jnp.where(count > 0, x.astype(jnp.float32), 0.0) for x in (mean, variance)
+            jnp.where(count > 0, x.astype(wide), 0.0) for x in (mean, variance)
         )
         global_mean = total(context, wide_mean * weight)
         spread = wide_variance + jnp.square(wide_mean - global_mean)

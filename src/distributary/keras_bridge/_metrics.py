@@ -61,7 +61,7 @@ def reduce_to_samplewise_values(original: Callable[..., Any]) -> Callable[..., A
             elif is_uneven() and not has_own_means() and isinstance(sample_weight, int):
                 # Keras weights the loss with the number of rows, but the part of a replica is
                 # scaled for parts of equal size, see `_losses`.
-                num_rows = total(context, jnp.float32(sample_weight))
+                num_rows = total(context, jnp.asarray(sample_weight, float))
                 sample_weight = num_rows / context.num_replicas_in_sync
         return original(values, sample_weight, reduce_fn, dtype)
 

@@ -102,7 +102,8 @@ def trainer_replica(strategy: Any, num_rows: int) -> Iterator[ReplicaContext]:
         _state.sums, _state.weight, _state.is_scaled = Sums(context), 1, False
         try:
             if is_uneven():
-                mean = total(context, jnp.float32(num_rows)) / context.num_replicas_in_sync
+                # Float64 where that is enabled: what is multiplied keeps its own dtype.
+                mean = total(context, jnp.asarray(num_rows, float)) / context.num_replicas_in_sync
                 _state.weight = num_rows / mean
             yield context
         finally:
