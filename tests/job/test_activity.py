@@ -1,6 +1,7 @@
 """Scripts that hang are noticed, and slow ones are not blamed."""
 
 import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,35 +32,34 @@ _PYTHONS = [
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only frames are known")
 
 
-def _results(kind):
-    """Returns the cases of a kind with each Python; they run beside each other, as most wait."""
-    processes = [
-        subprocess.Popen(
-            [python, str(_CASES), kind], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for python in _PYTHONS
-    ]
-    results = []
-    for process in processes:
-        output, error = process.communicate(timeout=600)
-        assert process.returncode == 0, error
-        results.append([json.loads(line) for line in output.splitlines()])
-    return results
+def _results(python, kind):
+    output = subprocess.run(
+        [python, str(_CASES), kind], capture_output=True, text=True, timeout=600
+    )
+    assert output.returncode == 0, output.stderr
+    return [json.loads(line) for line in output.stdout.splitlines()]
+
+
+def _results_of_each_python(kind):
+    """Returns results by Python; those run beside each other, as most cases wait."""
+    with ThreadPoolExecutor() as pool:
+        results = pool.map(_results, _PYTHONS, itertools.repeat(kind))
+        return dict(zip(_PYTHONS, results, strict=True))
 
 
 def test_hangs_are_noticed():
-    for results in _results("hang"):
-        assert len(results) > 40
-        assert [r for r in results if r.get("most", 0) < 12] == []
+    for python, results in _results_of_each_python("hang").items():
+        assert len(results) > 40, python
+        assert [r for r in results if r.get("most", 0) < 12] == [], python
         for result in results:
             assert any(f" in {result['case']}" in line for line in result["where"]), result
 
 
 def test_slow_work_is_not_blamed():
-    for results in _results("slow"):
-        assert len(results) > 35
+    for python, results in _results_of_each_python("slow").items():
+        assert len(results) > 35, python
         # A beat without movement is in order. A job ends after many of them.
-        assert [r for r in results if r.get("most", 9) > 3] == []
+        assert [r for r in results if r.get("most", 9) > 3] == [], python
 
 
 # In this process, beside JAX and its threads

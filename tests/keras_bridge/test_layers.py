@@ -1,11 +1,14 @@
 """Layers under a strategy compute, and learn, what they do on one device."""
 
 import functools
+import warnings
 
+import jax
 import keras
 import numpy as np
 import pytest
 from keras import layers as kl
+from keras.src.backend.common import dtypes
 
 import distributary as dist
 from distributary.errors import DistributaryWarning
@@ -623,6 +626,41 @@ def test_synchronized_batch_normalization_equals_one_device(
     # The loss does not depend on what is added before a normalization.
     assert_same_training(alone, distributed, rtol=5e-4, unchanged=["conv2d/bias"])
     assert_same_evaluation(alone, distributed, x, _TARGET)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_synchronized_batch_normalization_has_the_precision_of_float64(
+    train, strategy_of, num_replicas, monkeypatch
+):
+    def build():
+        flag = {"synchronized": True} if dist.has_strategy() else {}
+        return _compiled(
+            keras.Sequential(
+                [keras.Input((6,)), kl.Dense(4), kl.BatchNormalization(**flag), kl.Dense(2)]
+            )
+        )
+
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(13, 6)), random.normal(size=(13, 2))  # 8 rows, and 5
+    # Else, Keras computes means and normalizations in float32.
+    monkeypatch.setitem(dtypes.BIT64_TO_BIT32_DTYPE, "float64", "float64")
+    floatx = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    try:
+        with jax.enable_x64(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DistributaryWarning)  # 8 rows for 3 replicas
+            alone = train(build, x, y)
+            distributed = train(build, x, y, strategy=strategy_of(num_replicas))
+    finally:
+        keras.config.set_floatx(floatx)
+
+    for name in alone.history:
+        np.testing.assert_allclose(distributed.history[name], alone.history[name], rtol=1e-13)
+    for expected, actual in zip(
+        alone.model.get_weights(), distributed.model.get_weights(), strict=True
+    ):
+        assert actual.dtype == expected.dtype == np.float64
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-13)
 
 
 def test_synchronized_batch_normalization_leaves_masked_steps_out_of_the_whole_batch(

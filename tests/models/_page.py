@@ -62,10 +62,7 @@ _SIGNS = {
 _COLUMNS = {
     "2 replicas": ("2", "`MirroredStrategy` with 2 replicas"),
     "4 replicas": ("4", "`MirroredStrategy` with 4 replicas"),
-    "sharded state": (
-        "sharded",
-        "2 replicas, `experimental_shard_optimizer_state=True`",
-    ),
+    "sharded state": ("sharded", "2 replicas, `experimental_shard_optimizer_state=True`"),
     "central storage": ("central", "`CentralStorageStrategy` with 2 replicas"),
     "2 workers": ("workers", "`MultiWorkerMirroredStrategy`, two processes"),
     "servers": ("servers", "`ParameterServerStrategy`, one worker and two servers"),

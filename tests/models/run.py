@@ -39,8 +39,8 @@ from typing import Any, NamedTuple
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Nearly all of the time goes into compiling programs that run once, a third of it with these. (With
-# level 0, maxima can be wrong.)
+# Nearly all of the time goes into compiling programs that run once, and less of it with these.
+# (With level 0, maxima can be wrong.)
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_cpu_use_fusion_emitters=false " * version("jaxlib").startswith("0.10.")
@@ -65,12 +65,19 @@ class Setting(NamedTuple):
         devices: Number of CPU devices of each process.
         workers: Number of processes.
         synchronizes: Whether layers of batch normalization use the statistics of the whole batch.
+        dtype: Of weights and of what is computed.
     """
 
     strategy: Callable[[], Any] | None
     devices: int = 2
     workers: int = 1
     synchronizes: bool = True
+    dtype: str = "float32"
+
+    @property
+    def in_float64(self) -> "Setting":
+        """The same in float64, where rounding is small."""
+        return self._replace(dtype="float64")
 
 
 def _mirrored(num_replicas: int, **options: Any) -> Any:
@@ -226,8 +233,7 @@ def _targets(model: Any, case: Case, x: Any) -> Any:
     if case.loss == "tokens":
         return random.integers(0, outputs.shape[-1], (ROWS, *outputs.shape[1:-1]))
     return keras.tree.map_structure(
-        lambda out: random.normal(size=(ROWS, *out.shape[1:])).astype(np.float32),
-        outputs,
+        lambda out: random.normal(size=(ROWS, *out.shape[1:])).astype(np.float32), outputs
     )
 
 
@@ -348,11 +354,7 @@ def _run_loop(case: Loop, setting: Setting, given: Outcome | None) -> Outcome:
 
 
 def _in_processes(
-    case: Case | Loop,
-    setting: Setting,
-    given: Outcome | None,
-    folder: str,
-    dtype: str = "float32",
+    case: Case | Loop, setting: Setting, given: Outcome | None, folder: str
 ) -> Outcome | str:
     """Runs a model in a fork for each worker; returns what the first found, or an error."""
     addresses = _addresses(setting.workers) if setting.workers > 1 else []
@@ -369,7 +371,7 @@ def _in_processes(
                 os.environ["TF_CONFIG"] = json.dumps(
                     {"cluster": {"worker": addresses}, "task": task}
                 )
-            _child(case, setting, given, folder, path, dtype)
+            _child(case, setting, given, folder, path)
         children.append(child)
     deadline = time.monotonic() + _SECONDS
     while children and time.monotonic() < deadline:
@@ -399,12 +401,7 @@ def _addresses(count: int) -> list[str]:
 
 
 def _child(
-    case: Case | Loop,
-    setting: Setting,
-    given: Outcome | None,
-    folder: str,
-    path: str,
-    dtype: str,
+    case: Case | Loop, setting: Setting, given: Outcome | None, folder: str, path: str
 ) -> None:
     """Runs a model, writes what it finds to `path`, and ends the process."""
     log = os.open(path + ".log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -417,15 +414,15 @@ def _child(
             import distributary as dist
 
             dist.config.set_logical_cpu_devices(setting.devices)
-        if dtype == "float64":
+        if setting.dtype == "float64":
             import jax
             import keras
             from keras.src.backend.common.dtypes import BIT64_TO_BIT32_DTYPE
 
             jax.config.update("jax_enable_x64", True)
-            keras.config.set_floatx(dtype)
+            keras.config.set_floatx(setting.dtype)
             # Else, Keras computes means, normalizations and more in float32.
-            BIT64_TO_BIT32_DTYPE[dtype] = dtype
+            BIT64_TO_BIT32_DTYPE[setting.dtype] = setting.dtype
         run = _run_model if isinstance(case, Case) else _run_loop
         found = run(case, setting, given)  # type: ignore[operator]
     except BaseException as error:
@@ -506,10 +503,10 @@ def _row(case: Case | Loop, name: str, found: Outcome | str, expected: Outcome) 
 def _in_float64(
     case: Case | Loop, name: str, expected: Outcome | str, given: Outcome, folder: str
 ) -> dict[str, Any]:
-    """Returns the result if a run that differs is equal in float64, where rounding is small."""
+    """Returns the result if a run that differs is equal in float64."""
     if isinstance(expected, str):
         return {}
-    found = _in_processes(case, SETTINGS[name], given, folder, "float64")
+    found = _in_processes(case, SETTINGS[name].in_float64, given, folder)
     row = _row(case, name, found, expected)
     if row["result"] != "equal":
         return {}
@@ -576,15 +573,11 @@ def _rows_of(case: Case | Loop, names: list[str]) -> Iterator[dict[str, Any]]:
             row = _row(case, name, found, expected)
             if row["result"] == "differs":
                 if precise is None:
-                    precise = _in_processes(case, _ALONE, expected, folder, "float64")
+                    precise = _in_processes(case, _ALONE.in_float64, expected, folder)
                 row |= _in_float64(case, name, precise, expected, folder) or _as_one_device(
                     case, row, expected, folder
                 )
-            yield {
-                **row,
-                "seconds": round(time.monotonic() - began, 1),
-                "alone": seconds,
-            }
+            yield {**row, "seconds": round(time.monotonic() - began, 1), "alone": seconds}
 
 
 def main() -> int:

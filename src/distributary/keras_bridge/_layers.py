@@ -80,7 +80,7 @@ def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., A
         if context is None:
             return mean, variance
         wide = jnp.promote_types(mean.dtype, jnp.float32)
-        count = _count(self, inputs, mask).astype(wide)
+        count = _count(self, inputs, mask, wide)
         weight: Any = 1.0 / context.num_replicas_in_sync
         if mask is not None or is_uneven():
             everything = total(context, count)
@@ -109,9 +109,9 @@ def _note_own_statistics(layer: Any) -> None:
         )
 
 
-def _count(layer: Any, inputs: Any, mask: Any) -> Any:
+def _count(layer: Any, inputs: Any, mask: Any, dtype: Any) -> Any:
     """Returns the number of entries in a replica's statistics."""
     channels = inputs.shape[layer.axis]
     if mask is None:
-        return jnp.float32(inputs.size / channels)
-    return jnp.sum(jnp.broadcast_to(mask[..., None], inputs.shape).astype(jnp.float32)) / channels
+        return jnp.asarray(inputs.size / channels, dtype)
+    return jnp.sum(jnp.broadcast_to(mask[..., None], inputs.shape).astype(dtype)) / channels

@@ -216,17 +216,15 @@ def store_state_untracked(trainer: Any) -> None:
     trainer.__setattr__ = __setattr__
 
 
-def _warn_of_nothing() -> None:
-    pass
-
-
 def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps batches on the host until a step splits them, under a strategy."""
+    """Keeps batches on the host until a step splits them, under a strategy.
+
+    The end of a dataset whose length was unknown is nothing to warn of.
+    """
 
     def _get_iterator(self: Any) -> Any:
         if isinstance(self.data_adapter, DatasetAdapter) and not self.steps_per_epoch:
-            # The end of a dataset of unknown length is nothing to warn of.
-            self._interrupted_warning = _warn_of_nothing
+            self._interrupted_warning = lambda: None
         if has_strategy():
             return batches_of(self.data_adapter, get_strategy().extended)
         return original(self)
