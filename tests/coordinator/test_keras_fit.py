@@ -158,7 +158,9 @@ def test_several_workers_train():
     history = model.fit(X, labels, batch_size=7, epochs=20, verbose=0).history
 
     assert int(model.optimizer.iterations) == 20 * 10
-    assert history["accuracy"][-1] > 0.85
+    # What an epoch finds on its way depends on the order of the workers' steps.
+    logs = model.evaluate(X, labels, verbose=0, return_dict=True)
+    assert logs["loss"] < history["loss"][0] / 2
 
 
 def test_workers_read_data_of_their_own():

@@ -29,6 +29,7 @@ class Case:
         compile: Further arguments of `compile`.
         optimizer: Returns the optimizer.
         batch: Size of a batch.
+        amplifies: The model amplifies rounding so much that it is compared in float64.
         is_random: The model draws random numbers in training that cannot be turned off.
         own_loss: The model computes its loss itself: there are no targets.
         after: Called with the trained model, returns arrays to be compared, too.
@@ -47,6 +48,7 @@ class Case:
     compile: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[], Any] | None = None
     batch: int = BATCH
+    amplifies: bool = False
     is_random: bool = False
     own_loss: bool = False
     after: Callable[[Any], Any] | None = None

@@ -44,6 +44,8 @@ def _application(name: str, size: int = 32, **options: Any) -> Case:
         "keras",
         lambda: cls(weights=None, input_shape=(size, size, 3), classes=5, **options),
         classes=5,
+        # They normalize batches many times.
+        amplifies=name not in ("VGG16", "ConvNeXtTiny"),
     )
 
 
