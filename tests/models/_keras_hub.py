@@ -762,9 +762,6 @@ def _contrastive(y: Any, scores: Any) -> Any:
     return keras.losses.categorical_crossentropy(labels, scores, from_logits=True)
 
 
-_AMPLIFYING = ("BASNetBackbone", "T5Gemma2Backbone")
-
-
 def cases() -> Iterator[Case]:
     """Yields the models of keras-hub."""
     for name, build in _BACKBONES.items():
@@ -777,7 +774,7 @@ def cases() -> Iterator[Case]:
             inputs=_INPUTS.get(name, {}),
             loss=_contrastive if scores else "mse",
             own_loss=name == "RQVAEBackbone",
-            amplifies=name in _AMPLIFYING,
+            amplifies=name == "BASNetBackbone",
         )
     yield Case("GemmaBackbone with LoRA", _PACKAGE, _with_lora)
     yield Case("LlamaBackbone in int8 with LoRA", _PACKAGE, _int8)

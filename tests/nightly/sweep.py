@@ -8,7 +8,9 @@ device each, whose steps are also held against those written by hand for two dev
     python tests/nightly/sweep.py --models 40 --replicas 1 2 4
     python tests/nightly/sweep.py --models 40 --workers
     python tests/nightly/sweep.py --seed 7 --models 1 --replicas 2
+    python tests/nightly/sweep.py --named cnn separable_cnn
 
+Models with a name are those that have been cliffs.
 Ends with 1 if there is a cliff.
 """
 
@@ -100,21 +102,62 @@ def _layers_of(family: str, choose: random.Random) -> tuple[tuple[int, ...], lis
     ]
 
 
+def _layers_named(name: str) -> tuple[tuple[int, ...], list[Any]]:
+    """Returns the shape of an example and layers for it, of a model that has been a cliff."""
+    from keras import layers
+
+    if name == "cnn":
+        return (28, 28, 1), [
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.Flatten(),
+            layers.Dense(64, activation="relu"),
+        ]
+    if name == "separable_cnn":
+        return (28, 28, 1), [
+            layers.Conv2D(64, 3, padding="same", activation="gelu"),
+            layers.BatchNormalization(),
+            layers.SeparableConv2D(64, 5, activation="gelu"),
+            layers.BatchNormalization(),
+            layers.Flatten(),
+            layers.Dense(128, activation="gelu"),
+            layers.Dense(128, activation="gelu"),
+        ]
+    if name == "embedding":
+        return (26,), [
+            layers.Embedding(100_000, 64),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu"),
+        ]
+    return (784,), [layers.Dense(128, activation="relu")]
+
+
+# Size of a batch and optimizer.
+_NAMED = {
+    "mlp": (32, "adam"),
+    "cnn": (64, "adam"),
+    "separable_cnn": (32, "rmsprop"),
+    "embedding": (256, "sgd"),
+}
 _FAMILIES = ("dense", "conv1d", "conv2d", "depthwise", "recurrent", "attention", "embedding")
 
 
 class _Model:
-    """A model of random shape, and data for it."""
+    """A model of a name, or one whose shape a seed chooses, and data for it."""
 
-    def __init__(self, seed: int) -> None:
-        choose = random.Random(seed)
-        self.seed = seed
-        self.family = _FAMILIES[seed % len(_FAMILIES)]
-        self.batch_size = choose.choice([32, 64, 128])
-        self.optimizer = choose.choice(["sgd", "adam", "rmsprop", "adagrad"])
-        self._state = choose.getstate()
+    def __init__(self, key: str) -> None:
+        self.key = key
+        if key in _NAMED:
+            self.family = key
+            self.batch_size, self.optimizer = _NAMED[key]
+        else:
+            choose = random.Random(int(key))
+            self.family = _FAMILIES[int(key) % len(_FAMILIES)]
+            self.batch_size = choose.choice([32, 64, 128])
+            self.optimizer = choose.choice(["sgd", "adam", "rmsprop", "adagrad"])
+            self._state = choose.getstate()
         shape, layers = self._layers()
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         num_examples = 8 * self.batch_size
         if self.family == "embedding":
             self.x = rng.integers(0, layers[0].input_dim, (num_examples, *shape)).astype(np.int32)
@@ -123,6 +166,8 @@ class _Model:
         self.y = rng.integers(0, _NUM_CLASSES, num_examples)
 
     def _layers(self) -> tuple[tuple[int, ...], list[Any]]:
+        if self.key in _NAMED:
+            return _layers_named(self.key)
         choose = random.Random()
         choose.setstate(self._state)
         return _layers_of(self.family, choose)
@@ -147,10 +192,10 @@ class _Model:
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.x.shape[1:]))
-        return f"{self.seed}: {self.family} {shape}, {self.optimizer}, batch {self.batch_size}"
+        return f"{self.key}: {self.family} {shape}, {self.optimizer}, batch {self.batch_size}"
 
 
-def peers(names: Sequence[str], seed: int, num_replicas: int | None) -> list[Peer]:
+def peers(names: Sequence[str], key: str, num_replicas: int | None) -> list[Peer]:
     """Returns ways to train a model; without a number of replicas, of a worker of several."""
     import _handwritten
     import jax
@@ -165,8 +210,8 @@ def peers(names: Sequence[str], seed: int, num_replicas: int | None) -> list[Pee
     else:
         strategy = dist.MirroredStrategy(jax.devices()[:num_replicas])
         replicas = _handwritten.Replicas.of_this_process(num_replicas)
-    keras.utils.set_random_seed(seed)  # workers begin alike
-    model = _Model(seed)
+    keras.utils.set_random_seed(0)  # workers begin alike
+    model = _Model(key)
 
     def way(name: str) -> Peer:
         if name == "hand":
@@ -247,14 +292,14 @@ def _by_hand(model: _Model, replicas: Any) -> Peer:
     return timed("hand", run)
 
 
-def _measure(seed: int, num_replicas: int | None) -> dict[str, float]:
+def _measure(key: str, num_replicas: int | None) -> dict[str, float]:
     """Returns the seconds of a step, the least of several rounds, of each way."""
-    arguments = {"seed": seed, "num_replicas": num_replicas}
+    arguments = {"key": key, "num_replicas": num_replicas}
     names = ("hand", "fit", "loop", *["keras"] * (num_replicas == 1))
     process = Process(__file__, names, arguments, devices=num_replicas or 1)
     processes = {"": process}
     if num_replicas is None:
-        alone = {"seed": seed, "num_replicas": 2}
+        alone = {"key": key, "num_replicas": 2}
         processes = {
             "": Process(__file__, names, arguments, workers=2),
             " in one process": Process(__file__, ("hand",), alone, devices=2),
@@ -276,14 +321,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the first model")
+    parser.add_argument("--named", nargs="+", choices=_NAMED, help="instead of random shapes")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--workers", action="store_true", help="two processes, not replicas of one")
     arguments = parser.parse_args()
     cliffs = 0
-    for seed in range(arguments.seed, arguments.seed + arguments.models):
-        model = _Model(seed)
+    seeds = range(arguments.seed, arguments.seed + arguments.models)
+    for key in arguments.named or map(str, seeds):
+        model = _Model(key)
         for num_replicas in [None] if arguments.workers else arguments.replicas:
-            found = _measure(seed, num_replicas)
+            found = _measure(key, num_replicas)
             best = min(found["hand"], found.get("keras", math.inf))
             ratios = {name: found[name] / best for name in ("fit", "loop")}
             cliffs += max(ratios.values()) > _CLIFF
