@@ -70,11 +70,15 @@ _COLUMNS = {
 
 
 def write(path: Path, results: Path) -> int:
-    """Writes the page; of several rows of one model in one setting, the last counts."""
+    """Writes the page.
+
+    Of several rows of one model in one setting, the last counts, and is kept in `results`.
+    """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for line in results.read_text().splitlines():
         row = json.loads(line)
         rows[row["model"], row["setting"]] = row
+    results.write_text("".join(f"{json.dumps(row)}\n" for row in rows.values()))
     packages: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for (model, setting), row in rows.items():
         packages.setdefault(row["package"], {}).setdefault(model, {})[setting] = row

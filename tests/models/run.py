@@ -15,7 +15,7 @@ that are installed so:
     python tests/models/run.py --page docs/guide/models.md
 
 A row that differs, without a warning that tells the reason, or that fails, lets the program end
-with 1. `--page` writes the table of all rows in the file of results.
+with 1. Rows are added to `results.jsonl`, of which `--page` writes the table.
 """
 
 import argparse
@@ -50,8 +50,7 @@ os.environ.setdefault(
 import numpy as np
 from _case import BATCH, ROWS, Case, Loop, data_of
 
-_FOLDER = Path(__file__).parents[2]
-_RESULTS = _FOLDER / "build" / "models.jsonl"
+_RESULTS = Path(__file__).with_name("results.jsonl")
 _LOSS_TOLERANCE = 1e-5
 _WEIGHT_TOLERANCE = 1e-4
 _SECONDS = 1200  # of one model in one setting
