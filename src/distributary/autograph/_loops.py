@@ -45,7 +45,7 @@ _MAX_UNROLLED = 256
 
 @final
 class Range:
-    """What `range` returns in converted code if an argument is traced; a loop can run over it.
+    """The result of `range` in converted code if an argument is traced; a loop can run over it.
 
     Args:
         start: The first number, int32 `[]`.

@@ -1,4 +1,4 @@
-"""What statements and operators mean in converted code: as in Python, unless a value is traced.
+"""Statements and operators of converted code: as in Python, unless a value is traced.
 
 Their names and arguments are those that diastatic-malt gives to the code it converts. It makes
 

@@ -89,7 +89,7 @@ class _Name:
 
 @final
 class Reached:
-    """What some blocks can change in place, as it was when this was made.
+    """A snapshot of the values that some blocks can change in place.
 
     Args:
         blocks: The functions of the blocks.

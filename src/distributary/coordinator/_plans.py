@@ -22,7 +22,7 @@ Origin: TypeAlias = tuple[str, int]
 @final
 @dataclass(frozen=True)
 class Update:
-    """What a server does with the values that a worker pushes.
+    """The work of a server on values that a worker pushes.
 
     The coordinator defines it; workers only refer to it, by its name.
 
@@ -65,7 +65,7 @@ class Push:
 @final
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What a worker does for a closure.
+    """The work of a worker for a closure.
 
     Attributes:
         program: Name of the program that it runs.

@@ -172,7 +172,7 @@ def ray_cluster(
 @final
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the tasks of a job have in common, and how they reach each other through Ray.
+    """Settings that the tasks of a job share, and their way to each other through Ray.
 
     Attributes:
         name: Text that is part of the names of the actors.

@@ -18,7 +18,7 @@ from distributary.errors import InvalidTypeError, InvalidValueError, shown
 @final
 @dataclass(frozen=True, eq=False)
 class Generated(Node):
-    """What a generator makes of the streams of some datasets.
+    """The elements that a generator makes of the streams of some datasets.
 
     `generate` keeps no state between passes. `count` returns the number of elements for that of the
     first dataset; `known` is the number if it does not depend on it.

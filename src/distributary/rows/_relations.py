@@ -138,7 +138,7 @@ class _Context(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What one replica computes from its own rows, and one device from those of the batch.
+    """A value that one replica computes from its own rows, and one device from those of the batch.
 
     Attributes:
         is_of_loss: Whether a loss relates rows; else, a layer keeps a sum over rows.

@@ -57,7 +57,7 @@ def _joined(parts: Sequence[tuple[Any, _Read]]) -> Any:
 
 
 class _State(threading.local):
-    """What this thread records: in any order, tapes begin and end."""
+    """The records of this thread, one for each open tape; tapes begin and end in any order."""
 
     def __init__(self) -> None:
         self.records: list[EagerRecord] = []
@@ -234,7 +234,7 @@ class _Program:
 
 
 class _Known:
-    """What is known of a program that was asked for before."""
+    """A program that was asked for before: what it reaches, and its compiled form."""
 
     reached: list[bool] | None = None
     compiled: Callable[..., Any] | None = None

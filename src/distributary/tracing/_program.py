@@ -489,7 +489,7 @@ class ReplicaProgram:
 
     @property
     def is_batch(self) -> list[bool]:
-        """Whether an input of the first replica's jaxpr may differ between replicas."""
+        """True for each input of the first replica's jaxpr that may differ between replicas."""
         first = self.pures[0]
         return [*[False] * (len(first.captures) + len(first.handles)), *self._varying_args]
 

@@ -42,8 +42,9 @@ _MAX_ADDITIONS = 128
 _MIN_CHANNELS = 48
 _MIN_CHANNELS_OF_LARGE = 128
 _MIN_PRODUCTS = 2 * 10**8
-"""Of a kernel's gradient, for which XLA:CPU multiplies each channel of the images with each of the
-errors. With fewer, its own way is as fast, or steps gain less than the program takes to compile."""
+"""The least channels and products of a kernel's gradient that is rewritten: XLA:CPU multiplies each
+channel of the images with each of the errors. With fewer, its own way is as fast, or steps gain
+less than the program takes to compile."""
 
 _LARGE_WINDOW = 25
 """Positions in a kernel; with more, a turn of the loop has too few rows."""

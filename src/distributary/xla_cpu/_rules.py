@@ -58,7 +58,7 @@ _MIN_FILTERS = 8
 _MIN_CHANNELS = 32
 _MIN_PRODUCTS = 5 * 10**6
 _MIN_ROWS = 8
-"""Of a convolution without padding and its result; with fewer, XLA's own way is as fast."""
+"""The least sizes of a convolution without padding that is rewritten; below, XLA is as fast."""
 
 _MAX_WINDOW = 32
 """Elements in a window of max pooling; each costs a slice and an addition."""

@@ -1,4 +1,4 @@
-"""What runs on the host: strings, tables of words, Python functions, and records as text.
+"""The work of the host: strings, tables of words, Python functions, and records as text.
 
 Their arrays are NumPy's, as in `Dataset.map`, and have TensorFlow's method `numpy()`.
 """
