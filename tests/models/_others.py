@@ -44,8 +44,7 @@ def _application(name: str, size: int = 32, **options: Any) -> Case:
         "keras",
         lambda: cls(weights=None, input_shape=(size, size, 3), classes=5, **options),
         classes=5,
-        # They normalize batches many times.
-        amplifies=name not in ("VGG16", "ConvNeXtTiny"),
+        amplifies=name != "VGG16",  # the others normalize batches many times
     )
 
 
@@ -61,8 +60,8 @@ def _applications() -> Iterator[Case]:
     for name in ("Xception", "InceptionV3", "InceptionResNetV2"):
         yield _application(name, 75)
     for name in ("ConvNeXtTiny", "EfficientNetB0", "EfficientNetV2B0"):
-        # They drop paths.
-        yield dataclasses.replace(_application(name), is_random=True)
+        # They drop paths, so float64 would bring them no closer.
+        yield dataclasses.replace(_application(name), amplifies=False, is_random=True)
 
 
 # keras-rs
