@@ -17,12 +17,14 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX reads it when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")  # So does Keras.
 # Most of the tests' time goes into compiling small programs. XLA:CPU cuts each program in up to 32
-# pieces to compile them in parallel, which costs a third more than one piece. It is also quicker
-# with its older generator of loops, a flag with which versions after JAX 0.10 abort. (With
-# `jax_disable_most_optimizations` it takes as little, but then maxima of an axis can be wrong.)
-# Most programs that tests start inherit these flags.
+# pieces to compile them in parallel, which costs a third more than one piece, and spends a quarter
+# of the rest on making code fast. (With no optimization at all, maxima of an axis can be wrong.) It
+# is also quicker with its older generator of loops, with which versions after JAX 0.10 abort; with
+# the newest version, `.ci/run` tests the code that users get. Most programs that tests start
+# inherit these flags.
 os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_use_fusion_emitters=false " * version("jaxlib").startswith("0.10.")
+    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1 "
+    * version("jaxlib").startswith("0.10.")
     + f"--xla_cpu_parallel_codegen_split_count=1 {os.environ.get('XLA_FLAGS', '')}".rstrip()
 )
 # Tests and the processes that they start compile the same programs again and again. They share what

@@ -35,6 +35,7 @@ class Fork:
         stdin: An open file or `subprocess.PIPE`; None gives it an empty one.
         stdout: An open file or `subprocess.PIPE`.
         stderr: An open file; None for that of `stdout`.
+        cwd: Folder to run in; None for that of the tests.
     """
 
     def __init__(
@@ -45,8 +46,14 @@ class Fork:
         stdin: IO[str] | int | None = None,
         stdout: IO[str] | int,
         stderr: IO[str] | None = None,
+        cwd: Path | None = None,
     ) -> None:
-        request = {"command": list(map(str, command)), "env": dict(env), "path": sys.path}
+        request = {
+            "command": list(map(str, command)),
+            "env": dict(env),
+            "path": sys.path,
+            "folder": str(cwd or Path.cwd()),
+        }
         self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
         with contextlib.ExitStack() as stack:
@@ -138,11 +145,12 @@ def _serve() -> dict[str, object] | None:
         connection.send(json.dumps(answer).encode())
 
 
-def _run(command: list[str], env: dict[str, str], path: list[str]) -> None:
+def _run(command: list[str], env: dict[str, str], path: list[str], folder: str) -> None:
     """Runs a program as `python` does."""
     import jax
     import numpy as np
 
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
     if number := env.get("JAX_NUM_CPU_DEVICES"):

@@ -21,6 +21,7 @@ from typing import NoReturn
 import pytest
 
 from distributary.cli import parser
+from tests.forks import Fork
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = [
@@ -72,9 +73,15 @@ def test_code_runs_and_prints_what_the_page_says(page, tmp_path):
     script = tmp_path / f"page_{page.stem}.py"  # shadows no package
     script.write_text(code, encoding="utf-8")
 
-    process = _run([sys.executable, script], tmp_path)
+    with open(tmp_path / "stdout", "w") as stdout, open(tmp_path / "stderr", "w") as stderr:
+        fork = Fork([script], _environ(), stdout=stdout, stderr=stderr, cwd=tmp_path)
+        try:
+            fork.wait(_PAGE_SECONDS)
+        finally:
+            fork.kill()
+    written = [(tmp_path / name).read_text(encoding="utf-8") for name in ("stdout", "stderr")]
 
-    _check_output(page, blocks, process, str(script))
+    _check_output(page, blocks, fork.returncode, *written, str(script))
 
 
 @pytest.mark.parametrize("page", _PAGES_WITH_COMMANDS, ids=_name)
@@ -91,9 +98,17 @@ def test_commands_run_and_print_what_the_page_says(page, tmp_path):
     script = tmp_path / "commands.sh"
     script.write_text(_script(blocks, r"printf '\0'"), encoding="utf-8")
 
-    process = _run(["bash", "-euo", "pipefail", script], tmp_path)
+    process = subprocess.run(
+        ["bash", "-euo", "pipefail", script],
+        cwd=tmp_path,
+        env=_environ(),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=_PAGE_SECONDS,
+    )
 
-    _check_output(page, blocks, process, str(script))
+    _check_output(page, blocks, process.returncode, process.stdout, process.stderr, str(script))
 
 
 @pytest.mark.parametrize("page", _PAGES_WITH_COMMANDS, ids=_name)
@@ -173,30 +188,22 @@ def _file_name(block: _Block) -> str | None:
     return comment["name"] if comment else None
 
 
-def _run(command: list[str | Path], directory: Path) -> subprocess.CompletedProcess[str]:
+def _environ() -> dict[str, str]:
     environ = {k: v for k, v in os.environ.items() if k != _DEVICE_VARIABLE}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the page runs elsewhere
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ["PATH"]])
-    return subprocess.run(
-        command,
-        cwd=directory,
-        env=environ,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=_PAGE_SECONDS,
-    )
+    return environ
 
 
 def _check_output(
-    page: Path, blocks: list[_Block], process: subprocess.CompletedProcess[str], script: str
+    page: Path, blocks: list[_Block], status: int | None, stdout: str, stderr: str, script: str
 ) -> None:
-    outputs = process.stdout.split(_END_OF_BLOCK)
+    outputs = stdout.split(_END_OF_BLOCK)
     num_finished = len(outputs) - 1
     if num_finished < len(blocks):
-        error = process.stderr.replace(script, _name(page)) or "The script ended here."
+        error = stderr.replace(script, _name(page)) or "The script ended here."
         _fail(page, blocks[num_finished].first_line, error)
-    assert process.returncode == 0, process.stderr
+    assert status == 0, stderr
     for block, output in zip(blocks, outputs, strict=False):
         if block.output is not None:
             expected, actual = _text("\n".join(block.output.content)), _text(output)
