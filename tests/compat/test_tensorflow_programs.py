@@ -64,8 +64,11 @@ _NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_programs_print_what_they_print_with_tensorflow(num_devices, tmp_path):
-    # TensorFlow's workers of servers have one replica.
-    names = [name for name in programs() if num_devices == 1 or "parameter_servers" not in name]
+    """Each program runs with two devices, and with one device or on two workers."""
+    if num_devices == 1:
+        names = [name for name in programs() if name not in ON_WORKERS]
+    else:  # TensorFlow's workers of servers have one replica
+        names = [name for name in programs() if "parameter_servers" not in name]
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
 
     started = _Started(names, num_devices, tmp_path)
