@@ -16,8 +16,7 @@ class ForeignVariable:
     _layout: VariableLayout
     _value: Any
     _stores_array = False
-    # The library documents that the values it hands out become invalid at the next step.
-    _shared = False
+    _shared = False  # programs find out themselves
 
     @property
     def variable(self) -> Any:
