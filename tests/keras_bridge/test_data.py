@@ -211,7 +211,7 @@ def _accumulating(strategy):
 
 
 # With threads, Keras begins an epoch after the batches at which it has looked before, whose number
-# depends on the device. So it is left out in which order an epoch gives its 4 batches.
+# depends on the device. To add up gradients hides the order of the 4 batches of an epoch.
 @pytest.mark.parametrize(("workers", "build"), [(1, _model), (2, _accumulating)])
 def test_a_py_dataset_equals_one_device(workers, build, strategy_of):
     models = _assert_equals_one_device(
