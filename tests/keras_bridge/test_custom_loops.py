@@ -14,7 +14,8 @@ import distributary as dist
 from distributary.errors import ContextError, ReplicaDivergenceError
 
 _ROWS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
-_LABELS = np.random.default_rng(1).integers(0, 3, 20)
+# Not int64: where Keras builds a model by its data, JAX 0.12 warns that it truncates it.
+_LABELS = np.random.default_rng(1).integers(0, 3, 20).astype(np.int32)
 _BATCHES = [(_ROWS[i : i + 8], _LABELS[i : i + 8]) for i in range(0, 20, 8)]  # 8, 8 and 4 rows
 
 
