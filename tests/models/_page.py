@@ -107,7 +107,8 @@ def write(path: Path, results: Path) -> int:
                 for name in ("loss", "weights")
             ]
             reasons = sorted({row["reason"] for row in found.values() if row["reason"]})
-            note = "; ".join(reasons).replace("|", "\\|").replace("\n", " ")[:200]
+            longer = [a for a in reasons if not any(b != a and b.startswith(a) for b in reasons)]
+            note = "; ".join(longer).replace("|", "\\|").replace("\n", " ")[:200]
             text += f"| {model} | " + " | ".join([*cells, *apart]) + f" | {note} |\n"
     path.write_text(text)
     print(f"{path}: {models} models, {dict(counted)}")

@@ -608,6 +608,8 @@ def main() -> int:
 
     part, parts = map(int, arguments.shard.split("/"))
     models = [case for case in all_models() if re.search(arguments.only, case.name)]
+    if not models:
+        parser.error(f"--only {arguments.only} matches no model; --list prints their names")
     names = [case.name for case in models]
     assert len(set(names)) == len(names), sorted(n for n in names if names.count(n) > 1)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
