@@ -103,6 +103,12 @@ def test_differences_are_named_on_every_worker_who_can_then_go_on(
             assert re.search(pattern, one.result[name] or "silence"), (name, one.result[name])
 
 
+def test_garbage_of_a_trace_is_no_difference(job, tmp_path):
+    for one in _job_of(job, tmp_path, 2, ["garbage"]):
+        assert one.code == 0, one.output
+        assert one.result == {"garbage": None}
+
+
 @pytest.mark.parametrize("case", _ENDS_THE_JOB)
 def test_a_difference_that_leaves_a_worker_alone_ends_the_job_with_what_both_do(
     case, job, tmp_path

@@ -5,16 +5,21 @@
     v0 = input float32[4,3]
     v1 = input float32[3,3]
     v2 = dot_general v0 v1 dimension_numbers=(((1), (0)), ((), ())) ... : float32[4,3]
-    results v2
+    results v2 : float32[4,3]
 
 The lines have no addresses, counters of this process or places of constants in memory. Constants
-are described by their bytes.
+are described by their bytes, where they are used first.
+
+What nothing needs has no lines. Python code can read a constant for its shape alone, for example.
+JAX drops it if Python has freed it when the trace ends. If it waits for the garbage collector, it
+stays, on one worker and not on the other.
 """
 
 import hashlib
+import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +28,17 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.typing import ArrayLike
 
-from distributary.tracing._jaxprs import AnyJaxpr, Atom, open_jaxpr, user_frame
+from distributary.tracing._divergence import is_collective
+from distributary.tracing._jaxprs import (
+    AnyJaxpr,
+    Atom,
+    Equation,
+    leading_to,
+    open_jaxpr,
+    user_frame,
+    variables_of,
+    walk,
+)
 from distributary.tracing._markers import Handle
 
 # Parameters that count the traces of a process, or are places in its files.
@@ -70,33 +85,38 @@ class _Description:
         self._names: dict[Var, str] = {}
 
     def of_program(self, closed: ClosedJaxpr) -> Iterator[Line]:
-        yield from self._constants(closed, "")
         for var in closed.jaxpr.invars:
             yield f"{self._name(var)} = input {_aval(var)}", ""
-        yield from self._equations(closed.jaxpr)
+        yield from self._equations(closed)
 
-    def _constants(self, jaxpr: AnyJaxpr, where: str) -> Iterator[Line]:
-        inner, consts = open_jaxpr(jaxpr)
-        for var, const in zip(inner.constvars, consts, strict=False):
-            yield f"{self._name(var)} = constant {describe_value(const)}", where
+    def _constants(
+        self, atoms: Iterable[Atom], new: dict[Var, ArrayLike], where: str
+    ) -> Iterator[Line]:
+        for var in variables_of(atoms):
+            if var in new:
+                yield f"{self._name(var)} = constant {describe_value(new.pop(var))}", where
 
-    def _equations(self, jaxpr: Jaxpr) -> Iterator[Line]:
-        for equation in jaxpr.eqns:
+    def _equations(self, program: AnyJaxpr) -> Iterator[Line]:
+        jaxpr, consts = open_jaxpr(program)
+        new: dict[Var, ArrayLike] = dict(zip(jaxpr.constvars, consts, strict=False))
+        is_needed, _ = leading_to(jaxpr.eqns, jaxpr.outvars, _has_effect)
+        for equation in itertools.compress(jaxpr.eqns, is_needed):
             inner: list[AnyJaxpr] = []
             params = " ".join(self._params(equation.params, inner))
+            frame = user_frame(equation, _LIBRARIES)
+            where = "" if frame is None else f"{frame.file_name}:{frame.line_num}"
+            yield from self._constants(equation.invars, new, where)
             operands = " ".join(map(self._atom, equation.invars))
             results = ", ".join(map(_aval, equation.outvars))
             made = " ".join(map(self._name, equation.outvars))
-            frame = user_frame(equation, _LIBRARIES)
-            where = "" if frame is None else f"{frame.file_name}:{frame.line_num}"
             text = f"{made} = {equation.primitive.name} {operands} {params} : {results}"
             yield _ADDRESS.sub("", text), where
             for one in inner:
-                yield from self._constants(one, where)
-                opened = open_jaxpr(one)[0]
-                yield f"inputs {' '.join(map(self._name, opened.invars))}", where
-                yield from self._equations(opened)
-        yield f"results {' '.join(map(self._atom, jaxpr.outvars))}", ""
+                yield f"inputs {' '.join(map(self._name, open_jaxpr(one)[0].invars))}", where
+                yield from self._equations(one)
+        yield from self._constants(jaxpr.outvars, new, "")
+        atoms, types = map(self._atom, jaxpr.outvars), map(_aval, jaxpr.outvars)
+        yield f"results {' '.join(atoms)} : {', '.join(types)}", ""
 
     def _params(self, params: dict[str, Any], inner: list[AnyJaxpr]) -> Iterator[str]:
         for name in sorted(params):
@@ -140,7 +160,12 @@ class _Description:
         return self._names.setdefault(var, f"v{len(self._names)}")
 
 
-def _aval(var: Var) -> str:
+def _has_effect(eqn: Equation) -> bool:
+    """Returns whether an equation does something even if nothing needs its results."""
+    return any(e.effects or not e.outvars or is_collective(e) for e in walk([eqn]))
+
+
+def _aval(var: Atom) -> str:
     aval: Any = var.aval
     shape = getattr(aval, "shape", None)
     if shape is None:
