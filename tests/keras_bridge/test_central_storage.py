@@ -89,6 +89,21 @@ def test_training_equals_one_device_with_one_copy(
     )
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+def test_predictions_for_batches_that_do_not_divide(batch_size):
+    with dist.CentralStorageStrategy(COMPUTE).scope():
+        model = _build()
+    kernels, biases = model.get_weights()[::2], model.get_weights()[1::2]
+
+    predicted = model.predict(X, batch_size=batch_size, verbose=0)
+
+    expected = X
+    for k, (kernel, bias) in enumerate(zip(kernels, biases, strict=True)):
+        expected = expected @ kernel + bias
+        expected = np.tanh(expected) if k < 2 else expected
+    np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_batch_that_cannot_be_split_and_a_loop_of_ones_own(train, assert_same_training):
     strategy = dist.CentralStorageStrategy(COMPUTE)
     alone = train(_build, X[:9], Y[:9], epochs=1, batch_size=3)

@@ -261,10 +261,13 @@ class StagedProgram:
             Place(stacked if handle.per_replica else storage, replaces=i)
             for i, handle in enumerate(program.written)
         ]
+        num_replicas = 1 if stacked is None else stacked.num_devices
         for k, result in enumerate(shapes[1]):
             is_split = isinstance(program, ReplicaProgram) and program.split_outs[k]
-            rows = stacked if is_split and not isinstance(result, list) else None
-            outputs += [Place(rows) for _ in jax.tree.leaves(result)]
+            is_whole = not is_split or isinstance(result, list)
+            # Rows of an uneven batch that do not divide lie where XLA puts them.
+            lies_apart = not is_whole and result.shape[0] % num_replicas == 0
+            outputs += [Place(stacked if lies_apart else None) for _ in jax.tree.leaves(result)]
         self._tree = jax.tree.structure(shapes)
         self._staged = Staged(closed, inputs, outputs, self._placement)
         return self._staged
