@@ -144,6 +144,83 @@ def _own_step(loss):
     return model
 
 
+class _Adding(kl.Layer):
+    def __init__(self, loss_of):
+        super().__init__()
+        self._loss_of = loss_of
+
+    def call(self, x):
+        self.add_loss(self._loss_of(x))
+        return x
+
+
+def _added(x):
+    return 0.1 * ops.sum(x**2)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: _model("mse", units=3, layers=[_Adding(_added)]),
+        lambda: _model(lambda y, p: _added(y - p), units=3),
+    ],
+    ids=["of a layer", "of a function"],
+)
+def test_a_loss_that_is_a_sum_over_rows_is_warned_of(build, method, strategy_of):
+    line = _added.__code__.co_firstlineno + 1
+
+    found = _warnings_of(strategy_of(2), build, methods=(method, method))
+
+    assert len(found) == 1
+    assert found[0].startswith("towers: a loss is a sum over rows of the batch, by reduce_sum in ")
+    assert f" at {__file__}:{line} " in found[0]
+    assert "about 1/2 of the sum on one device" in found[0]
+    assert "distributary.global_batch_loss" in found[0]
+    assert _warnings_of(strategy_of(1), build, methods=(method,)) == []
+
+
+# The parts of these are right as they are, also on the uneven last batch.
+_PARTS = {
+    "a mean": lambda: _Adding(lambda x: ops.mean(x**2)),
+    "a sum of squares per row": lambda: _Adding(lambda x: ops.mean(ops.sum(x**2, -1))),
+    "a divided sum": lambda: _Adding(lambda x: ops.sum(x**2) / ops.shape(x)[0]),
+    "a sum of every replica": lambda: _Adding(dist.global_batch_loss(_added)),
+    "activity": lambda: kl.ActivityRegularization(l1=0.01, l2=0.1),
+    "a regularized output": lambda: kl.Dense(8, activity_regularizer="l2"),
+    "a regularized kernel": lambda: kl.Dense(
+        8, kernel_regularizer=keras.regularizers.L1L2(0.01, 0.1)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*do not divide by 3 replicas")
+@pytest.mark.parametrize(("num_replicas", "reduction"), [(3, "sum_over_batch_size"), (2, "sum")])
+@pytest.mark.parametrize("layer", _PARTS)
+def test_losses_of_layers_are_those_of_one_device(
+    layer, num_replicas, reduction, train_twice, assert_same_training
+):
+    def build():
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        return _model(loss, units=3, layers=[_PARTS[layer]()])
+
+    alone, distributed = train_twice(
+        build, _X, _Y, num_replicas=num_replicas, epochs=2, batch_size=8
+    )
+
+    assert_same_training(alone, distributed)
+
+
+def test_a_sum_that_is_scaled_by_the_number_of_replicas_says_nothing(strategy_of):
+    def scaled(x):
+        context = dist.get_replica_context()
+        return _added(x) * (1 if context is None else context.num_replicas_in_sync)
+
+    build = lambda: _model("mse", units=3, layers=[_Adding(scaled)])
+
+    assert _warnings_of(strategy_of(2), build, methods=("fit", "evaluate")) == []
+
+
 def test_an_own_train_step_is_looked_at(strategy_of):
     square = lambda y, p: jnp.mean((y - p[:, :3]) ** 2)
 

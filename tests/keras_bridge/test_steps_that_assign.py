@@ -43,17 +43,29 @@ class Stateful(keras.Sequential):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def _trained(kind, strategy=None, **options):
-    layers = [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+def _trained(kind, strategy=None, rows=22, regularizers=(), **options):
+    hidden = keras.layers.Dense(4, "tanh", **dict.fromkeys(regularizers, "l2"))
+    layers = [keras.Input((3,)), hidden, keras.layers.Dense(1)]
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = kind(layers)
         model.set_weights(_WEIGHTS)
         model.compile(
             keras.optimizers.Adam(0.05), "mse", metrics=["mae"], weighted_metrics=[], **options
         )
-    history = model.fit(_X, _Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    history = model.fit(
+        _X[:rows], _Y[:rows], batch_size=8, epochs=2, shuffle=False, verbose=0
+    ).history
     results = model.evaluate(_X, _Y, batch_size=8, verbose=0, return_dict=True)
     return model.get_weights(), history["mae"], results["mae"], model.predict(_X, verbose=0)
+
+
+@pytest.mark.parametrize("regularizers", [["kernel_regularizer"], ["activity_regularizer"]])
+def test_what_layers_add_to_the_loss_counts_once(regularizers, strategy_of):
+    options = {"rows": 16, "regularizers": regularizers}
+    found = _trained(Stateful, strategy_of(2), **options)
+
+    for own, expected in zip(found[0], _trained(keras.Sequential, **options)[0], strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*do not divide by 3 replicas")

@@ -67,7 +67,7 @@ class Engine:
         self._num_replicas = placement.num_replicas
         self.cache = ProgramCache("Strategy.run")
         self._fusible: ByIdentity[list[bool]] = ByIdentity(list)
-        self._warned_of: set[tuple[bool, str]] = set()  # by kind; places of rows, and models
+        self._warned_of: set[tuple[str, str]] = set()  # by kind; places of rows, and models
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, kind: StepKind
@@ -231,12 +231,17 @@ class Engine:
 
         first = program.pures[0]
         findings = findings_of_replica(
-            first.jaxpr, program.is_batch, len(first.captures), step.losses, step.kind.batch_dim
+            first.jaxpr,
+            program.is_batch,
+            len(first.captures),
+            self._num_replicas,
+            step.losses,
+            step.kind.batch_dim,
         )
         caller = step.kind.caller
         for finding in findings:
             # A model is warned about once, a loop once for each place.
-            subject = finding.is_of_loss, finding.where if step.kind.name is None else caller
+            subject = finding.kind, finding.where if step.kind.name is None else caller
             if subject not in self._warned_of:
                 self._warned_of.add(subject)
                 warnings.warn(

@@ -66,6 +66,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.callbacks.BackupAndRestore", "on_train_end", _saving.training_ended),
     # Turn numbers of one replica into those of the whole batch.
     ("keras.src.losses.loss", "reduce_weighted_values", _losses.reduce_weighted_values),
+    ("BaseTrainer", "_aggregate_additional_loss", _losses.aggregate_additional_loss),
     ("BaseTrainer", "get_metrics_result", _metrics.get_metrics_result),
     ("keras.metrics.Metric", "stateless_result", _metrics.stateless_result),
     (

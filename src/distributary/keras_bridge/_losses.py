@@ -9,6 +9,7 @@ tf.distribute, it is the mean of the replicas' means.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 
@@ -21,8 +22,30 @@ from distributary.keras_bridge._replica import (
     total,
     weight_of_rows,
 )
+from distributary.rows import MEANS
 
-_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+_AVERAGING = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+def aggregate_additional_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes what a layer adds, a mean over a replica's rows, its part of the loss of the batch."""
+
+    def _aggregate_additional_loss(self: object, loss: Any) -> Any:
+        loss = original(self, loss)
+        context = replica_context()
+        if context is None:
+            return loss
+        return _part_of_mean(loss, 1 if in_trainer() else 1 / context.num_replicas_in_sync)
+
+    return _aggregate_additional_loss
+
+
+def _part_of_mean(loss: Any, factor: float = 1) -> Any:
+    """Returns a multiple of a loss that is a mean over this replica's rows, weighted with them."""
+    if in_trainer():
+        note_scaled_loss()
+    with jax.named_scope(MEANS):
+        return (loss * (factor * weight_of_rows())).astype(loss.dtype)
 
 
 def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,17 +63,14 @@ def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(values, sample_weight, mask, reduction, dtype)
         losses = original(values, sample_weight, mask, "none", dtype)
         if losses.shape == ():  # the mean over this replica's rows
-            if in_trainer() and is_uneven():
-                note_scaled_loss()
-                losses = (losses * weight_of_rows()).astype(losses.dtype)
-            return losses
+            return _part_of_mean(losses) if in_trainer() else losses
         if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
             return losses
         num_replicas = context.num_replicas_in_sync
         loss = jnp.sum(losses) * (num_replicas if in_trainer() else 1)
         if in_trainer():
             note_scaled_loss()
-        if reduction not in _MEANS:
+        if reduction not in _AVERAGING:
             return loss
         divisor: Any
         weights = None

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
-from distributary.rows._scopes import OWN_STATISTICS, STATE
+from distributary.rows._scopes import MEANS, OWN_STATISTICS, STATE
 
 if TYPE_CHECKING:
     from distributary.rows._relations import findings_of_replica, warning_of
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from distributary.rows._sparse_gradients import with_sparse_gradients
 
 __all__ = [
+    "MEANS",
     "OWN_STATISTICS",
     "STATE",
     "adds_rows",

@@ -1,4 +1,4 @@
-"""Finds losses that relate rows of the batch to each other.
+"""Finds losses that relate rows of the batch to each other, and sums over rows that stay parts.
 
 A replica computes such a loss from its own rows alone, which gives another loss than on one device.
 The gradient of a mean over the batch is the mean of the replicas' gradients. That of a softmax over
@@ -43,11 +43,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Literal as JaxprLiteral, Var
 
 from distributary.rows._layouts import BATCH, Dim, Rows, plain, tags_of
 from distributary.rows._rules import (
@@ -64,7 +64,7 @@ from distributary.rows._rules import (
     is_independent,
     of_rows,
 )
-from distributary.rows._scopes import OWN_STATISTICS, STATE
+from distributary.rows._scopes import MEANS, OWN_STATISTICS, STATE
 from distributary.tracing import (
     OUTSIDE,
     AnyJaxpr,
@@ -137,15 +137,19 @@ class _Context(NamedTuple):
         )
 
 
+FindingKind: TypeAlias = Literal["relation", "sum in loss", "kept sum"]
+
+
 class Finding(NamedTuple):
     """A value that one replica computes from its own rows, and one device from those of the batch.
 
     Attributes:
-        is_of_loss: Whether a loss relates rows; else, a layer keeps a sum over rows.
+        kind: What it is: a loss that relates rows, one that is a sum over rows, or such a sum
+            that a layer keeps.
         where: The operation, its layer and its line.
     """
 
-    is_of_loss: bool
+    kind: FindingKind
     where: str
 
 
@@ -153,15 +157,17 @@ def findings_of_replica(
     jaxpr: Jaxpr,
     is_batch: Sequence[bool],
     num_captures: int,
+    num_replicas: int,
     losses: Iterable[int] = (),
     dim: int = 0,
 ) -> list[Finding]:
-    """Returns where the loss in a replica's program relates rows, and where a layer keeps a sum.
+    """Returns where a replica's program needs the rows of all replicas, and has only its own.
 
     Args:
         jaxpr: The program.
         is_batch: For every input, whether it is data of this replica.
         num_captures: Number of inputs that are constants, which come first.
+        num_replicas: Number of replicas.
         losses: Numbers of outputs that are losses, besides what is differentiated.
         dim: Dim of the data that counts the rows of a batch.
     """
@@ -176,7 +182,7 @@ def findings_of_replica(
             inputs.append(CONSTANT if batch or i < num_captures else _input(v))
     if len(sizes) != 1 or sizes == {1}:
         return []  # these are no parts of one batch, or have one row
-    analysis = _Analysis(sizes.pop())
+    analysis = _Analysis(sizes.pop(), num_replicas)
     try:
         outs = analysis.jaxpr(jaxpr, inputs, _Context())
     except Exception:
@@ -189,16 +195,25 @@ def findings_of_replica(
     # An equation of the loss tells a reader more than one of its gradient.
     if found and any("transpose(" in str(eqn.source_info.name_stack) for eqn in found):
         found = analysis.first or found
-    return [
-        Finding(is_of_loss, _described(origin))
-        for is_of_loss, origin in ((True, found), (False, analysis.kept_sum))
-        if origin is not None
-    ]
+    places: dict[FindingKind, tuple[Equation, ...] | None] = {
+        "relation": found,
+        "sum in loss": analysis.sum_in_loss,
+        "kept sum": analysis.kept_sum,
+    }
+    return [Finding(kind, _described(place)) for kind, place in places.items() if place is not None]
 
 
 def warning_of(finding: Finding, name: str, num_replicas: int) -> str:
     """Returns the warning of what is found in a step of `name`."""
-    if not finding.is_of_loss:
+    if finding.kind == "sum in loss":
+        return (
+            f"{name}: a loss is a sum over rows of the batch, by {finding.where}. Each of the"
+            f" {num_replicas} replicas adds up its own rows alone, and a step takes the mean over"
+            f" the replicas, so this is about 1/{num_replicas} of the sum on one device. Divide it"
+            " by the number of rows, or wrap the function that adds them up,"
+            " distributary.global_batch_loss(function)."
+        )
+    if finding.kind == "kept sum":
         return (
             f"{name}: a layer keeps a sum over rows of the batch, by {finding.where}. Each of the"
             f" {num_replicas} replicas adds up its own rows alone, so the layer keeps about"
@@ -237,17 +252,21 @@ class _Analysis:
         origin: Place of the first relation that reached a gradient which replicas combine.
         first: Place of the first relation in differentiated code, which need not be part of such a
             gradient.
+        sum_in_loss: Place of the first sum over rows of which a step takes the mean.
         kept_sum: Place of the first sum over rows that became state of a layer.
 
     Args:
         num_rows: Number of rows of this replica's batch.
+        num_replicas: Number of replicas.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, num_replicas: int) -> None:
         self.origin: tuple[Equation, ...] | None = None
         self.first: tuple[Equation, ...] | None = None
+        self.sum_in_loss: tuple[Equation, ...] | None = None
         self.kept_sum: tuple[Equation, ...] | None = None
         self._num_rows = num_rows
+        self._num_replicas = num_replicas
         self._control_flow = {
             "scan": self._scan,
             "while": self._while,
@@ -263,9 +282,14 @@ class _Analysis:
 
     def _equation(self, context: _Context, eqn: Equation, operands: list[Value]) -> list[Value]:
         context = context.at(eqn)
-        if self.kept_sum is None and STATE in str(eqn.source_info.name_stack):
+        scope = str(eqn.source_info.name_stack)
+        if MEANS in scope or STATE in scope:
             sums = [v for v in operands if v.kind == SUM and not (v.averaged or v.gradient)]
-            self.kept_sum = next((v.summed for v in sums), None)
+            first = next((v.summed for v in sums), None)
+            if MEANS in scope:
+                self.sum_in_loss = self.sum_in_loss or first
+            else:
+                self.kept_sum = self.kept_sum or first
         if context.own_statistics:
             operands = [
                 _TRAINED if value.kind == SUM else value._replace(mixed=False) for value in operands
@@ -341,7 +365,7 @@ class _Analysis:
         is_mean = any(operand.averaged for operand in of_sums)
         if name in _SCALES or name in _ADDS:
             is_mean = is_mean or any(operand.averaged for operand in operands)
-        is_mean = is_mean or self._divides(eqn, of_sums)
+        is_mean = is_mean or self._divides(eqn, operands, of_sums)
         if value.kind == ROWS:
             return value._replace(summed=None, averaged=is_mean and not of_sums)
         if value.kind != SUM:
@@ -351,14 +375,24 @@ class _Analysis:
             summed = (*context.calls, eqn)
         return value._replace(summed=summed, averaged=is_mean)
 
-    def _divides(self, eqn: Equation, of_sums: list[Value]) -> bool:
-        """Returns whether an equation divides by the number of rows, or of the elements in them."""
-        scale = next((atom for atom in eqn.invars if isinstance(atom, Literal)), None)
+    def _divides(self, eqn: Equation, operands: list[Value], of_sums: list[Value]) -> bool:
+        """Returns whether an equation divides by the number of rows, or of the elements in them.
+
+        A sum that is multiplied by the number of replicas is as good as a mean: the mean of the
+        replicas' is right.
+        """
+        if eqn.primitive.name == "div" and of_sums and operands[1].kind == INDEPENDENT:
+            is_number = isinstance(eqn.invars[1], JaxprLiteral)
+            if not is_number and not operands[1].trained and not operands[1].random:
+                return True  # a divisor that the program computes counts rows
+        scale = next((atom for atom in eqn.invars if isinstance(atom, JaxprLiteral)), None)
         if scale is None or jnp.ndim(scale.val) or eqn.primitive.name not in ("div", "mul"):
             return False
         number = float(abs(scale.val))  # of FFTs, it may be complex
         if eqn.primitive.name == "mul":
             # Other small factors, such as one minus a momentum, may be inverses of such numbers.
+            if of_sums and number == self._num_replicas:
+                return True
             sizes = {self._num_rows, *map(_num_summed, of_sums)}
             return any(abs(number * size - 1) < 1e-6 for size in sizes)
         if not of_sums:  # each row is divided, as before a sum
