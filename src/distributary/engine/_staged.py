@@ -266,8 +266,8 @@ class StagedProgram:
             is_split = isinstance(program, ReplicaProgram) and program.split_outs[k]
             is_whole = not is_split or isinstance(result, list)
             # Rows of an uneven batch that do not divide lie where XLA puts them.
-            lies_apart = not is_whole and result.shape[0] % num_replicas == 0
-            outputs += [Place(stacked if lies_apart else None) for _ in jax.tree.leaves(result)]
+            is_whole = is_whole or (result.ndim and result.shape[0] % num_replicas)
+            outputs += [Place(None if is_whole else stacked) for _ in jax.tree.leaves(result)]
         self._tree = jax.tree.structure(shapes)
         self._staged = Staged(closed, inputs, outputs, self._placement)
         return self._staged
