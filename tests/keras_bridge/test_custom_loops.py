@@ -124,6 +124,36 @@ def test_uneven_batches_are_exact(strategy_of):
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
 
 
+# JAX reads no table to look up no rows, so some replicas would lack the gradient of it.
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_table_that_some_replicas_read_no_rows_of(num_replicas, strategy_of):
+    ids = np.array([[3, 1], [0, 3], [3, 4]], np.int32)
+    start = np.arange(10, dtype=np.float32).reshape(5, 2)
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        layer = keras.layers.Embedding(5, 2)
+        layer.build()
+        layer.set_weights([start])
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def step(ids):
+        with dist.GradientTape() as tape:
+            loss = jnp.sum(layer(ids) ** 2)
+        gradients = tape.gradient(loss, layer.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+
+    rows = dist.data.Dataset.from_tensor_slices(ids).batch(2)
+    for batch in strategy.experimental_distribute_dataset(rows):  # of 2 rows and of 1
+        strategy.run(step, args=(batch,))
+
+    expected = start.copy()
+    for batch in (ids[:2], ids[2:]):
+        gradient = np.zeros_like(start)
+        np.add.at(gradient, batch, 2 * expected[batch])
+        expected -= 0.1 * gradient
+    np.testing.assert_allclose(layer.get_weights()[0], expected, rtol=1e-5)
+
+
 def test_a_batch_smaller_than_the_number_of_replicas_is_exact(strategy_of):
     batches = [(_ROWS[:1], _LABELS[:1]), (_ROWS[1:4], _LABELS[1:4])]
     make = _OPTIMIZERS["sgd"]

@@ -318,7 +318,7 @@ class _Interpreter:
                     for tape, values in recorder.snapshots.items()
                     if tape not in self.snapshots
                 },
-                [_concatenate(ids) for ids in seen],
+                [_concatenate(ids) if ids else jnp.zeros(0, jnp.int32) for ids in seen],
             )
             return [inner_env[var] for var in targets.values()], aux
 

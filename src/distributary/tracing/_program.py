@@ -188,6 +188,8 @@ def trace(
             if eqn.primitive is grad_p
         }
         found = gradient_kinds(eqns)
+        if uneven is not None:
+            found = uneven.with_gradients(found, scope.tapes)
         reads = reads_of_tapes(eqns) if scope.asked else {}
         names_outside.check(str(subject))
         if (

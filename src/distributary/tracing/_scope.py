@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
@@ -261,6 +261,12 @@ def kind_of(reads: Sequence[int | None]) -> Kind:
     return ("sparse", rows) if len(rows) == len(reads) else "dense"
 
 
+def _or_zeros(kind: Kind, first: Kind) -> Kind:
+    if kind is not None or first is None:
+        return kind
+    return "dense" if first == "dense" else ("sparse", (0,))
+
+
 @final
 class UnevenSizes:
     """Sizes along the gathered dim of every `all_gather` of an uneven step, per replica.
@@ -268,6 +274,9 @@ class UnevenSizes:
     The replicas of an uneven batch are traced one after the other, so the first cannot know how
     much the others will contribute. It stops its trace with `SizesMissing`. Once every replica has
     stopped at the same call, the sizes for that call are known, and the traces start again.
+
+    A replica without rows can lack a gradient that the others have, and combine: JAX does not read
+    a table to look up no rows. `with_gradients` gives it zeros.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -276,6 +285,7 @@ class UnevenSizes:
         self._calls = 0
         self._replica = 0
         self._pending: dict[int, int] = {}
+        self._first: Decisions = {}  # of replica 0; its tapes are counted from 0
 
     def start(self, replica: int) -> None:
         self._replica = replica
@@ -295,6 +305,21 @@ class UnevenSizes:
             return sizes
         self._pending[self._replica] = size
         raise SizesMissing
+
+    def with_gradients(self, found: Decisions, tapes: Mapping[int, int]) -> Decisions:
+        """Returns the kinds of a replica's gradients; none is absent that replica 0 has.
+
+        Args:
+            found: The kinds that its trace shows.
+            tapes: The number in this trace of each tape.
+        """
+        own = {key: (tapes.get(key[0], -1), key[1]) for key in found}
+        if self._replica == 0:
+            self._first = {own[key]: kinds for key, kinds in found.items()}
+        return {
+            key: tuple(map(_or_zeros, kinds, self._first.get(own[key], kinds)))
+            for key, kinds in found.items()
+        }
 
     def settle(self) -> bool:
         """Stores the sizes of a call that all replicas stopped at; False if some did not."""
