@@ -35,8 +35,9 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
         along dim 0; scalars and keyword arguments reach `loss` unchanged. If `loss` returns an
         array, you get the replica's own rows. A scalar is returned unchanged in a step of Keras,
         which averages losses over the replicas; in `Strategy.run`, which sums them, it is divided
-        by the number of replicas. With one replica, and outside of replicas, the function is
-        `loss`.
+        by the number of replicas. In `Strategy.run`, `model.compute_loss` divides what layers add
+        to the loss, too, so multiply a scalar by the number of replicas before you give it to
+        `add_loss` there. With one replica, and outside of replicas, the function is `loss`.
 
     Raises:
         InvalidTypeError: if `loss` cannot be called.
