@@ -33,6 +33,10 @@ import distributary as dist
 
 _TOLERANCE = 1e-4
 _CLASSES = 3
+_OPTIMIZERS = (
+    *("SGD", "momentum", "RMSprop", "Adam", "AdamW", "Nadam"),
+    *("Adamax", "Adagrad", "Adadelta", "Lion", "Ftrl"),
+)
 _STRATEGIES = ("1", "2", "2", "3", "4", "one device", "central", "sharded 2", "sharded 3")
 
 
@@ -62,10 +66,7 @@ class Options:
         self.reduction = draw.choice(["sum_over_batch_size", "sum", "mean_with_sample_weight"])
         self.has_metrics, self.has_weighted_metrics = some(0.7), some(0.4)
         self.weighs_losses, self.weighs_rows = some(0.6), some(0.4)
-        self.optimizer = draw.choice(
-            ["SGD", "momentum", "RMSprop", "Adam", "AdamW", "Nadam"]
-            + ["Adamax", "Adagrad", "Adadelta", "Lion", "Ftrl"]
-        )
+        self.optimizer = draw.choice(_OPTIMIZERS)
         self.clips = draw.choice([None, None, "clipnorm", "global_clipnorm", "clipvalue"])
         self.accumulates = draw.choice([None, None, 2, 3])
         self.has_schedule, self.scales_loss = some(0.3), some(0.2)
