@@ -197,8 +197,8 @@ def findings_of_replica(
         found = analysis.first or found
     places: dict[FindingKind, tuple[Equation, ...] | None] = {
         "relation": found,
-        "sum in loss": analysis.sum_in_loss,
-        "kept sum": analysis.kept_sum,
+        "sum in loss": analysis.sums.get(MEANS),
+        "kept sum": analysis.sums.get(STATE),
     }
     return [Finding(kind, _described(place)) for kind, place in places.items() if place is not None]
 
@@ -252,8 +252,7 @@ class _Analysis:
         origin: Place of the first relation that reached a gradient which replicas combine.
         first: Place of the first relation in differentiated code, which need not be part of such a
             gradient.
-        sum_in_loss: Place of the first sum over rows of which a step takes the mean.
-        kept_sum: Place of the first sum over rows that became state of a layer.
+        sums: Place of the first sum over rows that reached each scope that takes means.
 
     Args:
         num_rows: Number of rows of this replica's batch.
@@ -263,8 +262,7 @@ class _Analysis:
     def __init__(self, num_rows: int, num_replicas: int) -> None:
         self.origin: tuple[Equation, ...] | None = None
         self.first: tuple[Equation, ...] | None = None
-        self.sum_in_loss: tuple[Equation, ...] | None = None
-        self.kept_sum: tuple[Equation, ...] | None = None
+        self.sums: dict[str, tuple[Equation, ...]] = {}
         self._num_rows = num_rows
         self._num_replicas = num_replicas
         self._control_flow = {
@@ -282,14 +280,11 @@ class _Analysis:
 
     def _equation(self, context: _Context, eqn: Equation, operands: list[Value]) -> list[Value]:
         context = context.at(eqn)
-        scope = str(eqn.source_info.name_stack)
-        if MEANS in scope or STATE in scope:
-            sums = [v for v in operands if v.kind == SUM and not (v.averaged or v.gradient)]
-            first = next((v.summed for v in sums), None)
-            if MEANS in scope:
-                self.sum_in_loss = self.sum_in_loss or first
-            else:
-                self.kept_sum = self.kept_sum or first
+        for scope in (MEANS, STATE):
+            if scope not in self.sums and scope in str(eqn.source_info.name_stack):
+                sums = [v for v in operands if v.kind == SUM and not (v.averaged or v.gradient)]
+                if sums and sums[0].summed is not None:
+                    self.sums[scope] = sums[0].summed
         if context.own_statistics:
             operands = [
                 _TRAINED if value.kind == SUM else value._replace(mixed=False) for value in operands
@@ -390,9 +385,9 @@ class _Analysis:
             return False
         number = float(abs(scale.val))  # of FFTs, it may be complex
         if eqn.primitive.name == "mul":
-            # Other small factors, such as one minus a momentum, may be inverses of such numbers.
             if of_sums and number == self._num_replicas:
                 return True
+            # Other small factors, such as one minus a momentum, may be inverses of such numbers.
             sizes = {self._num_rows, *map(_num_summed, of_sums)}
             return any(abs(number * size - 1) < 1e-6 for size in sizes)
         if not of_sums:  # each row is divided, as before a sum

@@ -316,10 +316,13 @@ class UnevenSizes:
         own = {key: (tapes.get(key[0], -1), key[1]) for key in found}
         if self._replica == 0:
             self._first = {own[key]: kinds for key, kinds in found.items()}
-        return {
-            key: tuple(map(_or_zeros, kinds, self._first.get(own[key], kinds)))
-            for key, kinds in found.items()
-        }
+        result = {}
+        for key, kinds in found.items():
+            first = self._first.get(own[key], kinds)
+            # A replica may ask for the gradients of other variables.
+            is_alike = len(first) == len(kinds)
+            result[key] = tuple(map(_or_zeros, kinds, first)) if is_alike else kinds
+        return result
 
     def settle(self) -> bool:
         """Stores the sizes of a call that all replicas stopped at; False if some did not."""

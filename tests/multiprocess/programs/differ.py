@@ -25,7 +25,6 @@ strategy = dist.MultiWorkerMirroredStrategy(
 worker, num_workers = strategy.extended.worker_number, strategy.extended.num_workers
 odd = worker == num_workers - 1
 SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.MEAN
-_CONSTANT, _LATER = (np.arange(9, dtype=np.float32) + k for k in range(2))
 cases = {}
 
 
@@ -126,26 +125,28 @@ def a_large_constant():
 def garbage():
     """What one worker has not found yet as garbage when a trace ends; no difference."""
 
+    constant, later = (np.arange(9, dtype=np.float32) + k for k in range(2))
+
     def keep(value):
         if odd:
             circle = [value]
             circle.append(circle)
 
-    def first_kept_then_used(constant):
-        keep(constant + 1)
-        return constant
+    def first_kept_then_used(value):
+        keep(value + 1)
+        return value
 
     @jax.checkpoint
     def wave(x):
         keep(jnp.sin(x) * jnp.arange(50.0)[7])
-        return jnp.sum(jnp.sin(x) * first_kept_then_used(_LATER))
+        return jnp.sum(jnp.sin(x) * first_kept_then_used(later))
 
     def step(x):
         keep(jnp.asarray(np.arange(50, dtype=np.float32)))  # used by nothing
-        y = jax.jit(lambda x: x * _CONSTANT)(x)
-        y += jax.lax.scan(lambda c, row: (c + row * _CONSTANT, c), x, jnp.ones((3, 1)))[0]
+        y = jax.jit(lambda x: x * constant)(x)
+        y += jax.lax.scan(lambda c, row: (c + row * constant, c), x, jnp.ones((3, 1)))[0]
         y += jax.grad(wave)(x)
-        return context().all_reduce(SUM, y * _LATER + jax.linearize(wave, x)[1](x))
+        return context().all_reduce(SUM, y * later + jax.linearize(wave, x)[1](x))
 
     gc.disable()
     strategy.run(step, args=(per_worker(np.ones(9, np.float32)),))
