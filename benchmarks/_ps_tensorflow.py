@@ -29,21 +29,6 @@ def _apply(variable: Any, slot: Any, gradient: Any) -> None:
         tf.raw_ops.ResourceApplyAdagradV2(**common, grad=gradient)
 
 
-def _mlp_loss(p: Mapping[str, Any], x: Any, y: Any) -> Any:
-    return LOSSES["mlp"](p, x, y) / WORKLOADS["mlp32"].global_batch_size
-
-
-def _table_loss(p: Mapping[str, Any], ids: Any, y: Any) -> Any:
-    rows = tf.nn.embedding_lookup(p["table"], tf.reshape(ids, [-1]))
-    features = tf.reshape(rows, [-1, p["hidden_kernel"].shape[0]])
-    hidden = tf.nn.relu(features @ p["hidden_kernel"] + p["hidden_bias"])
-    logits = (hidden @ p["output_kernel"] + p["output_bias"])[:, 0]
-    return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=y, logits=logits))
-
-
-_LOSSES = {"mlp32": _mlp_loss, "embedding256": _table_loss}
-
-
 def peers(names: Sequence[str]) -> list[Peer]:
     """Returns the workloads of TensorFlow's `ParameterServerStrategy`."""
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -64,7 +49,8 @@ def peers(names: Sequence[str]) -> list[Peer]:
 
 
 def _trained(name: str, strategy: Any, coordinator: Any) -> Peer:
-    values = WORKLOADS[name].parameters()
+    workload = WORKLOADS[name]
+    values = workload.parameters()
     with strategy.scope():
         params = {key: tf.Variable(value) for key, value in values.items()}
         slots = {
@@ -76,7 +62,7 @@ def _trained(name: str, strategy: Any, coordinator: Any) -> Peer:
     def step(iterator: Any) -> Any:
         def replica_step(batch: Any) -> Any:
             with tf.GradientTape() as tape:
-                loss = _LOSSES[name](params, *batch)
+                loss = LOSSES[workload.model](params, *batch) / workload.global_batch_size
             gradients = tape.gradient(loss, pieces)
             for variable, slot, gradient in zip(pieces, slot_pieces, gradients, strict=True):
                 _apply(variable, slot, gradient)
@@ -85,8 +71,8 @@ def _trained(name: str, strategy: Any, coordinator: Any) -> Peer:
         return strategy.run(replica_step, args=(next(iterator),))
 
     def make_batches() -> Any:
-        rows = tf.data.Dataset.from_tensor_slices(WORKLOADS[name].examples(_NUM_BATCHES))
-        batches = rows.batch(WORKLOADS[name].global_batch_size, drop_remainder=True)
+        rows = tf.data.Dataset.from_tensor_slices(workload.examples(_NUM_BATCHES))
+        batches = rows.batch(workload.global_batch_size, drop_remainder=True)
         return batches.cache().repeat().prefetch(2)
 
     iterator = iter(coordinator.create_per_worker_dataset(make_batches))

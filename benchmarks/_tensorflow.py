@@ -201,7 +201,7 @@ def _transformer_loss(p: Parameters, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def _wide_loss(p: Parameters, ids: Tensor, y: Tensor) -> Tensor:
-    features = tf.reshape(tf.gather(p["table"], ids), [ids.shape[0], -1])
+    features = tf.reshape(tf.nn.embedding_lookup(p["table"], ids), [ids.shape[0], -1])
     hidden = tf.nn.relu(features @ p["hidden_kernel"] + p["hidden_bias"])
     logits = (hidden @ p["output_kernel"] + p["output_bias"])[:, 0]
     return tf.reduce_sum(tf.nn.sigmoid_cross_entropy_with_logits(y, logits))
