@@ -78,6 +78,10 @@ FUNCTIONS = {
     "custom_vjp": lambda v, x: jnp.sum(_clipped_square(v * x)),
     "custom_jvp": lambda v, x: jnp.sum(_loud(v * x)),
     "checkpoint": lambda v, x: jnp.sum(jax.checkpoint(lambda a: jnp.sin(jnp.sin(a * v)))(x)),
+    "checkpointed scan": lambda v, x: jax.checkpoint(_scanned)(v, x),
+    "checkpointed cond": lambda v, x: jax.checkpoint(_branching)(v, x),
+    "checkpointed jit": lambda v, x: jax.checkpoint(jax.jit(_scanned))(v, x),
+    "checkpointed custom_vjp": lambda v, x: jnp.sum(jax.checkpoint(_clipped_square)(v * x)),
     "jit": lambda v, x: jax.jit(lambda a, b: jnp.sum(jnp.exp(a * b)))(v, x),
     "linalg": _solved,
     "scan": _scanned,
@@ -102,7 +106,7 @@ def test_gradient_through(name, run):
     _equal((value, tuple(gradients)), expected)
 
 
-@pytest.mark.parametrize("name", ["relu", "scan", "checkpoint", "cond"])
+@pytest.mark.parametrize("name", ["relu", "scan", "checkpoint", "checkpointed scan", "cond"])
 def test_second_order_through(name, run):
     function = FUNCTIONS[name]
     v = run.variable(1.5)
@@ -136,6 +140,10 @@ def _read_in_checkpoint(v, x):
     return jax.checkpoint(lambda a: jnp.sum(jnp.sin(a * v)))(x)
 
 
+def _read_in_checkpointed_scan(v, x):
+    return jax.checkpoint(lambda a: _read_in_scan(v, a) * v)(x)
+
+
 def _read_in_while(v, x):
     return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] + 2.0), (0, 0.0))[1] * v
 
@@ -151,6 +159,7 @@ def _read_in_vmap(v, x):
         _read_in_cond,
         _read_in_jit,
         _read_in_checkpoint,
+        _read_in_checkpointed_scan,
         _read_in_while,
         _read_in_vmap,
     ],
@@ -164,6 +173,15 @@ def test_variable_read_inside_of(function, run):
         return result, tape.gradient(result, v)
 
     _equal(run(step, X), jax.value_and_grad(function)(jnp.float32(1.5), X))
+
+
+@pytest.mark.parametrize("function", [_read_in_checkpoint, _read_in_checkpointed_scan])
+def test_gradient_of_jax_where_a_variable_is_read_inside_of(function, run):
+    v = run.variable(1.5)
+
+    actual = run(jax.grad(lambda x: function(v, x)), X)
+
+    _equal(actual, jax.grad(lambda x: function(jnp.float32(1.5), x))(X))
 
 
 # Tapes opened and closed inside

@@ -15,11 +15,11 @@ from distributary.collectives import ReduceOp
 from distributary.context import current_mode, get_strategy
 from distributary.keras_bridge._optimizers import as_keras, dense
 from distributary.keras_bridge._replica import (
-    has_own_means,
     in_optimizer,
     in_trainer,
     is_away_from_variables,
     is_for_servers,
+    is_uneven,
     optimizing,
     replica_context,
     weight_of_rows,
@@ -51,7 +51,7 @@ def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
     else:
         is_mean = in_trainer() and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
-        if in_trainer() and has_own_means():
+        if in_trainer() and is_uneven():
             present = [(value * weight_of_rows()).astype(value.dtype) for value in present]
         reduced = get_strategy().extended.reduce_gradients(op, present)
     result = list(gradients)

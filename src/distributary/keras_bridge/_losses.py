@@ -1,9 +1,10 @@
 """The loss of one replica as its part of the loss of the whole batch.
 
-In a step of `fit`, gradients are averaged over the replicas, so a replica's part of the loss counts
-`num_replicas` times. In `Strategy.run`, they are summed, as in tf.distribute. Divisors are those of
-the whole batch, so the result equals that of one device, even with masks and weights. In
-tf.distribute, it is the mean of the replicas' means.
+In a step of `fit`, gradients are averaged over the replicas, and count as much as a replica has
+rows. So its part of the loss counts `num_replicas` times, and less if it has more rows: without
+masks and weights, this is the mean over its own rows. In `Strategy.run`, gradients are summed, as
+in tf.distribute. Divisors are those of the whole batch, so the result equals that of one device,
+even with masks and weights. In tf.distribute, it is the mean of the replicas' means.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from distributary.keras_bridge._keras_private import apply_mask
 from distributary.keras_bridge._replica import (
     in_trainer,
     is_uneven,
-    note_scaled_loss,
     replica_context,
     total,
     weight_of_rows,
@@ -35,17 +35,15 @@ def aggregate_additional_loss(original: Callable[..., Any]) -> Callable[..., Any
         context = replica_context()
         if context is None:
             return loss
-        return _part_of_mean(loss, 1 if in_trainer() else 1 / context.num_replicas_in_sync)
+        return _mean(loss if in_trainer() else loss / context.num_replicas_in_sync)
 
     return _aggregate_additional_loss
 
 
-def _part_of_mean(loss: Any, factor: float = 1) -> Any:
-    """Returns a multiple of a loss that is a mean over this replica's rows, weighted with them."""
-    if in_trainer():
-        note_scaled_loss()
+def _mean(loss: Any) -> Any:
+    """Returns a loss that is a mean over this replica's rows, marked for the analysis of rows."""
     with jax.named_scope(MEANS):
-        return (loss * (factor * weight_of_rows())).astype(loss.dtype)
+        return loss * 1
 
 
 def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,13 +61,13 @@ def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(values, sample_weight, mask, reduction, dtype)
         losses = original(values, sample_weight, mask, "none", dtype)
         if losses.shape == ():  # the mean over this replica's rows
-            return _part_of_mean(losses) if in_trainer() else losses
+            return _mean(losses) if in_trainer() else losses
         if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
             return losses
         num_replicas = context.num_replicas_in_sync
         loss = jnp.sum(losses) * (num_replicas if in_trainer() else 1)
-        if in_trainer():
-            note_scaled_loss()
+        if in_trainer() and is_uneven():
+            loss = (loss / weight_of_rows()).astype(loss.dtype)
         if reduction not in _AVERAGING:
             return loss
         divisor: Any

@@ -8,12 +8,9 @@ import jax.numpy as jnp
 import keras
 
 from distributary.keras_bridge._replica import (
-    has_own_means,
     in_trainer,
-    is_uneven,
     replica_context,
     sums,
-    total,
     weight_of_rows,
 )
 
@@ -54,15 +51,9 @@ def reduce_to_samplewise_values(original: Callable[..., Any]) -> Callable[..., A
         values: Any, sample_weight: object, reduce_fn: object, dtype: object
     ) -> Any:
         context = replica_context()
-        if context is not None and in_trainer() and not jnp.ndim(values):
-            if sample_weight is None:
-                weight = weight_of_rows() if has_own_means() else 1
-                sample_weight = weight / context.num_replicas_in_sync
-            elif is_uneven() and not has_own_means() and isinstance(sample_weight, int):
-                # Keras weights the loss with the number of rows, but the part of a replica is
-                # scaled for parts of equal size, see `_losses`.
-                num_rows = total(context, jnp.asarray(sample_weight, float))
-                sample_weight = num_rows / context.num_replicas_in_sync
+        is_number = sample_weight is None and not jnp.ndim(values)
+        if is_number and context is not None and in_trainer():
+            sample_weight = weight_of_rows() / context.num_replicas_in_sync
         return original(values, sample_weight, reduce_fn, dtype)
 
     return reduce_to_samplewise_values

@@ -17,7 +17,6 @@ from distributary.errors import DistributaryWarning, InvalidTypeError, shown
 from distributary.keras_bridge._custom_loops import assign_agreed, is_kept_as_sum
 from distributary.keras_bridge._replica import (
     agreed_state,
-    has_own_means,
     in_trainer,
     is_summed,
     mean_over_rows,
@@ -225,7 +224,7 @@ def logs_of_all(context: ReplicaContext, logs: Nest) -> Nest:
     own = [i for i, leaf in enumerate(leaves) if not (in_trainer() and sums().is_of_all(leaf))]
     numbers = [jnp.asarray(leaves[i]) for i in own]
     numbers = [x.astype(jnp.float32) if x.dtype == bool else x for x in numbers]
-    if in_trainer() and has_own_means():
+    if in_trainer():
         means = mean_over_rows(context, numbers)
     else:
         means = context.all_reduce(ReduceOp.MEAN, numbers) if own else []

@@ -30,7 +30,6 @@ class _ThreadState(threading.local):
     in_optimizer = False
     is_away = False
     weight: Any = 1
-    is_scaled: bool = False
     sums: "Sums | None" = None
 
 
@@ -97,17 +96,19 @@ def trainer_replica(strategy: Any, num_rows: int) -> Iterator[ReplicaContext]:
         num_rows: Number of rows of its part of the batch.
     """
     context = ReplicaContext(strategy, traced_replica_id, averages_gradients=True)
-    before = _state.sums, _state.weight, _state.is_scaled
+    before = _state.sums, _state.weight
     with entered(Mode(strategy, "replica", context)):
-        _state.sums, _state.weight, _state.is_scaled = Sums(context), 1, False
+        _state.sums, _state.weight = Sums(context), 1
         try:
-            if is_uneven():
+            scope = current_scope()
+            if scope is not None and scope.uneven is not None:
+                scope.num_rows = num_rows
                 # Float64 where that is enabled: what is multiplied keeps its own dtype.
                 mean = total(context, jnp.asarray(num_rows, float)) / context.num_replicas_in_sync
                 _state.weight = num_rows / mean
             yield context
         finally:
-            _state.sums, _state.weight, _state.is_scaled = before
+            _state.sums, _state.weight = before
 
 
 @contextmanager
@@ -121,20 +122,6 @@ def run_replica(strategy: Any) -> Iterator[ReplicaContext]:
 def weight_of_rows() -> Any:
     """Returns this replica's number of rows over the mean of all; 1 unless a batch is uneven."""
     return _state.weight
-
-
-def note_scaled_loss() -> None:
-    """Tells that the loss is scaled so that its mean over the replicas is that of the batch."""
-    _state.is_scaled = True
-
-
-def has_own_means() -> bool:
-    """Returns whether the step computes means of its own over the rows of an uneven part.
-
-    Keras' losses are scaled where they are computed. What the script computes by itself, such as
-    the loss of its own `train_step`, has to be weighted with the rows afterwards.
-    """
-    return is_uneven() and not _state.is_scaled
 
 
 def mean_over_rows(context: ReplicaContext, values: list[Any]) -> list[Any]:

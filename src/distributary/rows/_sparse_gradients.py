@@ -84,8 +84,9 @@ from distributary.tracing import (
     aval_of,
     evaluate_one,
     interpret_with,
-    is_jit,
     is_sum_of_replicas,
+    open_jaxpr,
+    plain_call_of,
     shape_of,
     walk,
     with_pass,
@@ -227,9 +228,10 @@ class _Rewriting:
         if _is_zeros(eqn):
             return [Zeros(aval_of(eqn.outvars[0]))]
         patched = any(isinstance(x, _PATCHES) for x in operands)
-        if is_jit(eqn) and (patched or self.concerns(eqn.params["jaxpr"].jaxpr)):
-            called = eqn.params["jaxpr"]
-            return self._evaluated(called.jaxpr, [*called.consts, *operands])
+        called = plain_call_of(eqn)
+        if called is not None and (patched or self.concerns(open_jaxpr(called)[0])):
+            jaxpr, consts = open_jaxpr(called)
+            return self._evaluated(jaxpr, [*consts, *operands])
         if eqn.primitive.name in _LOOPS:
             eqn = self._with_rewritten_bodies(eqn)
         elif any(isinstance(x, _LAZY) for x in operands):

@@ -35,7 +35,8 @@ from distributary.tracing._jaxprs import (
     Equation,
     aval_of,
     contains,
-    is_jit,
+    open_jaxpr,
+    plain_call_of,
     sub_jaxprs,
     variables_of,
     walk,
@@ -197,8 +198,9 @@ class _Flow:
             return []
         if eqn.primitive.name == "stop_gradient":
             return [0]
-        if is_jit(eqn):
-            jaxpr: Jaxpr = next(sub_jaxprs(eqn))
+        called = plain_call_of(eqn)
+        if called is not None:
+            jaxpr, _ = open_jaxpr(called)
             inner = {
                 var: _union(env, [atom]) for var, atom in zip(jaxpr.invars, eqn.invars, strict=True)
             }

@@ -31,6 +31,7 @@ The result has the same floating point operations as the step written by hand.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, final
 
@@ -50,9 +51,9 @@ from distributary.tracing._jaxprs import (
     contains,
     evaluate_all,
     evaluate_one,
-    is_jit,
     leading_to,
     open_jaxpr,
+    plain_call_of,
     sub_jaxprs,
     value_of,
     variables_made,
@@ -171,7 +172,10 @@ class _Interpreter:
         elif not contains(eqn, MARKERS) and not (self.tape is not None and _has_while(eqn)):
             outs = evaluate_one(eqn, operands)
         else:
-            outs = self._nested(eqn, operands, state)
+            # A scope, because the analyses ask how JAX made an equation: see `rows`.
+            scope = str(eqn.source_info.name_stack)
+            with jax.named_scope(scope) if scope else nullcontext():
+                outs = self._nested(eqn, operands, state)
         for var, out in zip(eqn.outvars, outs, strict=True):
             if self.paused:
                 out = lax.stop_gradient(out)
@@ -193,8 +197,9 @@ class _Interpreter:
 
     def _nested(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
         name, params = eqn.primitive.name, eqn.params
-        if is_jit(eqn):
-            return self.jaxpr(*open_jaxpr(params["jaxpr"]), operands, state)
+        called = plain_call_of(eqn)
+        if called is not None:
+            return self.jaxpr(*open_jaxpr(called), operands, state)
         if name == "while":
             assigned = handles_written(open_jaxpr(params["cond_jaxpr"])[0].eqns)
             if assigned:
@@ -401,7 +406,8 @@ def _has_while(eqn: Equation) -> bool:
     """Returns whether an equation is a `while` loop or has one that it does not keep to itself."""
     if eqn.primitive.name == "while":
         return True
-    if not is_jit(eqn) and eqn.primitive.name not in (*CONTROL_FLOW, *CHECKPOINTS):
+    keeps = eqn.primitive.name not in (*CONTROL_FLOW, *CHECKPOINTS)
+    if keeps and plain_call_of(eqn) is None:
         return False
     return any(_has_while(inner) for sub in sub_jaxprs(eqn) for inner in sub.eqns)
 

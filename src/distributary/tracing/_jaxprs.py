@@ -38,9 +38,9 @@ Atom: TypeAlias = Var | Literal
 
 _V = TypeVar("_V")
 
-_JIT = frozenset({"jit", "pjit"})
 CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
-_CALLS = frozenset({"closed_call", "core_call"}) | CHECKPOINTS
+_PLAIN_CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
+_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"}) | _PLAIN_CALLS | CHECKPOINTS
 
 
 # Variables and constants
@@ -145,18 +145,17 @@ def has_replicas(eqns: Iterable[Equation]) -> bool:
     return any(eqn.primitive.name == "shard_map" for eqn in walk(eqns))
 
 
-def is_jit(eqn: Equation) -> bool:
-    """Returns whether `eqn` is a nested `jax.jit`, which the passes look through."""
-    return eqn.primitive.name in _JIT
-
-
 def call_of(eqn: Equation) -> AnyJaxpr | None:
     """Returns the jaxpr of an equation that only calls it, else None."""
-    if is_jit(eqn) or eqn.primitive.name in _CALLS:
-        return eqn.params["jaxpr"]
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        return eqn.params["call_jaxpr"]
-    return None
+    if eqn.primitive.name not in _CALLS:
+        return None
+    jaxpr: AnyJaxpr = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+    return jaxpr
+
+
+def plain_call_of(eqn: Equation) -> AnyJaxpr | None:
+    """Returns the jaxpr of a nested `jax.jit` or the like, which the passes look through."""
+    return call_of(eqn) if eqn.primitive.name in _PLAIN_CALLS else None
 
 
 def parts_of_scan(eqn: Equation, operands: list[_V]) -> tuple[list[_V], list[_V], list[_V]]:

@@ -40,7 +40,7 @@ from distributary.tracing._jaxprs import (
     evaluate_one,
     has_replicas,
     interpret_with,
-    is_jit,
+    plain_call_of,
 )
 from distributary.tracing._joint import evaluate_jointly
 from distributary.tracing._per_device import replica_dim
@@ -105,8 +105,8 @@ def _results_with_specs(
         outs, specs = _all_replicas(eqn, values), eqn.params["out_specs"]
     elif name == "sharding_constraint":
         outs, specs = values, [eqn.params["sharding"].spec]
-    elif is_jit(eqn):
-        outs, specs = _evaluate(eqn.params["jaxpr"], values)
+    elif (called := plain_call_of(eqn)) is not None:
+        outs, specs = _evaluate(called, values)
     elif has_replicas([eqn]):
         raise UnsupportedError(
             f"Strategy.run inside jax.lax.{name} cannot be run on one device in the place of"

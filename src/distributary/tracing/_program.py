@@ -114,6 +114,7 @@ class Pure:
     totals: set[Handle]  # sums whose new value is that of all replicas already
     varying: list[bool]  # for every output; empty if nothing can vary
     checks: list[list[Exception]]  # see `TraceScope`
+    num_rows: int | None  # see `TraceScope`
 
     @property
     def has_effects(self) -> bool:
@@ -347,6 +348,7 @@ def purify(
         totals,
         [],
         scope.checks,
+        scope.num_rows,
     )
 
 
@@ -750,10 +752,14 @@ class ReplicaProgram:
             made = _outputs(pure)
             outputs.append([made[k] for k in stages.replica_outputs])
 
+        num_rows = [pure.num_rows for pure in self.pures if pure.num_rows]
+        weights = [n * len(num_rows) / sum(num_rows) for n in num_rows]
+
         def body(values: dict[Any, Any]) -> list[Any]:
             outs = evaluate_jointly(
                 [stages.replica for stages in self._stages],
                 [[self._own(i, key, values[key]) for key in keys] for i, keys in enumerate(inputs)],
+                weights if len(weights) == len(inputs) else None,
             )
             made = []
             for keys, out in zip(outputs, outs, strict=True):

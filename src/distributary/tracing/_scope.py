@@ -113,6 +113,8 @@ class TraceScope:
         self.created: list[str] = []
         self.writes: dict[int, tuple[Handle, tuple[Call, ...]]] = {}
         self.totals: set[Handle] = set()  # see `write_total`
+        # How many rows its losses are means over, if its gradients count as much as it has rows.
+        self.num_rows: int | None = None
         self.recording: list[TapeRecord] = []
         self.strategies: list[Any] = []  # their replicas run inside the function
         # Keys: a tape's number among all tapes; values: its number in this trace, from 0.
