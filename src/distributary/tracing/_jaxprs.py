@@ -39,7 +39,8 @@ Atom: TypeAlias = Var | Literal
 _V = TypeVar("_V")
 
 CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
-_PLAIN_CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
+# JAX 0.12 calls `closed_call` and `call` `eval_jaxpr`.
+_PLAIN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit", "pjit"})
 _CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"}) | _PLAIN_CALLS | CHECKPOINTS
 
 
