@@ -43,7 +43,7 @@ def aggregate_additional_loss(original: Callable[..., Any]) -> Callable[..., Any
 def _mean(loss: Any) -> Any:
     """Returns a loss that is a mean over this replica's rows, marked for the analysis of rows."""
     with jax.named_scope(MEANS):
-        return loss * 1
+        return loss * 1  # an equation, which the scope can mark
 
 
 def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
