@@ -2,6 +2,7 @@
 
 from distributary.xla_cpu._exchanged_sums import EXCHANGED, with_exchanged_sums
 from distributary.xla_cpu._joined_sums import JOINABLE, with_joined_sums
+from distributary.xla_cpu._partial_sums import with_partial_sums
 from distributary.xla_cpu._rewrites import rewritten_for_cpus, with_cpu_rewrites
 
 __all__ = [
@@ -11,4 +12,5 @@ __all__ = [
     "with_cpu_rewrites",
     "with_exchanged_sums",
     "with_joined_sums",
+    "with_partial_sums",
 ]
