@@ -126,15 +126,17 @@ class _Part:
     Attributes:
         operands: Arrays, other parts and literals.
         shares: How a device gets each; see `_batch_dims`.
-        eqn: The equation that makes the part; None if the only operand is a stack of the parts,
-            over the dim in `shares`.
+        shape: The shape of the array.
         number: Larger than those of the parts among the operands.
+        eqn: The equation that makes the part; None if the only operand is a stack of the parts:
+            those of the devices one after the other, along the dim in `shares`.
     """
 
     operands: "Sequence[Array | _Part]"
     shares: Sequence[Share]
-    eqn: Equation | None
+    shape: tuple[int, ...]
     number: int
+    eqn: Equation | None = None
 
 
 @final
@@ -201,7 +203,7 @@ class _Evaluation:
         for v, value, state in zip(
             jaxpr.invars, [*inputs, *body.constants], all_states, strict=True
         ):
-            env[v] = _Part([value], [0], None, next(self._numbers)) if is_part(state) else value
+            env[v] = self._part(value, v) if is_part(state) else value
             dims[v] = None if is_part(state) else state
         stacked = [v for v, state in zip(jaxpr.outvars, results, strict=True) if is_part(state)]
         whole = [v for v, state in zip(jaxpr.outvars, results, strict=True) if not is_part(state)]
@@ -241,7 +243,7 @@ class _Evaluation:
         shares = shares_of(eqn, states)
         if shares is not None:
             (result,) = eqn.outvars
-            env[result] = _Part(operands, shares, eqn, next(self._numbers))
+            env[result] = _Part(operands, shares, shape_of(result), next(self._numbers), eqn)
             return True
         if eqn.primitive.name in CONTROL_FLOW:
             plan = self._plan(eqn, states)
@@ -296,7 +298,7 @@ class _Evaluation:
                 together = all_reduce_of_vectors if self._mesh.is_multi_process else _all_reduced
                 totals = together(totals)
             totals = [x.astype(aval_of(v).dtype) for x, v in zip(totals, sums, strict=True)]
-            return totals, [made[id(env[v])][None] for v in stacks]
+            return totals, [_in_stack(made[id(env[v])]) for v in stacks]
 
         exchanged = with_exchanged_sums(local, self._mesh)
         totals, stacked = self._on_devices(
@@ -305,12 +307,15 @@ class _Evaluation:
         for v, total in zip(sums, totals, strict=True):
             env[v] = total
         for v, stack in zip(stacks, stacked, strict=True):
-            env[v] = _Part([stack], [0], None, next(self._numbers))
+            env[v] = self._part(stack, v)
         return dict(zip(stacks, stacked, strict=True))
+
+    def _part(self, stack: Array, v: Var, axis: int = 0) -> _Part:
+        return _Part([stack], [axis], shape_of(v), next(self._numbers))
 
     def _stack(self, value: Array) -> Array:
         """Returns parts of a value: the first device has all of it."""
-        return self._on_devices(lambda x: x[None], [(value, "first")], P(REPLICA_AXIS))
+        return self._on_devices(_in_stack, [(_wide(value), "first")], P(REPLICA_AXIS))
 
     def _local(
         self,
@@ -523,8 +528,8 @@ class _Evaluation:
         is_scan = eqn.primitive.name == "scan"
         num_carried = len(parts_of_scan(eqn, arrays)[1]) if is_scan else len(made)
         return [
-            _Part([x], [int(i >= num_carried)], None, next(self._numbers)) if is_part(state) else x
-            for i, (x, state) in enumerate(zip(made, plan.results, strict=True))
+            self._part(x, v, int(i >= num_carried)) if is_part(state) else x
+            for i, (x, v, state) in enumerate(zip(made, eqn.outvars, plan.results, strict=True))
         ]
 
 
@@ -571,8 +576,7 @@ def _needed(parts: Iterable[Any]) -> list[_Part]:
 def _part_of(part: _Part, operands: Sequence[Array]) -> Array:
     """Computes a part from what the device has of the operands."""
     if part.eqn is None:
-        (axis,) = part.shares
-        return lax.squeeze(operands[0], [axis])
+        return operands[0].reshape(part.shape)
     params = part.eqn.params
     if not is_wide(aval_of(part.eqn.outvars[0]).dtype):
         # The sum is rounded once.
@@ -582,6 +586,10 @@ def _part_of(part: _Part, operands: Sequence[Array]) -> Array:
             operands = list(map(_wide, operands))
     made: Array = part.eqn.primitive.bind(*operands, **params)
     return made
+
+
+def _in_stack(x: Array) -> Array:
+    return x if x.ndim else x[None]
 
 
 def _wide(x: Array) -> Array:
