@@ -20,6 +20,7 @@ from jax.extend.core import Literal
 
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import Equation, aval_of, shape_of
+from distributary.xla_cpu._rules import is_explicit
 
 Dim: TypeAlias = int | None
 # "partial": the sum of what the replicas have. "assumed": the same, of what a loop starts from; the
@@ -53,7 +54,7 @@ def shares_of(eqn: Equation, states: Sequence[State]) -> list[Share] | None:
     Returns:
         None if the result is not the sum of such parts.
     """
-    if len(eqn.outvars) != 1 or eqn.effects or eqn.params.get("out_sharding") is not None:
+    if len(eqn.outvars) != 1 or eqn.effects or is_explicit(eqn.params.get("out_sharding")):
         return None
     parts = list(map(is_part, states))
     if any(parts):

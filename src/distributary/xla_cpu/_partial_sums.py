@@ -577,15 +577,14 @@ def _part_of(part: _Part, operands: Sequence[Array]) -> Array:
     """Computes a part from what the device has of the operands."""
     if part.eqn is None:
         return operands[0].reshape(part.shape)
-    params = part.eqn.params
+    params: dict[str, Any] = {}
     if not is_wide(aval_of(part.eqn.outvars[0]).dtype):
         # The sum is rounded once.
-        if "preferred_element_type" in params:
-            params = {**params, "preferred_element_type": np.dtype(np.float32)}
+        if "preferred_element_type" in part.eqn.params:
+            params["preferred_element_type"] = np.dtype(np.float32)
         else:
             operands = list(map(_wide, operands))
-    made: Array = part.eqn.primitive.bind(*operands, **params)
-    return made
+    return _bound(part.eqn, *operands, **params)
 
 
 def _in_stack(x: Array) -> Array:
@@ -602,8 +601,10 @@ def _is_alone(params: Mapping[str, Any], dim: int) -> bool:
     return [params[name][dim] for name in names] == [1, 1, (0, 0)]
 
 
-def _bound(eqn: Equation, *operands: Array) -> Array:
-    made: Array = eqn.primitive.bind(*operands, **eqn.params)
+def _bound(eqn: Equation, *operands: Array, **changed: Any) -> Array:
+    """Returns the result of an equation, with some parameters changed, on one device."""
+    params = {name: None if "sharding" in name else x for name, x in eqn.params.items()}
+    made: Array = eqn.primitive.bind(*operands, **{**params, **changed})
     return made
 
 
