@@ -125,11 +125,11 @@ def _rounded(value: Array) -> Array:
 
     If the value is a product, one instruction would multiply and add, and round only once. What is
     sent is rounded, so the replicas of a pair would add different numbers, and their copies of a
-    variable would drift apart. The bits go through an exclusive or with 0; the compiler does not
-    know that it is 0. It drops barriers before it fuses.
+    variable would drift apart. XLA:CPU drops barriers before it fuses. So the bits go through an
+    exclusive or with the lowest bit of `n * (n - 1)`: it is 0, and compilers do not know that.
     """
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return value
-    bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
-    zero = (lax.axis_index(REPLICA_AXIS).astype(jnp.uint32) >> 31).astype(bits)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) ^ zero, value.dtype)
+    bits = lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
+    one = jnp.ones((), bits.dtype)
+    return lax.bitcast_convert_type(bits ^ (bits * (bits - one) & one), value.dtype)
