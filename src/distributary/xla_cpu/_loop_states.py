@@ -177,12 +177,14 @@ class Plans:
         jaxpr = body.jaxpr
         given = [*states, *([None] * len(body.constants))]
         env: dict[Atom, State] = dict(zip(jaxpr.invars, given, strict=True))
+        sources: dict[Atom, list[Atom]] = {}
         for eqn in jaxpr.eqns:
             found = [state_of(atom, env) for atom in eqn.invars]
             if shares_of(eqn, found) is not None:
                 # What a loop starts from is no sum until one is added to it.
                 is_sum = "partial" in found or "assumed" not in found
                 env[eqn.outvars[0]] = "partial" if is_sum else "assumed"
+                sources[eqn.outvars[0]] = [*variables_of(eqn.invars)]
                 continue
             needed: Sequence[State] = dims_in(found)
             made: Sequence[State] = []
@@ -191,9 +193,12 @@ class Plans:
                 needed, made = plan.operands, plan.results
             else:
                 made = dims_of(eqn, dims_in(found))
-            for atom, state, need in zip(eqn.invars, found, needed, strict=True):
-                if is_part(state) and not is_part(need):
+            read = [v for v, need in zip(eqn.invars, needed, strict=True) if not is_part(need)]
+            while read:
+                atom = read.pop()
+                if is_part(state_of(atom, env)):
                     env[atom] = None
+                    read.extend(sources.get(atom, ()))
             env.update(zip(eqn.outvars, made, strict=True))
         outputs = [state_of(atom, env) for atom in jaxpr.outvars]
         return [env[v] for v in jaxpr.invars[: len(states)]], outputs
