@@ -291,6 +291,11 @@ def _mesh(num_replicas):
 
 
 def _compiled(step, args, dims, mesh):
+    program, args = _lowered(step, args, dims, mesh)
+    return program.compile(), args
+
+
+def _lowered(step, args, dims, mesh):
     """The program of a step; rows that do not divide are padded and cut off inside."""
 
     def padded(x, dim):
@@ -311,7 +316,7 @@ def _compiled(step, args, dims, mesh):
         NamedSharding(mesh, P() if dim is None else P(*[None] * dim, "replica")) for dim in dims
     ]
     args = list(map(jax.device_put, map(padded, args, dims), shardings))
-    return jax.jit(cut, in_shardings=shardings).lower(*args).compile(), args
+    return jax.jit(cut, in_shardings=shardings).lower(*args), args
 
 
 def _results(step, args, dims, mesh):
@@ -347,9 +352,10 @@ def test_results_are_those_of_one_device(name):
 @pytest.mark.parametrize("num_rows", [3, 6])  # some devices have no row; the last ones have fewer
 @pytest.mark.parametrize(
     "name",
-    """
-    classes convolution without_padding depthwise embedding weighted counts orders various
-    """.split(),
+    [
+        *("classes", "convolution", "without_padding", "depthwise", "embedding"),
+        *("weighted", "counts", "orders", "various"),
+    ],
 )
 def test_rows_that_do_not_divide_count_once(name, num_rows):
     step, args, dims = _case(name, num_rows)
@@ -358,11 +364,14 @@ def test_rows_that_do_not_divide_count_once(name, num_rows):
 
 
 def test_sums_of_16_bits_are_rounded_once():
-    step, args, dims = lambda x: _cancelling(jnp.zeros(()), x), [_x(64) / 8], [0]
+    step, args, dims = lambda x: _cancelling(jnp.zeros(()), x), [_x(64) * 16], [0]
     low = np.where(np.arange(64) < 32, 300.0, -300.0)[:, None] + args[0]
     expected = np.asarray(jnp.asarray(low, jnp.bfloat16), np.float64).sum(0)
 
-    of_product, total = _results(with_partial_sums(step, dims, _mesh(2)), args, dims, _mesh(2))
+    program, arrays = _lowered(with_partial_sums(step, dims, _mesh(2)), args, dims, _mesh(2))
+    # Without this, XLA keeps more bits inside of a program, and hides where it rounds.
+    exact = program.compile(compiler_options={"xla_allow_excess_precision": False})
+    of_product, total = exact(*arrays)
 
     np.testing.assert_allclose(of_product, [expected, expected], rtol=1e-2)
     np.testing.assert_allclose(np.float64(total), expected, rtol=1e-2)
@@ -399,6 +408,20 @@ def test_sums_are_added_up_together(name, expected):
     program, _ = _compiled(with_partial_sums(step, dims, mesh), args, dims, mesh)
 
     assert _collectives(program) == {"all-reduce": expected}
+
+
+def test_loops_add_up_only_what_they_add_to():
+    def step(w, x):
+        def turn(carry, factor):
+            total, unread, read = carry
+            g = jax.grad(lambda w: _mean(jnp.tanh(x @ w) * factor))(w)
+            return (total + g, unread, -read), jnp.sum(read)
+
+        return lax.scan(turn, (jnp.zeros(w.shape), w, w), jnp.arange(3.0))
+
+    _, inside = _names(with_partial_sums(step, [None, 0], _mesh(2)), [W, _x(8)])
+
+    assert inside.count("psum") == 1
 
 
 def test_xla_adds_up_in_every_turn_of_a_loop_otherwise():
