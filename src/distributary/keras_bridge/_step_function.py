@@ -5,6 +5,7 @@ variables. The function takes a batch from the iterator, lays its rows out over 
 gives it with the model's step to the engine, which traces the step on the whole batch.
 """
 
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -17,11 +18,13 @@ from distributary._types import Nest
 from distributary.context import entered
 from distributary.dispatch import latest_program, progress
 from distributary.engine import Programs, StepKind, global_batch, mode_of, several_steps
+from distributary.errors import TracedValueError
 from distributary.inputs import Loop
 from distributary.keras_bridge._data import DatasetBatches, OwnRows, next_own, take
 from distributary.keras_bridge._model_step import Kind, ModelStep, num_rows
 from distributary.topology import local_copy
 
+_log = logging.getLogger(__name__)
 _METHODS: dict[Kind, str] = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
@@ -61,7 +64,15 @@ class StepFunction:
             trainer.name,
         )
         self._programs: dict[int, Programs] = {}  # by number of steps
+        self._variables: list[Any] = []  # weak references to those that the programs use
         self._fusible: bool | None = None
+        if kind == "train" and self._num_replicas > 1 and self._step.stateful is not None:
+            _log.warning(
+                "%s.train_step sees the whole batch, as the only replica of %d: in it,"
+                " strategy.num_replicas_in_sync is 1, so do not divide by the number of replicas.",
+                trainer.name,
+                self._num_replicas,
+            )
 
     def __call__(self, state: object, iterator: Any) -> tuple[Any, Any]:
         """Runs `steps_per_execution` steps, or fewer at the end of the data.
@@ -94,6 +105,10 @@ class StepFunction:
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs), state
 
     def _begin_loop(self, iterator: Any) -> None:
+        variables = [weakref.ref(v) for part in self._step.variables() for v in part]
+        if self._variables != variables:  # another optimizer, or other layers
+            self._variables = variables
+            self._programs.clear()
         self._loop = None if isinstance(iterator, DatasetBatches) else Loop(self._counts)
         try:
             self._loops_over = weakref.ref(iterator)
@@ -112,17 +127,24 @@ class StepFunction:
 
     def _run(self, batch: Nest, count: int = 1) -> Nest:
         """Runs one step on a batch, or `count` steps on as many stacked batches."""
-        if self._eager and not isinstance(batch, OwnRows):
+        if self._eager and not is_own(batch):
             return self._run_eagerly(batch)
         data, num_examples = self._laid_out(batch, count)
         step = self._step
-        out = self._engine.execute(
-            self._programs.setdefault(count, {}),
-            step if count == 1 else several_steps(step, keep_all=self._kind == "predict"),
-            (data,),
-            {},
-            self._kind_of_step,
-        )
+        try:
+            out = self._engine.execute(
+                self._programs.setdefault(count, {}),
+                step if count == 1 else several_steps(step, keep_all=self._kind == "predict"),
+                (data,),
+                {},
+                self._kind_of_step,
+            )
+        except TracedValueError:
+            # Keras does not compile models with a layer that says that it cannot be compiled.
+            if self._trainer.jit_compile or is_own(batch) or count > 1:
+                raise
+            self._eager = True
+            return self._run_eagerly(batch)
         if self._share.num_workers > 1:
             out = jax.tree.map(local_copy, out)
         self._counts.num_examples += num_examples
@@ -135,14 +157,13 @@ class StepFunction:
     def _laid_out(self, batch: Nest, count: int) -> tuple[Nest, int]:
         """Returns a batch as the step gets it, and how many rows this process computes."""
         dim = int(count > 1)
-        is_own = isinstance(batch, OwnRows)
         rows: Nest = batch.rows if isinstance(batch, OwnRows) else batch
         num_examples = count * num_rows(rows, dim)
         if self._num_replicas == 1:
             return rows, num_examples
-        if not is_own and self._share.num_workers > 1:
+        if not is_own(batch) and self._share.num_workers > 1:
             num_examples = -(-num_examples // self._share.num_workers)
-        return global_batch(rows, self._placement, dim, is_own), num_examples
+        return global_batch(rows, self._placement, dim, is_own(batch)), num_examples
 
     def _run_eagerly(self, batch: Nest) -> Nest:
         # Operations of a single worker need arrays of its own. All workers compute the same.
@@ -168,3 +189,8 @@ class StepFunction:
             data, _ = self._laid_out(jax.tree.map(lambda x: x[0], stacked), 1)
             self._fusible = self._engine.fuses(self._step, data, self._kind_of_step)
         return self._fusible
+
+
+def is_own(batch: Nest) -> bool:
+    """Returns whether a batch has only this worker's rows."""
+    return isinstance(batch, OwnRows)
