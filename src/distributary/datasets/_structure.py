@@ -84,14 +84,14 @@ def map_arrays(fn: Callable[[Array], Any], element: Nest) -> Nest:
 
 
 def kept(element: Nest) -> Nest:
-    """Returns an element that stays as it is: its NumPy arrays are copies.
+    """Returns an element that stays as it is: its NumPy arrays, also those in lists, are copies.
 
-    Generators and functions often yield the same array again and again, with new content.
+    Generators and functions often yield the same array again and again, with new content. What a
+    program takes is kept, too: it may read the memory of a NumPy array after the call.
     """
     if type(element) is np.ndarray:
         return element.copy()
-    leaves, tree = flatten(element)
-    return tree.unflatten([x.copy() if isinstance(x, np.ndarray) else x for x in leaves])
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, element)
 
 
 def as_array(leaf: object) -> Any:

@@ -31,6 +31,7 @@ __all__ = [
     "check_static",
     "inside_jax",
     "is_dynamic",
+    "own_arrays",
     "placed_struct_of",
     "signature_of",
     "split_result",
@@ -92,6 +93,14 @@ def signature_of(leaf: Any, what: str) -> Any:
             " step can be keyed."
         )
     return kind, leaf
+
+
+def own_arrays(leaves: Sequence[Any]) -> list[Any]:
+    """Returns arguments that stay as they are: NumPy arrays are copies.
+
+    A program may read the memory of a NumPy array after the call, when its owner writes to it.
+    """
+    return [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
 
 
 def check_static(value: object, step: str, argument: str) -> None:
