@@ -168,7 +168,7 @@ def _stack_leaves(column: Sequence[Any]) -> np.ndarray:
         kind = type(first)
         if all(type(value) is kind for value in column):
             return np.asarray(column)
-    arrays = [np.asarray(as_array(leaf)) for leaf in column]
+    arrays = [_on_host(leaf) for leaf in column]
     first = arrays[0]
     for number, array in enumerate(arrays):
         if array.shape != first.shape:
@@ -183,6 +183,16 @@ def _stack_leaves(column: Sequence[Any]) -> np.ndarray:
                 f" {first.dtype}. Convert them in map, or in the generator."
             )
     return np.stack(arrays)
+
+
+def _on_host(leaf: object) -> np.ndarray:
+    if isinstance(leaf, jax.core.Tracer):
+        raise InvalidTypeError(
+            "batch: an element holds a value of the function that is being traced, but datasets"
+            " make batches on the host. Compute with the value after the batch:"
+            " for x in dataset.batch(n): x * value."
+        )
+    return np.asarray(as_array(leaf))
 
 
 def pad_and_stack(elements: Sequence[Nest], shapes: Nest, values: Nest) -> Block:
@@ -202,7 +212,7 @@ def pad_and_stack(elements: Sequence[Nest], shapes: Nest, values: Nest) -> Block
 def _pad_and_stack_leaves(
     column: Sequence[Any], shape: Sequence[int | None] | None, value: object
 ) -> np.ndarray:
-    arrays = [np.asarray(as_array(leaf)) for leaf in column]
+    arrays = [_on_host(leaf) for leaf in column]
     if len(ndims := {array.ndim for array in arrays}) > 1:
         raise InvalidValueError(
             f"padded_batch: arrays of a batch have {sorted(ndims)} dims; they may differ only in"
