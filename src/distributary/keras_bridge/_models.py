@@ -2,9 +2,11 @@
 
 import gc
 import inspect
+import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -27,6 +29,9 @@ from distributary.tracing import explained, shorten, user_stacklevel
 
 # Strategies that have a model already: a further one outside of their scope is on purpose.
 _with_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+# The thread and the name of the outermost call of each model that changes its metrics.
+_calls: "weakref.WeakKeyDictionary[Any, tuple[int, str]]" = weakref.WeakKeyDictionary()
 
 
 def strategy_of(model: Any) -> Any:
@@ -133,7 +138,7 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         check_same_strategy(strategy, f"{self.name}.{what}")
         if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
             begin_call(self, original, args, kwargs)
-        with strategy.scope():
+        with strategy.scope(), _in_one_thread(self, what):
             token = current_call.set(Call(what))
             try:
                 return original(self, *args, **kwargs)
@@ -145,6 +150,27 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
                 current_call.reset(token)
 
     return method
+
+
+@contextmanager
+def _in_one_thread(model: Any, what: str) -> Iterator[None]:
+    """Runs a call of a model; refuses one that would mix its metrics with those of a thread."""
+    own = threading.get_ident(), what
+    if what.startswith("predict"):  # has no metrics
+        yield
+        return
+    outermost = _calls.setdefault(model, own)
+    if outermost[0] != own[0]:
+        raise ContextError(
+            f"{model.name}.{what} was called while {model.name}.{outermost[1]} runs in another"
+            " thread; both change the model's metrics. Call it from a callback, or on a copy of the"
+            " model: keras.models.clone_model(model), compile and set_weights."
+        )
+    try:
+        yield
+    finally:
+        if outermost is own:
+            del _calls[model]
 
 
 def _step_function(model: Any, kind: Kind, strategy: Any) -> Any:
@@ -200,20 +226,29 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_jax_state
 
 
-def store_state_untracked(trainer: Any) -> None:
-    """Makes models store the state after a step, which is empty, without a search for layers.
+def store_state_per_call(trainer: Any) -> None:
+    """Makes a call of a model's methods keep what Keras notes of its state, which is empty.
+
+    On the model, it would be that of another thread, too; and Keras would search it for layers.
 
     Args:
         trainer: The class that gives models their `fit`.
     """
+    defaults = {"_jax_state": None, "_jax_state_synced": True}
+
+    def place_of(model: Any) -> dict[str, Any]:
+        call = current_call.get()
+        return vars(model if call is None or strategy_of(model) is None else call)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:  # noqa: N807
-        if name == "_jax_state" and strategy_of(self) is not None:
-            object.__setattr__(self, name, value)
+        if name in defaults:
+            place_of(self)[name] = value
         else:
             super(trainer, self).__setattr__(name, value)
 
     trainer.__setattr__ = __setattr__
+    for name, default in defaults.items():
+        setattr(trainer, name, property(lambda self, n=name, d=default: place_of(self).get(n, d)))
 
 
 def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
