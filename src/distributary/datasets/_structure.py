@@ -13,6 +13,7 @@ from numpy.exceptions import ComplexWarning
 
 from distributary._types import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, a_kind
+from distributary.tracing import native
 
 Array: TypeAlias = np.ndarray | jax.Array
 Block: TypeAlias = Nest
@@ -90,8 +91,8 @@ def kept(element: Nest) -> Nest:
     program takes is kept, too: it may read the memory of a NumPy array after the call.
     """
     if type(element) is np.ndarray:
-        return element.copy()
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, element)
+        return native(element.copy())
+    return jax.tree.map(lambda x: native(x.copy()) if isinstance(x, np.ndarray) else x, element)
 
 
 def as_array(leaf: object) -> Any:

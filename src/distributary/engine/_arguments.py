@@ -15,7 +15,7 @@ from distributary.datasets import DatasetIterator
 from distributary.engine._cache import WeakIdentity
 from distributary.errors import ContextError, InvalidTypeError, a_kind, described, shown
 from distributary.topology import is_left_over
-from distributary.tracing import Subject, leaked_at
+from distributary.tracing import Subject, leaked_at, narrowed
 from distributary.values import (
     DistributedValues,
     IndexedSlices,
@@ -95,12 +95,12 @@ def signature_of(leaf: Any, what: str) -> Any:
     return kind, leaf
 
 
-def own_arrays(leaves: Sequence[Any]) -> list[Any]:
-    """Returns arguments that stay as they are: NumPy arrays are copies.
+def own_arrays(leaves: Sequence[Any], what: str) -> list[Any]:
+    """Returns arguments that stay as they are: NumPy arrays are copies, in dtypes of JAX.
 
     A program may read the memory of a NumPy array after the call, when its owner writes to it.
     """
-    return [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    return [narrowed(leaf, what) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
 
 
 def check_static(value: object, step: str, argument: str) -> None:

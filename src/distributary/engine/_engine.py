@@ -107,7 +107,7 @@ class Engine:
         except InvalidTypeError as error:
             raise argument_error(error, leaves, Subject(function, tree, kind.name)) from None
         if kind.name is None:  # batches of Keras are copies already
-            leaves = own_arrays(leaves)
+            leaves = own_arrays(leaves, kind.caller)
         executable = programs.get(key)
         if executable is not None:
             picks = executable.picks

@@ -119,7 +119,7 @@ class Function:
         if len(iterators) > 1:  # an iterator that is passed twice takes turns with itself
             signature += map(iterators.index, iterators)
         key: _Key = tree, tuple(signature), mode.role, in_default_context()
-        leaves = own_arrays(leaves)
+        leaves = own_arrays(leaves, "distributary.function")
         entry = programs.get(key)
         if type(entry) is Executable:
             try:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
 from distributary.context import (
     check_same_strategy,
@@ -25,7 +26,7 @@ from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._step_function import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
 from distributary.strategies import OneDeviceStrategy, unused_strategies
-from distributary.tracing import explained, shorten, user_stacklevel
+from distributary.tracing import explained, native, shorten, user_stacklevel
 
 # Strategies that have a model already: a further one outside of their scope is on purpose.
 _with_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -136,6 +137,8 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             _give(self, strategy := OneDeviceStrategy(jax.local_devices()[0]))
             self.train_function = self.test_function = self.predict_function = None
         check_same_strategy(strategy, f"{self.name}.{what}")
+        args = tuple(map(_native, args))
+        kwargs = {key: _native(own) if key in _DATA else own for key, own in kwargs.items()}
         if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
             begin_call(self, original, args, kwargs)
         with strategy.scope(), _in_one_thread(self, what):
@@ -150,6 +153,18 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
                 current_call.reset(token)
 
     return method
+
+
+_DATA = ("x", "y", "sample_weight", "validation_data")
+
+
+def _native(data: Any) -> Any:
+    """Returns data for Keras with its arrays in the byte order of this machine."""
+    if isinstance(data, np.ndarray):
+        return native(data)
+    if type(data) in (tuple, list):
+        return type(data)(map(_native, data))
+    return {key: _native(own) for key, own in data.items()} if type(data) is dict else data
 
 
 @contextmanager
@@ -247,8 +262,12 @@ def store_state_per_call(trainer: Any) -> None:
             super(trainer, self).__setattr__(name, value)
 
     trainer.__setattr__ = __setattr__
-    for name, default in defaults.items():
-        setattr(trainer, name, property(lambda self, n=name, d=default: place_of(self).get(n, d)))
+
+    def kept(name: str) -> property:
+        return property(lambda self: place_of(self).get(name, defaults[name]))
+
+    for name in defaults:
+        setattr(trainer, name, kept(name))
 
 
 def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -259,7 +259,7 @@ def _of_mask(case: _Case) -> str:
     )
 
 
-def _of_numpy(case: _Case) -> str:
+def _of_numpy(case: _Case) -> str | None:
     called = re.search(r"\bnp\.((?:\w+\.)*\w+)\(", case.line)
     library = _library(case.error)
     if called and called[1] in ("array", "asarray"):
