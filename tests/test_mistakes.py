@@ -279,6 +279,36 @@ def detach_an_array(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
+@told("train_step: an item of a NumPy array at test_mistakes.py", ".at[i].set(value)")
+def a_number_into_an_item_of_numpy(strategy):
+    def train_step(batch):
+        sums = np.zeros(2)
+        sums[0] = batch.sum()
+        return batch + sums[0]
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step: an item of a NumPy array at test_mistakes.py", "`batch`", ".at[i].set(value)")
+def rows_into_items_of_numpy(strategy):
+    def train_step(batch):
+        padded = np.zeros((16, 3))
+        padded[: len(batch)] += batch
+        return padded
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("batch", "on the host", "for x in dataset.batch(n): x * value")
+def a_traced_value_in_a_padded_batch(strategy):
+    @dist.function
+    def total(factor):
+        rows = dist.data.Dataset.from_generator(lambda: (np.ones(n) for n in range(3)))
+        return sum(x.sum() for x in rows.map(lambda x: x * factor).padded_batch(2))
+
+    total(2.0)
+
+
 @told("train_step", ".unsqueeze()", "jnp.expand_dims")
 def unsqueeze_an_array(strategy):
     def train_step(batch):

@@ -70,3 +70,37 @@ def test_import_and_use_change_nothing_for_other_code():
     )
 
     assert process.returncode == 0, process.stderr
+
+
+_THREADS = """
+import threading
+from operator import attrgetter
+import distributary.compat.tensorflow as tf
+
+names = ["cast", "random.normal", "train.Example", "io.decode_raw", "strings.join", "nn.relu"]
+start, found = threading.Barrier(8), []
+
+def look_up(number):
+    start.wait()
+    found.append({name: attrgetter(name)(tf) for name in names[number:] + names[:number]})
+
+threads = [threading.Thread(target=look_up, args=(number % len(names),)) for number in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert found == [found[0]] * 8, found
+"""
+
+
+def test_threads_that_are_the_first_to_use_names_get_the_same_objects():
+    environ = {"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run(
+        [sys.executable, "-c", _THREADS],
+        env=environ | {"KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert process.returncode == 0, process.stderr

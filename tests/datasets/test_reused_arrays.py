@@ -1,5 +1,7 @@
 """Generators and functions may write their next result into the array of the last one."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,6 +24,11 @@ def _nests():
         yield nest
 
 
+def _lists():
+    for array in _numbers():
+        yield [array, {"x": [array]}]
+
+
 def _generated():
     return dist.data.Dataset.from_generator(_numbers, output_signature=_SPEC)
 
@@ -29,6 +36,11 @@ def _generated():
 class _Iterable:
     def __iter__(self):
         return _numbers()
+
+
+class _Lists:
+    def __iter__(self):
+        return _lists()
 
 
 class _Sequence:
@@ -114,3 +126,54 @@ def test_an_iterator_that_is_read_ahead_keeps_its_elements(strategy_of):
     values = list(strategy.experimental_distribute_dataset(_numbers()))
 
     assert [float(np.asarray(value)[0]) for value in values] == list(range(6))
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("batches", [_lists, lambda: _Lists()])
+def test_arrays_in_lists_are_copied(batches, depth, strategy_of):
+    options = dist.InputOptions(experimental_per_replica_buffer_size=depth)
+    dataset = strategy_of(1).experimental_distribute_dataset(batches(), options)
+
+    values = [jax.tree.leaves(value) for value in dataset]
+
+    assert [[float(x[0]) for x in leaves] for leaves in values] == [[i, i] for i in range(6)]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_values_of_a_function_that_fills_one_array_are_copied(num_replicas, strategy_of):
+    buffer = np.zeros(4096, np.float32)
+    strategy = strategy_of(num_replicas)
+
+    def value(context):
+        buffer[:] = context.replica_id_in_sync_group + 1
+        return {"x": [buffer]}
+
+    values = strategy.experimental_distribute_values_from_function(value)["x"][0]
+    buffer[:] = 9
+
+    found = [set(np.unique(own)) for own in strategy.experimental_local_results(values)]
+    assert found == [{number + 1} for number in range(num_replicas)]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 8])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_computes_with_the_content_at_the_call(num_replicas, compiled, strategy_of):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        weights = dist.Variable(jnp.eye(256) / 2)
+        total = dist.Variable(0.0, aggregation=dist.VariableAggregation.ONLY_FIRST_REPLICA)
+
+    def step(x):
+        slow = weights.value()
+        for _ in range(20):  # while it computes, the array changes
+            slow = jnp.tanh(slow @ slow)
+        total.assign_add(x.mean() + 0 * slow[0, 0])
+
+    call = (dist.function if compiled else lambda f: f)(lambda x: strategy.run(step, args=(x,)))
+    buffer = np.zeros((256, 512), np.float32)
+    for number in range(8):
+        buffer[:] = number
+        call(buffer)
+        buffer[:] = np.nan
+
+    assert float(total.value()) == sum(range(8))

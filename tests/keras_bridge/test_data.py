@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import pytest
 
+from distributary.data import Dataset
+
 _CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 _ROWS = 14  # with batches of 4, the last one has 2
 
@@ -360,3 +362,67 @@ def test_sparse_matrices_of_scipy_train_as_in_keras(num_replicas, strategy_of):
 
     for own, expected in zip(*results, strict=True):
         np.testing.assert_allclose(own, expected, **_CLOSE)
+
+
+class _Refilled(keras.utils.PyDataset):
+    """Batches that are all read into the same two arrays."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self._batches = batches
+        self._arrays = [np.empty_like(array) for array in batches[0]]
+
+    def __len__(self):
+        return len(self._batches)
+
+    def __getitem__(self, index):
+        for array, content in zip(self._arrays, self._batches[index], strict=True):
+            array[:] = content
+        return tuple(self._arrays)
+
+    def generator(self):
+        for index in range(len(self)):
+            yield self[index]
+
+
+def _trained_on_slow_steps(strategy, *data, **options):
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        keras.utils.set_random_seed(0)
+        dense = [keras.layers.Dense(256, "tanh") for _ in range(4)]
+        model = keras.Sequential([keras.Input((512,)), *dense, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse", **options)
+    model.fit(*data, batch_size=64, steps_per_epoch=5, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@functools.cache
+def _slow_batches():
+    random = np.random.default_rng(0)
+    x, y = (random.normal(size=(5, 64, size)).astype(np.float32) for size in (512, 1))
+    return list(zip(x, y, strict=True)), _trained_on_slow_steps(None, *map(np.concatenate, (x, y)))
+
+
+@pytest.mark.parametrize(
+    ("source", "steps_per_execution", "num_replicas"),
+    [
+        ("PyDataset", 1, 1),
+        ("PyDataset", 3, 2),
+        ("generator", 1, 2),
+        ("generator", 3, 1),
+        ("Dataset", 3, 2),
+    ],
+)
+def test_a_producer_may_fill_the_same_arrays_again(
+    source, steps_per_execution, num_replicas, strategy_of
+):
+    contents, expected = _slow_batches()
+    batches = _Refilled(contents)
+    if source != "PyDataset":
+        batches = batches.generator() if source == "generator" else Dataset.from_source(batches)
+
+    got = _trained_on_slow_steps(
+        strategy_of(num_replicas), batches, steps_per_execution=steps_per_execution
+    )
+
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, **_CLOSE)

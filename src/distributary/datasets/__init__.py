@@ -28,4 +28,4 @@ from distributary.datasets._records import framed
 from distributary.datasets._replica_rows import WorkerBatch, WorkerShare, split_rows
 from distributary.datasets._sharding import worker_dataset
 from distributary.datasets._streams import Stream
-from distributary.datasets._structure import TensorSpec, check_dense, sized_spec, some_rows
+from distributary.datasets._structure import TensorSpec, check_dense, kept, sized_spec, some_rows

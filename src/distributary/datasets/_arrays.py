@@ -11,6 +11,7 @@ from distributary.datasets._nodes import NumberedNode
 from distributary.datasets._options import INFINITE_CARDINALITY
 from distributary.datasets._structure import Block, TensorSpec, as_array, flatten, spec_of
 from distributary.errors import InvalidValueError
+from distributary.tracing import native
 
 
 @final
@@ -32,19 +33,21 @@ class Slices(NumberedNode):
         return len(self.leaves[0])
 
     def row(self, number: int) -> Nest:
-        return self.structure.unflatten([leaf[number] for leaf in self.leaves])
+        return self.structure.unflatten([native(leaf[number]) for leaf in self.leaves])
 
     def rows(self, numbers: np.ndarray) -> Block:
-        return self.structure.unflatten([leaf.take(numbers, axis=0) for leaf in self.leaves])
+        return self.structure.unflatten(
+            [native(leaf.take(numbers, axis=0)) for leaf in self.leaves]
+        )
 
     def part(self, start: int, count: int) -> Block:
         """Returns consecutive rows."""
         rows = slice(start, start + count)
         # A copy, because a batch may still be on its way when the user writes to the array.
-        return self.structure.unflatten([leaf[rows].copy() for leaf in self.leaves])
+        return self.structure.unflatten([native(leaf[rows].copy()) for leaf in self.leaves])
 
     def spec(self) -> Nest:
-        specs = [TensorSpec(leaf.shape[1:], leaf.dtype) for leaf in self.leaves]
+        specs = [TensorSpec(leaf.shape[1:], leaf.dtype.newbyteorder("=")) for leaf in self.leaves]
         return self.structure.unflatten(specs)
 
     def label(self) -> str:

@@ -37,6 +37,7 @@ class RandomAccess(NumberedNode):
     batched: bool | None = None
     getitems: Callable[[np.ndarray], Block] | None = None
     alike = False
+    own_arrays = True
 
     def cardinality(self) -> int:
         size = len(self.items)

@@ -13,6 +13,7 @@ from numpy.exceptions import ComplexWarning
 
 from distributary._types import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, a_kind
+from distributary.tracing import native
 
 Array: TypeAlias = np.ndarray | jax.Array
 Block: TypeAlias = Nest
@@ -84,14 +85,14 @@ def map_arrays(fn: Callable[[Array], Any], element: Nest) -> Nest:
 
 
 def kept(element: Nest) -> Nest:
-    """Returns an element that stays as it is: its NumPy arrays are copies.
+    """Returns an element that stays as it is: its NumPy arrays, also those in lists, are copies.
 
-    Generators and functions often yield the same array again and again, with new content.
+    Generators and functions often yield the same array again and again, with new content. What a
+    program takes is kept, too: it may read the memory of a NumPy array after the call.
     """
     if type(element) is np.ndarray:
-        return element.copy()
-    leaves, tree = flatten(element)
-    return tree.unflatten([x.copy() if isinstance(x, np.ndarray) else x for x in leaves])
+        return native(element.copy())
+    return jax.tree.map(lambda x: native(x.copy()) if isinstance(x, np.ndarray) else x, element)
 
 
 def as_array(leaf: object) -> Any:
@@ -168,7 +169,7 @@ def _stack_leaves(column: Sequence[Any]) -> np.ndarray:
         kind = type(first)
         if all(type(value) is kind for value in column):
             return np.asarray(column)
-    arrays = [np.asarray(as_array(leaf)) for leaf in column]
+    arrays = [_on_host(leaf) for leaf in column]
     first = arrays[0]
     for number, array in enumerate(arrays):
         if array.shape != first.shape:
@@ -183,6 +184,16 @@ def _stack_leaves(column: Sequence[Any]) -> np.ndarray:
                 f" {first.dtype}. Convert them in map, or in the generator."
             )
     return np.stack(arrays)
+
+
+def _on_host(leaf: object) -> np.ndarray:
+    if isinstance(leaf, jax.core.Tracer):
+        raise InvalidTypeError(
+            "batch: an element holds a value of the function that is being traced, but datasets"
+            " make batches on the host. Compute with the value after the batch:"
+            " for x in dataset.batch(n): x * value."
+        )
+    return np.asarray(as_array(leaf))
 
 
 def pad_and_stack(elements: Sequence[Nest], shapes: Nest, values: Nest) -> Block:
@@ -202,7 +213,7 @@ def pad_and_stack(elements: Sequence[Nest], shapes: Nest, values: Nest) -> Block
 def _pad_and_stack_leaves(
     column: Sequence[Any], shape: Sequence[int | None] | None, value: object
 ) -> np.ndarray:
-    arrays = [np.asarray(as_array(leaf)) for leaf in column]
+    arrays = [_on_host(leaf) for leaf in column]
     if len(ndims := {array.ndim for array in arrays}) > 1:
         raise InvalidValueError(
             f"padded_batch: arrays of a batch have {sorted(ndims)} dims; they may differ only in"

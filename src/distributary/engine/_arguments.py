@@ -15,7 +15,7 @@ from distributary.datasets import DatasetIterator
 from distributary.engine._cache import WeakIdentity
 from distributary.errors import ContextError, InvalidTypeError, a_kind, described, shown
 from distributary.topology import is_left_over
-from distributary.tracing import Subject, leaked_at
+from distributary.tracing import Subject, leaked_at, narrowed
 from distributary.values import (
     DistributedValues,
     IndexedSlices,
@@ -31,6 +31,7 @@ __all__ = [
     "check_static",
     "inside_jax",
     "is_dynamic",
+    "own_arrays",
     "placed_struct_of",
     "signature_of",
     "split_result",
@@ -92,6 +93,14 @@ def signature_of(leaf: Any, what: str) -> Any:
             " step can be keyed."
         )
     return kind, leaf
+
+
+def own_arrays(leaves: Sequence[Any], what: str) -> list[Any]:
+    """Returns arguments that stay as they are: NumPy arrays are copies, in dtypes of JAX.
+
+    A program may read the memory of a NumPy array after the call, when its owner writes to it.
+    """
+    return [narrowed(leaf, what) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
 
 
 def check_static(value: object, step: str, argument: str) -> None:

@@ -10,7 +10,7 @@ from jax import lax
 
 from distributary._types import Nest
 from distributary.dispatch import progress
-from distributary.engine._arguments import argument_error, signature_of, split_result
+from distributary.engine._arguments import argument_error, own_arrays, signature_of, split_result
 from distributary.engine._cache import ByIdentity, ProgramCache
 from distributary.engine._executable import Executable, VariableGoneError
 from distributary.engine._placement import Placement
@@ -104,6 +104,8 @@ class Engine:
             key = (tree, tuple(map(signature_of, leaves, repeat(kind.caller))), kind)
         except InvalidTypeError as error:
             raise argument_error(error, leaves, Subject(function, tree, kind.name)) from None
+        if kind.name is None:  # batches of Keras are copies already
+            leaves = own_arrays(leaves, kind.caller)
         executable = programs.get(key)
         if executable is not None:
             picks = executable.picks
@@ -111,7 +113,7 @@ class Engine:
                 return executable(leaves if picks is None else picked(leaves, picks))
             except VariableGoneError:
                 del programs[key]
-        args, kwargs = self._even_out((args, kwargs), place=True)
+        args, kwargs = self._even_out(jax.tree.unflatten(tree, leaves), place=True)
         leaves, tree_after = jax.tree.flatten((args, kwargs))
         if not same_structure(tree_after, tree):
             # Components of equal shape were stacked, so this is now an ordinary call.

@@ -1,6 +1,5 @@
 """A compiled program together with the variables it reads and writes."""
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -75,7 +74,6 @@ class Executable:
         "_dispatcher",
         "_event",
         "_has_collectives",
-        "_has_foreign_variables",
         "_has_own_variables",
         "_is_of_job",
         "_is_python",
@@ -127,9 +125,7 @@ class Executable:
         self._dispatcher = placement.dispatcher
         self._written = list(map(_holder_of, program.written))
         self._read_only = list(map(_holder_of, program.read_only))
-        are_own = [isinstance(handle.cell(), Variable) for handle in program.written]
-        self._has_own_variables = any(are_own)
-        self._has_foreign_variables = not all(are_own)
+        self._has_own_variables = any(isinstance(h.cell(), Variable) for h in program.written)
         # The list in which the written variables keep their arrays together, if they do.
         self._states: Callable[[], StateList | None] = _no_states
         self._num_single_runs = 0
@@ -276,14 +272,13 @@ class Executable:
         return self._rebuild(outs)
 
     def _own(self, variables: Sequence[Any], arrays: list[Any]) -> list[Any]:
-        """Returns the arrays of variables; copies of those to which something else refers."""
-        shared = _held(arrays) if self._has_foreign_variables else set()
-        if self._has_own_variables:
-            shared |= {i for i, one in enumerate(variables) if getattr(one, "_shared", False)}
-        if not shared:
-            return arrays
-        fresh = dict(zip(shared, own_copies([arrays[i] for i in shared]), strict=True))
-        return [fresh.get(i, array) for i, array in enumerate(arrays)]
+        """Returns the arrays of variables; copies of those that somebody else may hold."""
+        for i, variable in enumerate(variables):
+            if getattr(variable, "_shared", False):
+                # One by one, so that memory holds one copy more and not all.
+                variable._value = arrays[i] = own_copies([arrays[i]])[0]
+                variable._shared = False
+        return arrays
 
     def _placed(self, args: Sequence[Any], shardings: tuple[Any, ...]) -> Sequence[Any]:
         """Returns the arguments where the program can take them."""
@@ -375,39 +370,11 @@ class Executable:
         at a time. The wait doubles each time, so that programs that take turns do not spend their
         time on it.
         """
-        for variable in variables:
-            if getattr(variable, "_shared", False):
-                variable._shared = False  # its new array belongs to it alone
         self._num_single_runs = number = self._num_single_runs + 1
         if number > 1 and not number & (number - 1):
             states = joined(variables)
             if states is not None:
                 self._states = weakref.ref(states)
-
-
-def _held(arrays: list[Any]) -> set[int]:
-    """Returns the numbers of those arrays to which more refers than a variable and this list.
-
-    Variables of other libraries do not tell whom they have given their array: a variable that was
-    assigned from another one stores the same array. To donate it would delete it for the other, and
-    XLA fails if it is donated twice; with several CPU devices, the process ends.
-    """
-    counts = list(map(sys.getrefcount, arrays))
-    latest = latest_program.output  # one more reference to an array, mostly the first
-    if sum(counts) == len(arrays) * _NUM_REFERENCES + (arrays[0] is latest):
-        return set()
-    expected = [_NUM_REFERENCES + (array is latest) for array in arrays]
-    return {i for i, count in enumerate(counts) if count > expected[i]}
-
-
-def _num_references() -> int:
-    """Returns how many references `_held` counts to the array of a variable."""
-    stored = [object()]
-    arrays = stored.copy()
-    return next(map(sys.getrefcount, arrays))
-
-
-_NUM_REFERENCES = _num_references()
 
 
 def _is_number(arg: object) -> bool:

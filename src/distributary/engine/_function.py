@@ -17,6 +17,7 @@ from distributary.engine._arguments import (
     changes_refused,
     check_static,
     is_dynamic,
+    own_arrays,
     signature_of,
     split_result,
     struct_of,
@@ -118,6 +119,7 @@ class Function:
         if len(iterators) > 1:  # an iterator that is passed twice takes turns with itself
             signature += map(iterators.index, iterators)
         key: _Key = tree, tuple(signature), mode.role, in_default_context()
+        leaves = own_arrays(leaves, "distributary.function")
         entry = programs.get(key)
         if type(entry) is Executable:
             try:

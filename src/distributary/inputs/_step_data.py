@@ -31,6 +31,7 @@ from distributary.datasets import (
 )
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError, shown
 from distributary.inputs._coworkers import Coworkers
+from distributary.tracing import narrowed, native
 
 _T = TypeVar("_T")
 
@@ -423,6 +424,9 @@ def checked(batch: Nest, number: int, may_be_reused: bool) -> tuple[Nest, int]:
     return jax.tree.unflatten(tree, arrays), sizes.pop()
 
 
+_WIDE = [np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")]
+
+
 def _is_list_of_numbers(value: object) -> bool:
     if type(value) is not list or not value:
         return False
@@ -436,7 +440,9 @@ def _array(leaf: Any, number: int, may_be_reused: bool) -> np.ndarray | jax.Arra
     array = leaf
     if not isinstance(leaf, jax.Array):
         check_dense(leaf)
-        array = np.array(leaf) if may_be_reused else np.asarray(leaf)
+        array = native(np.array(leaf) if may_be_reused else np.asarray(leaf))
+        if not number and array.dtype in _WIDE:  # to look at every batch would take too long
+            narrowed(array, "Batch 0 of the dataset")
     if array.dtype == object or getattr(array.dtype, "kind", "") in ("U", "S"):
         raise InvalidTypeError(
             f"Batch {number} of the dataset holds {shown(leaf)}; strings and objects cannot go to a"

@@ -91,6 +91,10 @@ class KerasVariable(ForeignVariable):
         self.holder()._value = value
 
     @property
+    def _shared(self) -> bool:  # type: ignore[override]
+        return getattr(self.holder(), "_shared", False)
+
+    @property
     def _shards(self) -> list[Any]:
         """Variables on servers that keep the value."""
         shards: list[Any] = getattr(self._value, "_shards", [])

@@ -6,6 +6,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from types import GeneratorType
 from typing import Any, final
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
-from distributary.context import get_strategy
+from distributary.context import get_strategy, has_strategy
 from distributary.datasets import (
     INFINITE_CARDINALITY,
     AutoShardPolicy,
@@ -22,6 +23,7 @@ from distributary.datasets import (
     WorkerBatch,
     WorkerShare,
     is_hugging_face,
+    kept,
 )
 from distributary.errors import InvalidValueError
 from distributary.inputs import Batches, DistributedDataset, DistributedInput
@@ -29,6 +31,7 @@ from distributary.job import consensus
 from distributary.keras_bridge._keras_private import (
     ArrayDataAdapter,
     DataAdapter,
+    GeneratorDataAdapter,
     array_slicing,
     class_weight_to_sample_weights,
 )
@@ -86,6 +89,8 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(x, DistributedDataset):
             arrays = [x, given.get("y"), given.get("sample_weight")]
             require_numbers("fit, evaluate or predict", arrays)
+            if isinstance(x, GeneratorType) and has_strategy():
+                x = (kept(batch) for batch in x)  # Keras reads the first ones ahead
             return _noted(original(x, **given))
         check_given("dataset", given, "y", "sample_weight")
         if x.cardinality == INFINITE_CARDINALITY and not given.get("steps_per_epoch"):
@@ -208,6 +213,8 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
             arrays = [leaf.array for leaf in leaves]
             return ArrayBatches(arrays, tree, adapter, extended)
     iterator: Iterator[Any] = iter(adapter.get_jax_iterator())
+    if not isinstance(adapter, (ArrayDataAdapter, GeneratorDataAdapter, UnknownSizes)):
+        iterator = map(kept, iterator)
     if extended.num_replicas > 1 and not isinstance(adapter, UnknownSizes):
         # Arrays of nonzero elements do not have rows that could be split over the replicas.
         iterator = map(_with_dense, iterator)

@@ -107,7 +107,7 @@ def install() -> None:
             _replace(owner, name, make)
         if uses_jax:
             # Not a replacement, because Keras' trainer inherits this from another class.
-            _models.store_state_untracked(find("Trainer", "fit"))
+            _models.store_state_per_call(find("Trainer", "fit"))
         warn_of_untested("keras", keras.__version__)
         _installed = True
 

@@ -34,6 +34,9 @@ in_stateless_scope = private("keras.src.backend.common.stateless_scope:in_statel
 in_symbolic_scope = private("keras.src.backend.common.symbolic_scope:in_symbolic_scope")
 DataAdapter: Any = private("keras.src.trainers.data_adapters.data_adapter:DataAdapter")
 ArrayDataAdapter = private("keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter")
+GeneratorDataAdapter = private(
+    "keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter"
+)
 
 
 def find(owner: str, name: str) -> Any:

@@ -2,12 +2,15 @@
 
 import gc
 import inspect
+import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
 from distributary.context import (
     check_same_strategy,
@@ -23,10 +26,13 @@ from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._step_function import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
 from distributary.strategies import OneDeviceStrategy, unused_strategies
-from distributary.tracing import explained, shorten, user_stacklevel
+from distributary.tracing import explained, native, shorten, user_stacklevel
 
 # Strategies that have a model already: a further one outside of their scope is on purpose.
 _with_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+# The thread and the name of the outermost call of each model that changes its metrics.
+_calls: "weakref.WeakKeyDictionary[Any, tuple[int, str]]" = weakref.WeakKeyDictionary()
 
 
 def strategy_of(model: Any) -> Any:
@@ -131,9 +137,11 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             _give(self, strategy := OneDeviceStrategy(jax.local_devices()[0]))
             self.train_function = self.test_function = self.predict_function = None
         check_same_strategy(strategy, f"{self.name}.{what}")
+        args = tuple(map(_native, args))
+        kwargs = {key: _native(own) if key in _DATA else own for key, own in kwargs.items()}
         if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
             begin_call(self, original, args, kwargs)
-        with strategy.scope():
+        with strategy.scope(), _in_one_thread(self, what):
             token = current_call.set(Call(what))
             try:
                 return original(self, *args, **kwargs)
@@ -145,6 +153,39 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
                 current_call.reset(token)
 
     return method
+
+
+_DATA = ("x", "y", "sample_weight", "validation_data")
+
+
+def _native(data: Any) -> Any:
+    """Returns data for Keras with its arrays in the byte order of this machine."""
+    if isinstance(data, np.ndarray):
+        return native(data)
+    if type(data) in (tuple, list):
+        return type(data)(map(_native, data))
+    return {key: _native(own) for key, own in data.items()} if type(data) is dict else data
+
+
+@contextmanager
+def _in_one_thread(model: Any, what: str) -> Iterator[None]:
+    """Runs a call of a model; refuses one that would mix its metrics with those of a thread."""
+    own = threading.get_ident(), what
+    if what.startswith("predict"):  # has no metrics
+        yield
+        return
+    outermost = _calls.setdefault(model, own)
+    if outermost[0] != own[0]:
+        raise ContextError(
+            f"{model.name}.{what} was called while {model.name}.{outermost[1]} runs in another"
+            " thread; both change the model's metrics. Call it from a callback, or on a copy of the"
+            " model: keras.models.clone_model(model), compile and set_weights."
+        )
+    try:
+        yield
+    finally:
+        if outermost is own:
+            del _calls[model]
 
 
 def _step_function(model: Any, kind: Kind, strategy: Any) -> Any:
@@ -200,20 +241,33 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_jax_state
 
 
-def store_state_untracked(trainer: Any) -> None:
-    """Makes models store the state after a step, which is empty, without a search for layers.
+def store_state_per_call(trainer: Any) -> None:
+    """Makes a call of a model's methods keep what Keras notes of its state, which is empty.
+
+    On the model, it would be that of another thread, too; and Keras would search it for layers.
 
     Args:
         trainer: The class that gives models their `fit`.
     """
+    defaults = {"_jax_state": None, "_jax_state_synced": True}
+
+    def place_of(model: Any) -> dict[str, Any]:
+        call = current_call.get()
+        return vars(model if call is None or strategy_of(model) is None else call)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:  # noqa: N807
-        if name == "_jax_state" and strategy_of(self) is not None:
-            object.__setattr__(self, name, value)
+        if name in defaults:
+            place_of(self)[name] = value
         else:
             super(trainer, self).__setattr__(name, value)
 
     trainer.__setattr__ = __setattr__
+
+    def kept(name: str) -> property:
+        return property(lambda self: place_of(self).get(name, defaults[name]))
+
+    for name in defaults:
+        setattr(trainer, name, kept(name))
 
 
 def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:

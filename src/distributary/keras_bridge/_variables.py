@@ -12,7 +12,7 @@ import keras
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.context import get_strategy, has_strategy
-from distributary.dispatch import JobEvent, fetch_whole, job_programs
+from distributary.dispatch import JobEvent, fetch_whole, job_programs, latest_program
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge._keras_private import (
     get_stateless_scope,
@@ -111,7 +111,9 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(value, jax.core.Tracer):
                 put = put_replicated if shard_dim(layout) is None else put_sharded
                 value = put(value, layout)
-        original(self, value)
+        with latest_program.lock:
+            original(self, value)
+            self._shared = True  # whoever assigns may keep the array
 
     return _direct_assign
 
@@ -149,7 +151,7 @@ def value(original: property) -> property:
     """Makes a variable of several workers read this worker's copy, outside of a step.
 
     A variable in host memory is copied to its device for every read. One that is stored in parts is
-    put together.
+    put together. The value stays valid while steps of other threads replace it.
     """
     assert original.fget is not None
     read = original.fget
@@ -157,7 +159,11 @@ def value(original: property) -> property:
     def value(self: Any) -> Any:
         kept = self._value
         if not isinstance(kept, ON_SERVERS):
-            current = whole_value(self, read(self))
+            with latest_program.lock:  # so that programs see `_shared` before they donate
+                current = in_device_memory(read(self))
+                if current is self._value:
+                    self._shared = True
+            current = whole_value(self, current)
             return noted_read(self, current) if is_recording() else current
         scope = get_stateless_scope() if in_stateless_scope() else None
         current = None if scope is None else scope.get_current_value(self)

@@ -637,9 +637,11 @@ class StrategyExtended:
 
     def distribute_values(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Makes a `PerReplica`, see `Strategy.experimental_distribute_values_from_function`."""
+        from distributary.datasets import kept
+
         if self.placement.stacked is None:
-            return value_fn(ValueContext(0, 1))
-        values = [value_fn(ValueContext(i, self.num_replicas)) for i in self._local_replicas]
+            return kept(value_fn(ValueContext(0, 1)))
+        values = [kept(value_fn(ValueContext(i, self.num_replicas))) for i in self._local_replicas]
         flat = [jax.tree.flatten(value, is_leaf=lambda x: x is None) for value in values]
         for i, (_, tree) in enumerate(flat):
             if not same_structure(tree, flat[0][1]):

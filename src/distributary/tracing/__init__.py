@@ -63,6 +63,7 @@ from distributary.tracing._jaxprs import (
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Handle, push, start_p
 from distributary.tracing._mistakes import Subject, explained, leaked_at, name_of, shorten
+from distributary.tracing._narrowing import narrowed, native
 from distributary.tracing._numbering import Numbering
 from distributary.tracing._one_device import OneDeviceProgram
 from distributary.tracing._per_device import per_device
@@ -141,6 +142,8 @@ __all__ = [
     "leading_to",
     "leaked_at",
     "name_of",
+    "narrowed",
+    "native",
     "next_of",
     "noted_read",
     "noted_rows",

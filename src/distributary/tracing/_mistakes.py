@@ -259,11 +259,13 @@ def _of_mask(case: _Case) -> str:
     )
 
 
-def _of_numpy(case: _Case) -> str:
+def _of_numpy(case: _Case) -> str | None:
     called = re.search(r"\bnp\.((?:\w+\.)*\w+)\(", case.line)
     library = _library(case.error)
     if called and called[1] in ("array", "asarray"):
         remedy = "Write jnp.asarray, or leave it out: the value is an array of JAX already."
+    elif library == "NumPy" and not called and re.search(r"\]\s*[-+*/]?=[^=]", case.line):
+        return _of_numpy_items(case)
     elif library == "NumPy":
         name = called[1] if called else "function"
         remedy = f"Write jnp.{name} (import jax.numpy as jnp) or the function of keras.ops."
@@ -312,6 +314,17 @@ def _of_items(case: _Case) -> str:
     return (
         f"{case.subject}: {case.where} assigns to an item of an array, but arrays of JAX never"
         " change. Write x = x.at[i].set(value), or .add, .multiply, .min, .max in place of .set."
+    )
+
+
+def _of_numpy_items(case: _Case) -> str | None:
+    if isinstance(case.error, ValueError) and not isinstance(
+        case.error.__cause__, jax.errors.ConcretizationTypeError
+    ):
+        return None
+    return case.needs(
+        "an item of a NumPy array",
+        "Make the array with jax.numpy, and write array = array.at[i].set(value).",
     )
 
 
@@ -405,6 +418,7 @@ _RULES: list[tuple[type[BaseException], str, _Explanation, type[DistributaryErro
         _of_items,
         InvalidTypeError,
     ),
+    (ValueError, "setting an array element with a sequence", _of_numpy_items, TracedValueError),
     (AttributeError, "(Tracer|'tuple' object) has no attribute", _of_method, InvalidTypeError),
     (NameError, "unbound axis name", _of_axis, InvalidValueError),
     (Exception, "from (a )?different trace level", _of_nnx, ContextError),

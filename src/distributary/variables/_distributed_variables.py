@@ -194,12 +194,13 @@ class SyncOnReadVariable(DistributedVariable):
         self._check_cross_change(kind)
         num = self._layout.num_replicas
         value = self._layout.bring(value, self._dtype, stacked=True)
-        if kind == "assign":
-            rows = aggregation_rules.parts_of(value, self._aggregation, num)
-            self._value = self._layout.place(rows, self._dtype, stacked=True)
-        else:
-            self._value = combine(kind, self._value, value)
-        self._shared = False
+        with latest_program.lock:
+            if kind == "assign":
+                rows = aggregation_rules.parts_of(value, self._aggregation, num)
+                self._value = self._layout.place(rows, self._dtype, stacked=True)
+            else:
+                self._value = combine(kind, self._value, value)
+            self._shared = False
 
     def _change_traced(
         self, scope: TraceScope, kind: str, value: ArrayInput | IndexedSlices

@@ -16,7 +16,7 @@ class ForeignVariable:
     _layout: VariableLayout
     _value: Any
     _stores_array = False
-    _shared = False  # programs count references instead
+    _shared: bool
 
     @property
     def variable(self) -> Any:

@@ -21,7 +21,7 @@ from distributary.topology import (
     put_replicated,
     put_stacked,
 )
-from distributary.tracing import describe_value
+from distributary.tracing import describe_value, native
 from distributary.values import ArrayOperators
 
 
@@ -157,7 +157,7 @@ def array_of(value: object, what: str) -> Any:
     try:
         if isinstance(value, (list, tuple)) and any(map(_is_traced, jax.tree.leaves(value))):
             return jnp.asarray(value)
-        array = np.asarray(value)
+        array = native(np.asarray(value))
     except (ValueError, TypeError) as error:
         raise InvalidTypeError(f"{what}: {shown(value)} is not an array of numbers.") from error
     if array.dtype == object or (array.dtype.kind in "USV" and array.dtype.itemsize > 2):

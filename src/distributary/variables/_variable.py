@@ -490,20 +490,22 @@ class Variable(Assignable):
 
     def _change_eager(self, kind: str, value: Array) -> None:
         self._layout.assigned(f"{kind} of variable {self._name!r}", value)
-        if kind == "assign":
-            self._value = self._layout.place(value, self._dtype)
-        else:
-            value = self._layout.bring(value, self._dtype)
-            self._store(combine(kind, in_device_memory(self._value), value))
-        self._shared = False
+        with latest_program.lock:
+            if kind == "assign":
+                self._value = self._layout.place(value, self._dtype)
+            else:
+                value = self._layout.bring(value, self._dtype)
+                self._store(combine(kind, in_device_memory(self._value), value))
+            self._shared = False
 
     def _scatter_eager(self, kind: str, slices: IndexedSlices) -> None:
         what = f"{kind} of variable {self._name!r}"
         self._layout.assigned(f"{what}, its indices", slices.indices)
         self._layout.assigned(f"{what}, its rows", slices.values)
         slices = jax.tree.map(self._layout.bring, slices)
-        self._store(combine(kind, in_device_memory(self._value), slices))
-        self._shared = False
+        with latest_program.lock:
+            self._store(combine(kind, in_device_memory(self._value), slices))
+            self._shared = False
 
     def _store(self, new: jax.Array) -> None:
         """Stores a new value in the memory that the layout gives to variables."""

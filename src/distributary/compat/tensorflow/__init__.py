@@ -24,9 +24,7 @@ from distributary.keras_bridge import expect_keras
 def __getattr__(name: str) -> Any:
     if name == "keras":
         return importlib.import_module(f"{__name__}.keras")
-    found = _namespaces.lookup(name)
-    globals()[name] = found
-    return found
+    return globals().setdefault(name, _namespaces.lookup(name))
 
 
 def __dir__() -> list[str]:

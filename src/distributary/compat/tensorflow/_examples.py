@@ -9,6 +9,7 @@ import functools
 import importlib
 import io
 import math
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -297,9 +298,17 @@ def _values(key: str, found: Any, feature: object) -> np.ndarray:
     return np.array(values, dtype).reshape(shape)
 
 
-@functools.cache
+_making_messages = threading.Lock()
+
+
 def _messages() -> dict[str, Any]:
     """Returns the protobuf classes by their names in `tf.train`."""
+    with _making_messages:  # or threads would get different classes
+        return _made_messages()
+
+
+@functools.cache
+def _made_messages() -> dict[str, Any]:
     descriptors = _package("google.protobuf.descriptor_pb2", "protobuf")
     field = descriptors.FieldDescriptorProto
     file = descriptors.FileDescriptorProto(

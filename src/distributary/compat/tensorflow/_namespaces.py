@@ -1,5 +1,6 @@
 """The modules `tf`, `tf.distribute`, `tf.nn`, ..., which are made from the tables."""
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,8 @@ def lookup(name: str) -> Any:
     if name in TARGETS:
         return resolve(TARGETS[name])
     if f"{_ROOT}.{name}" in sys.modules:
-        return sys.modules[f"{_ROOT}.{name}"]
+        # Not from `sys.modules`, where a module is while another thread executes it.
+        return importlib.import_module(f"{_ROOT}.{name}")
     message = f"tf.{name} is not among the names that {_ROOT} has."
     if not name.rpartition(".")[2].startswith("_"):
         message = f"{message} Use in its place: {equivalent(name)}."
@@ -47,9 +49,7 @@ class Namespace(ModuleType):
         self._space = name
 
     def __getattr__(self, name: str) -> Any:
-        found = lookup(f"{self._space}.{name}")
-        setattr(self, name, found)
-        return found
+        return vars(self).setdefault(name, lookup(f"{self._space}.{name}"))
 
     def __dir__(self) -> list[str]:
         return names_in(self._space)

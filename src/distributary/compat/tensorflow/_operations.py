@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from distributary.compat.tensorflow._host import host_array, is_text
 from distributary.keras_bridge import import_keras
+from distributary.tracing import native
 
 
 class _Variable(Protocol):
@@ -165,7 +166,7 @@ def tensor(value: TensorLike) -> Any:
         return host_array(value)
     if isinstance(value, (list, tuple)):
         return jnp.asarray(jax.tree.map(tensor, list(value)))
-    return plain(value)
+    return native(value) if isinstance(value, np.ndarray) else plain(value)
 
 
 def plain(value: object) -> Any:
