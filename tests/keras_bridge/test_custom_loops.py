@@ -543,3 +543,26 @@ def test_moving_averages_take_the_place_of_weights_after_each_fit(num_replicas, 
 
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_spectral_normalization_trains_from_its_normalized_kernel(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        dense = keras.layers.Dense(3, use_bias=False)
+        layer = keras.layers.SpectralNormalization(dense, power_iterations=20)
+        layer.build((None, 6))
+        optimizer = keras.optimizers.SGD(0.1)
+    before = np.array(dense.kernel)
+
+    def step(x):
+        with dist.GradientTape() as tape:
+            loss = jnp.sum(layer(x, training=True) ** 2) / 20
+        optimizer.apply_gradients([(tape.gradient(loss, dense.kernel), dense.kernel)])
+
+    data = strategy.experimental_distribute_dataset([_ROWS])
+    strategy.run(step, args=(next(iter(data)),))
+
+    kernel = before / np.linalg.svd(before)[1][0]
+    gradient = 2 * _ROWS.T @ (_ROWS @ kernel) / 20
+    np.testing.assert_allclose(dense.kernel, kernel - 0.1 * gradient, rtol=1e-3, atol=1e-4)

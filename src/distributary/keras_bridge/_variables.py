@@ -15,6 +15,7 @@ from distributary.context import get_strategy, has_strategy
 from distributary.dispatch import JobEvent, fetch_whole, job_programs
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge._keras_private import (
+    AutocastScope,
     get_stateless_scope,
     in_stateless_scope,
     in_symbolic_scope,
@@ -80,7 +81,7 @@ def planned_layout(variable: object) -> Any:
 def _description(variable: Any) -> str:
     """Returns a text that has to be the same on all workers."""
     return (
-        f"Keras variable {variable.path!r} {variable.dtype}{list(variable.shape or ())} with"
+        f"Keras variable {variable.path!r} {variable._dtype}{list(variable.shape or ())} with"
         f" {variable.synchronization}, {variable.aggregation}, trainable={variable.trainable}"
     )
 
@@ -157,8 +158,11 @@ def value(original: property) -> property:
     def value(self: Any) -> Any:
         kept = self._value
         if not isinstance(kept, ON_SERVERS):
-            current = whole_value(self, read(self))
-            return noted_read(self, current) if is_recording() else current
+            if not is_recording():
+                return whole_value(self, read(self))
+            with AutocastScope(None):  # a tape records the cast, too
+                current = noted_read(self, whole_value(self, read(self)))
+            return self._maybe_autocast(current)
         scope = get_stateless_scope() if in_stateless_scope() else None
         current = None if scope is None else scope.get_current_value(self)
         if current is None:
