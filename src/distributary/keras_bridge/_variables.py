@@ -30,7 +30,7 @@ from distributary.topology import (
     put_sharded,
     shard_dim,
 )
-from distributary.tracing import describe_value, is_recording, noted_read
+from distributary.tracing import current_scope, describe_value, is_recording, noted_read
 from distributary.variables import ShardedVariable, Variable, colocated_with, tell_new_state
 
 # The classes that keep the values of Keras variables on servers.
@@ -84,6 +84,30 @@ def _description(variable: Any) -> str:
         f"Keras variable {variable.path!r} {variable._dtype}{list(variable.shape or ())} with"
         f" {variable.synchronization}, {variable.aggregation}, trainable={variable.trainable}"
     )
+
+
+def init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a function that is traced create a variable, also from a value.
+
+    As in TensorFlow, it is then traced once more, because Python code asks whether layers and
+    optimizers are built.
+    """
+
+    def __init__(  # noqa: N807
+        self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kw: Any
+    ) -> None:
+        scope = current_scope() if in_stateless_scope() else None
+        if scope is not None and not callable(initializer) and not isinstance(initializer, str):
+            with jax.ensure_compile_time_eval():
+                value = keras.ops.convert_to_tensor(initializer, dtype)
+            if not isinstance(value, jax.core.Tracer):
+                initializer = lambda shape, dtype: jnp.asarray(value, dtype)
+                shape, dtype = value.shape, value.dtype
+        original(self, initializer, shape, dtype, *args, **kw)
+        if scope is not None:
+            scope.created.append(self.path)
+
+    return __init__
 
 
 def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
