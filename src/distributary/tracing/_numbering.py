@@ -149,7 +149,7 @@ class Numbering:
         of_condition: Sequence[int] = (),
     ) -> list[int]:
         """Returns the numbers of the results of a loop, given those of its operands."""
-        # Replicas meet in the same round. Other loops that begin alike and compute the same are one.
+        # Replicas meet in the same loop. Others are alike if they begin and go on alike.
         rounds = eqn.params.get("length"), eqn.params.get("reverse"), self._depth
         loop = self._joined() if has_collective(eqn) else (eqn.primitive.name, *rounds)
         self._depth += 1
