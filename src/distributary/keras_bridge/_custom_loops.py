@@ -171,8 +171,10 @@ def _is_replicas_own(variable: Any, stand_in: KerasVariable) -> bool:
     Gradients are combined before an optimizer applies them, so an optimizer assigns the same value
     everywhere.
     """
-    is_replica = current_mode().role == "replica" and stand_in._layout.num_replicas > 1
-    return is_replica and not (stand_in._handle.summed or in_optimizer() or variable.trainable)
+    is_replica = current_mode().role == "replica" and not in_default_context()
+    if not is_replica or stand_in._layout.num_replicas == 1:
+        return False
+    return not (stand_in._handle.summed or in_optimizer() or variable.trainable)
 
 
 def _agreed(variable: object, stand_in: KerasVariable, value: Any) -> Any:
