@@ -670,3 +670,56 @@ def test_the_loss_scale_of_a_loop_in_half_precision_is_that_of_one_device(bad_ro
         for got, wanted in zip(got_weights, weights, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
     assert expected[-1][0][2] == 5, "one step is skipped"
+
+
+@pytest.mark.parametrize("assign", ["set_weights", "assign", "Variable", "slot"])
+def test_an_array_that_changes_later_changes_no_copy(assign, strategy_of):
+    memory = np.zeros(4096 + 16, np.float32)
+    start = -memory.ctypes.data % 64 // 4
+    array = memory[start : start + 4096]  # aligned, so that JAX can use the memory as it is
+    array[:] = 1.0
+    with strategy_of(2).scope():
+        variable = keras.Variable(np.zeros_like(array))
+        layer = keras.layers.EinsumDense("ab,b->ab", 4096)
+        layer.build((None, 4096))
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build([variable])
+        if assign == "Variable":
+            variable = keras.Variable(array, dtype="float32")
+        elif assign == "set_weights":
+            layer.set_weights([array])
+            variable = layer.kernel
+        else:
+            variable = optimizer.momentums[0] if assign == "slot" else variable
+            variable.assign(array)
+    jax.block_until_ready(variable.value)
+
+    array[:] = 666.0
+
+    for shard in variable.value.addressable_shards:
+        np.testing.assert_array_equal(shard.data, np.ones(4096))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_function_outside_of_run_trains_like_one_device(num_replicas, strategy_of):
+    def trained(strategy):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            keras.utils.set_random_seed(3)
+            layers = [keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+            model, optimizer = keras.Sequential(layers), keras.optimizers.Adam(0.1)
+
+        @dist.function
+        def step(x):
+            with dist.GradientTape() as tape:
+                loss = jnp.mean(model(x, training=True) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss
+
+        return [float(step(_ROWS)) for _ in range(3)], model
+
+    losses, model = trained(strategy_of(num_replicas))
+
+    expected_losses, expected = trained(None)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    _assert_same_weights(model, expected)

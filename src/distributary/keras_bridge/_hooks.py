@@ -34,6 +34,7 @@ from distributary.topology import warn_of_untested
 HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Values of variables.
     ("keras.src.backend.common.variables.Variable", "__init__", _variables.init),
+    ("StoredVariable", "_convert_to_tensor", _variables.convert_to_tensor),
     ("StoredVariable", "_direct_assign", _variables.direct_assign),
     ("keras.src.backend.common.variables.Variable", "value", _variables.value),
     # State of a checkpoint can wait for objects that are not built yet.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.context import get_strategy, has_strategy
@@ -108,6 +109,17 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
             scope.created.append(self.path)
 
     return __init__
+
+
+def convert_to_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copies an array of NumPy; JAX would share its memory with the first of several devices."""
+
+    def _convert_to_tensor(self: Any, value: Any, dtype: Any = None) -> Any:
+        if isinstance(value, np.ndarray) and (has_strategy() or self._layout is not None):
+            value = value.copy()
+        return original(self, value, dtype)
+
+    return _convert_to_tensor
 
 
 def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:

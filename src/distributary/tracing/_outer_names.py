@@ -10,7 +10,7 @@ reads `params`.
 
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -32,32 +32,39 @@ class OuterNames:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        # By name: the list or dict, if it is one, and the arrays.
-        self._before = {name: (value, _leaves(value)) for name, value in _names(function)}
+        self._before = {
+            name: [leaf for leaf in leaves if _is_known(leaf)]
+            for name, leaves in _names(function)
+            if any(map(_is_known, leaves))
+        }
 
-    def check(self, step: str) -> None:
-        """Checks that no name holds a traced value in the place of an array, or besides others.
+    def check(self, step: str, numbers: Sequence[Any] = ()) -> None:
+        """Checks that no name holds a traced value in the place of an array or number.
+
+        Args:
+            step: The function, for messages.
+            numbers: The traced values that Python code has asked for as numbers.
 
         Raises:
             TracedValueError: naming `step` and the name.
         """
-        for name, value in _names(self._function):
-            before, arrays = self._before.get(name, (None, []))
-            leaves = _leaves(value)
-            known, held = set(map(id, arrays)), set(map(id, leaves))
-            if not any(isinstance(x, jax.core.Tracer) and id(x) not in known for x in leaves):
-                continue
-            if not all(id(array) in held for array in arrays if _is_known(array)):
+        if not self._before and not numbers:
+            return
+        collected = set(map(id, numbers))
+        for name, leaves in _names(self._function):
+            if any(id(leaf) in collected for leaf in leaves):
+                raise TracedValueError(
+                    f"{step} keeps a number in {name}, which is outside of it. The step is"
+                    " compiled: its Python runs once, before there are numbers. Return the value"
+                    f" from the step, and put what run returns into {name}."
+                )
+            held = set(map(id, leaves))
+            is_replaced = any(id(array) not in held for array in self._before.get(name, ()))
+            if is_replaced and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
                 raise TracedValueError(
                     f"{step} assigns {name}, which is outside of it. The step is compiled, so later"
                     f" runs would start from the first value again. Return the new {name} from"
                     " the step, or keep it in a distributary.Variable."
-                )
-            if value is before and known <= held:
-                raise TracedValueError(
-                    f"{step} puts a value into {name}, which is outside of it. The step is"
-                    " compiled: its Python runs once, and what it puts there never has a number."
-                    f" Return the value from the step, and put the result of run into {name}."
                 )
 
 
@@ -66,8 +73,8 @@ def _is_known(leaf: object) -> bool:
     return is_array and not isinstance(leaf, jax.core.Tracer)
 
 
-def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yields the names outside of a function and what they hold."""
+def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, list[Any]]]:
+    """Yields the names outside of a function and the leaves of what they hold."""
     seen = set() if seen is None else seen
     function = inspect.unwrap(function)
     if not hasattr(function, "__code__"):  # an object that can be called
@@ -84,12 +91,12 @@ def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, A
     if inspect.ismethod(function):
         outer[(*code.co_varnames, "self")[0]] = function.__self__
     for name, value in outer.items():
-        yield name, value
+        yield name, _leaves(value)
         if inspect.isfunction(value) and value.__code__.co_filename == code.co_filename:
             yield from _names(value, seen)
         elif not inspect.isclass(value) and not inspect.ismodule(value):
             held = getattr(value, "__dict__", {})
-            yield from [(f"{name}.{k}", held[k]) for k in code.co_names if k in held]
+            yield from [(f"{name}.{k}", _leaves(held[k])) for k in code.co_names if k in held]
 
 
 def _leaves(value: object, depth: int = 0) -> list[Any]:

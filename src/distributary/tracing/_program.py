@@ -192,7 +192,7 @@ def trace(
         if uneven is not None:
             found = uneven.with_gradients(found, scope.tapes)
         reads = reads_of_tapes(eqns) if scope.asked else {}
-        names_outside.check(str(subject))
+        names_outside.check(str(subject), scope.numbers)
         if (
             found == used
             and not _misses_reads(scope, reads)
