@@ -86,7 +86,7 @@ def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
     """Divides by the count or weight of the whole batch instead of the replica's own."""
 
     def reduce_weighted_values(
-        values: object,
+        values: Any,
         sample_weight: object = None,
         mask: Any = None,
         reduction: str | None = "sum_over_batch_size",

@@ -193,6 +193,7 @@ def value(original: property) -> property:
 
     def value(self: Any) -> Any:
         kept = self._value
+        current: Any
         if not isinstance(kept, ON_SERVERS):
             if not is_recording():
                 return whole_value(self, read(self))

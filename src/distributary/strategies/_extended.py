@@ -144,6 +144,7 @@ class StrategyExtended:
         self._local_replicas = range(first_replica, first_replica + self._replicas_per_worker)
         self.step_counts = StepCounts()
         self._shard_optimizer_state = shard_optimizer_state
+        self._has_told = False
         devices = placement.devices
         platform = devices[0].platform if devices else "cpu"
         ops = cross_device_ops or default_cross_device_ops(platform, self.num_workers)
@@ -278,7 +279,7 @@ class StrategyExtended:
         if self.num_workers > 1:
             names += f" of each of {self.num_workers} workers"
         if self._shard_optimizer_state:
-            reduction += "; optimizer state sharded"
+            reduction += "; Keras optimizer state sharded"
         return f"{self.num_replicas} replicas on {names}{self._cores_text()}; {reduction}"
 
     def _cores_text(self) -> str:
@@ -308,6 +309,17 @@ class StrategyExtended:
     def variable_layout(self) -> VariableLayout:
         """Returns the layout of variables that are created in this strategy's scope."""
         return self._layout
+
+    def created(self, name: str) -> None:
+        """Says once that a new variable of ours is whole on every device, also for optax."""
+        if self._shard_optimizer_state and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "Variable %r is whole on every device: experimental_shard_optimizer_state divides"
+                " the state of Keras optimizers, not variables that hold that of optax. Keras"
+                " optimizers take distributary.Variable, too.",
+                name,
+            )
 
     def optimizer_layout(self, shape: Sequence[int]) -> Any:
         """Returns the sharding of an optimizer's variable if it is stored in parts, else None."""
@@ -686,6 +698,8 @@ class StrategyExtended:
         num_replicas = self.num_replicas
 
         scope = current_scope()
+        if scope is not None:
+            scope.merge_calls += 1
         shows_number = num_replicas > 1 and scope is not None and scope.replica is not None
         numbers = (int, float, complex, np.ndarray, np.generic)
 

@@ -352,6 +352,17 @@ def purify(
     )
 
 
+def _check_merge_calls(counts: Sequence[int]) -> None:
+    for replica, count in enumerate(counts):
+        if count != counts[0]:
+            raise ReplicaMismatchError(
+                f"merge_call: replica 0 calls it {counts[0]} times in a step, but replica"
+                f" {replica} {count} times; all replicas must call it together. Do not let Python"
+                " branches on the replica id or on the size of an uneven batch decide whether it"
+                " runs."
+            )
+
+
 def _struct(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
@@ -574,6 +585,7 @@ class ReplicaProgram:
         while True:
             pures = []
             traced = []
+            merge_calls = []
             stopped = False
             for replica, own in enumerate(avals):
                 uneven.start(replica)
@@ -593,8 +605,10 @@ class ReplicaProgram:
                     stopped = True
                     continue
                 traced.append(closed)
+                merge_calls.append(scope.merge_calls)
                 pures.append(purify(closed, scope, own, self._axis_env, replica))
             if not stopped:
+                _check_merge_calls(merge_calls)
                 self.describe = _description_of(traced)
                 return pures
             if not uneven.settle():

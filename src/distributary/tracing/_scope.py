@@ -126,6 +126,7 @@ class TraceScope:
         # Of every check that ends the step when it runs, the errors with which it has done so.
         self.checks: list[list[Exception]] = []
         self.unconverted: dict[str, str] = {}
+        self.merge_calls = 0
         # The results of `int(value)` and `float(value)` of converted code.
         self.numbers: list[Array] = []
 
