@@ -73,7 +73,7 @@ Test accuracy: 9[5-9]\.\d+% \(required: 95%\)""",
             r"""<MirroredStrategy: 4 replicas .*
   accuracy .*
   on cpu:0: 614 kB of weights, 1229 kB of other state
-<MirroredStrategy: 4 replicas .*; optimizer state sharded>
+<MirroredStrategy: 4 replicas .*; Keras optimizer state sharded>
   accuracy .*
   on cpu:0: 614 kB of weights, 307 kB of other state
 Largest difference of a weight: \d\.\de[-+]\d\d""",

@@ -143,11 +143,50 @@ def test_collectives_that_not_all_replicas_call_are_refused(autograph, strategy_
         strategy.run(step, args=(jnp.ones(3),), options=options)
 
 
-def test_python_values_that_differ_are_refused(strategy_of):
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_merge_call_of_some_replicas_is_refused(uneven, strategy_of):
+    def step(x):
+        if len(x) == 1 if uneven else _number() == 1:
+            dist.get_replica_context().merge_call(lambda strategy: None)
+        return x
+
+    rows = dist.PerReplica([jnp.ones(2), jnp.ones(1 if uneven else 2)])
+    message = "merge_call: replica 0 calls it 0 times in a step, but replica 1 1 times"
+    with pytest.raises(ReplicaMismatchError, match=message):
+        strategy_of(2).run(step, args=(rows,), options=dist.RunOptions(autograph=False))
+
+
+def test_python_values_that_differ_are_returned_per_replica(strategy_of):
     strategy = strategy_of(2)
 
-    with pytest.raises(ReplicaMismatchError, match=r"returned the Python values .*'a'.* and .*'b'"):
-        strategy.run(lambda: {"name": ["a", "b"][_number()], "x": jnp.ones(1)})
+    def step(x):
+        name = f"replica-{int(_number())}"
+        return {"name": name, "all": "same", "raw": name.encode(), "x": x, "no": int(_number())}
+
+    for _ in range(2):  # the second time, from the program that is kept
+        result = strategy.run(step, args=(jnp.ones(1),))
+
+        assert result["name"].values == ("replica-0", "replica-1")
+        assert result["raw"].values == (b"replica-0", b"replica-1")
+        assert result["all"] == "same"
+        assert [int(n) for n in result["no"].values] == [0, 1]
+
+
+def test_numbers_of_python_of_an_uneven_batch_are_returned_per_replica(strategy_of):
+    strategy = strategy_of(2)
+    rows = dist.PerReplica([jnp.ones(2), jnp.ones(1)])
+
+    sizes, both = strategy.run(lambda x: (len(x), 7), args=(rows,))
+
+    assert strategy.reduce("SUM", sizes, axis=None) == 3
+    assert both == 7
+
+
+def test_other_numbers_of_python_values_are_refused(strategy_of):
+    strategy = strategy_of(2)
+
+    with pytest.raises(ReplicaMismatchError, match=r"returned the Python values .*'a'"):
+        strategy.run(lambda: {"x": jnp.ones(1)} | ([{"name": "a"}, {}][_number()]))
 
 
 def test_what_needs_more_than_the_number_says_so(strategy_of):
@@ -192,3 +231,36 @@ def test_numbers_in_a_merge_call_are_those_of_all_replicas(strategy_of):
     for replica in (0, 1):
         own = [strategy.experimental_local_results(result)[replica] for result in results]
         assert [float(value) for value in own] == [1.0, 11.0, 11.0]
+
+
+class _Record:
+    loss = None
+
+
+@pytest.mark.parametrize("keep", ["append", "item", "attribute"])
+def test_numbers_that_python_keeps_outside_of_the_step_are_refused(keep, strategy_of):
+    losses, record, last = [], {"loss": [1.0]}, _Record()
+
+    def step(x):
+        loss = jnp.mean(x)
+        if keep == "append":
+            losses.append(float(loss))
+        elif keep == "item":
+            record["loss"].append(float(loss))
+        else:
+            last.loss = float(loss)
+        return loss
+
+    with pytest.raises(TracedValueError, match=r"step keeps a number in (losses|record|last.loss)"):
+        strategy_of(2).run(step, args=(jnp.ones(3),))
+
+
+def test_numbers_that_python_uses_in_the_step_count(strategy_of):
+    def step(x):
+        own = []
+        own.append(float(jnp.mean(x)))
+        return own[0] * 2
+
+    result = strategy_of(2).run(step, args=(jnp.ones(3),))
+
+    assert [float(x) for x in result.values] == [2.0, 2.0]

@@ -488,17 +488,74 @@ def test_update_of_a_source_after_the_forward_pass(place):
     assert v.numpy() == 100.0
 
 
-def test_reading_a_source_after_assigning_it_is_refused(traced):
-    v = traced.variable(2.0, name="weights")
+def _assigned_in_cond(v, tape):
+    lax.cond(v.value() > 0, lambda: [v.assign(v * 2.0), 0][1], lambda: 0)
+    return v * v
+
+
+def _assigned_in_scan(v, tape):
+    def body(total, x):
+        v.assign(v * 2.0)
+        return total + v * x, None
+
+    return lax.scan(body, 0.0, jnp.asarray([1.0, 10.0]))[0]
+
+
+def _assigned_in_while(v, tape):
+    def turn(state):
+        i, total = state
+        v.assign(v * 2.0)
+        return i + 1, total + v * v
+
+    return lax.while_loop(lambda state: state[0] < 2, turn, (0, 0.0))[1]
+
+
+def _assigned_while_paused(v, tape):
+    before = 3.0 * v
+    with tape.stop_recording():
+        v.assign(5.0)
+    return before * v
+
+
+_ASSIGNED = {
+    "once": (lambda v, tape: [v.assign(v * 2.0), v * v][1], 8.0),
+    "with reads before": (lambda v, tape: [3.0 * v, v.assign(5.0)][0] * v, 21.0),
+    "in a cond": (_assigned_in_cond, 8.0),
+    "in a scan": (_assigned_in_scan, 11.0),
+    "in a while loop": (_assigned_in_while, 24.0),
+    "while paused": (_assigned_while_paused, 21.0),
+}
+
+
+@pytest.mark.parametrize(("loss_of", "expected"), _ASSIGNED.values(), ids=_ASSIGNED)
+def test_reads_of_a_source_after_an_assignment_count_as_in_tensorflow(loss_of, expected, traced):
+    v = traced.variable(2.0)
 
     def step():
-        with dist.GradientTape() as tape:
-            v.assign(v * 2.0)
-            loss = v * v
-        return tape.gradient(loss, v)
+        with dist.GradientTape(persistent=True) as tape:
+            loss = loss_of(v, tape)
+            thrice = 3.0 * loss
+        return tape.gradient(loss, v), tape.gradient(thrice, v)
 
-    with pytest.raises(UnsupportedError, match="'weights' is assigned and then read again while"):
-        traced(step)
+    first, second = traced(step)
+    _equal(first, expected)
+    _equal(second, 3.0 * expected)
+
+
+def test_second_gradients_count_reads_after_an_assignment(traced):
+    v = traced.variable(2.0)
+
+    def step():
+        with dist.GradientTape() as outer:
+            with dist.GradientTape() as inner:
+                v.assign(3.0)
+                loss = v * v * v
+            first = inner.gradient(loss, v)
+        return first, outer.gradient(first, v)
+
+    first, second = traced(step)
+    _equal(first, 27.0)
+    _equal(second, 18.0)
 
 
 def test_gradient_of_a_value_after_another_variable_was_assigned(place):

@@ -189,6 +189,7 @@ def test_cardinality_is_that_of_tensorflow(num_replicas, strategy_of):
         (numbers.batch(4).repeat().prefetch(2), -1),
         (Dataset.from_generator(lambda: [1.0]).batch(2).repeat(), -1),
         (numbers.repeat().batch(2).unbatch().batch(4), -1),
+        (Dataset.random(seed=1).batch(4), -1),
         (numbers.repeat().filter(lambda x: True).batch(4), -2),
     ]:
         assert strategy.experimental_distribute_dataset(dataset).cardinality == expected

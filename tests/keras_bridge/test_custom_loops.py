@@ -76,6 +76,8 @@ _OPTIMIZERS = {
     "adam, clipped": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "accumulating": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.05),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
     "averaging": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
     "schedule": lambda: keras.optimizers.SGD(
         keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
@@ -543,3 +545,181 @@ def test_moving_averages_take_the_place_of_weights_after_each_fit(num_replicas, 
 
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_spectral_normalization_trains_from_its_normalized_kernel(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        dense = keras.layers.Dense(3, use_bias=False)
+        layer = keras.layers.SpectralNormalization(dense, power_iterations=20)
+        layer.build((None, 6))
+        optimizer = keras.optimizers.SGD(0.1)
+    before = np.array(dense.kernel)
+
+    def step(x):
+        with dist.GradientTape() as tape:
+            loss = jnp.sum(layer(x, training=True) ** 2) / 20
+        optimizer.apply_gradients([(tape.gradient(loss, dense.kernel), dense.kernel)])
+
+    data = strategy.experimental_distribute_dataset([_ROWS])
+    strategy.run(step, args=(next(iter(data)),))
+
+    kernel = before / np.linalg.svd(before)[1][0]
+    gradient = 2 * _ROWS.T @ (_ROWS @ kernel) / 20
+    np.testing.assert_allclose(dense.kernel, kernel - 0.1 * gradient, rtol=1e-3, atol=1e-4)
+
+
+@keras.saving.register_keras_serializable("tests")
+class _Shifted(keras.layers.Layer):
+    """A layer that makes its variables from values, not from initializers."""
+
+    def build(self, shape):
+        self.shift = keras.Variable(np.arange(shape[-1]), dtype="float32", name="shift")
+        self.scale = keras.Variable(2.0)
+
+    def call(self, x):
+        return x * self.scale + self.shift
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_variable_made_from_a_value_while_a_step_is_traced(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        layer = _Shifted()
+
+    outputs = strategy.run(lambda: layer(jnp.ones((1, 3))))
+
+    for output in strategy.experimental_local_results(outputs):
+        np.testing.assert_array_equal(output, [[2, 3, 4]])
+    np.testing.assert_array_equal(layer.shift, [0, 1, 2])
+    assert layer.shift.dtype == layer.scale.dtype == "float32"
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_gradient_of_none_passes_through_reductions_and_optimizers(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        model = _mlp()
+        optimizer = keras.optimizers.SGD(0.1)
+    before = model.get_weights()
+
+    def step(x):
+        first, last = model.layers
+        with dist.GradientTape() as tape:
+            loss = jnp.sum(last(jax.lax.stop_gradient(first(x)))) / 8
+        own = tape.gradient(loss, model.trainable_variables)
+        context = dist.get_replica_context()
+        together = context.all_reduce("SUM", own)
+        each = [context.all_reduce("MEAN", gradient) for gradient in own]
+        optimizer.apply_gradients(zip(own, model.trainable_variables, strict=True))
+        return [[g is None for g in gradients] for gradients in (together, each)]
+
+    batch = next(iter(strategy.experimental_distribute_dataset([_ROWS[:8]])))
+    with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
+        kinds = strategy.run(step, args=(batch,))
+
+    assert kinds == [[True, True, False, False]] * 2
+    after = model.get_weights()
+    hidden = np.tanh(_ROWS[:8] @ before[0] + before[1])
+    of_kernel = np.repeat(hidden.mean(0)[:, None], 3, 1)
+    for old, new, gradient in zip(before, after, [0, 0, of_kernel, 1], strict=True):
+        np.testing.assert_allclose(new, old - 0.1 * np.asarray(gradient), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad_row", [1, 6], ids=["on replica 0", "on replica 1"])
+def test_the_loss_scale_of_a_loop_in_half_precision_is_that_of_one_device(bad_row, strategy_of):
+    x = np.stack([_ROWS[i : i + 8] for i in range(6)])
+    x[2, bad_row] = 1e4  # more than float16 holds, squared and scaled
+    y = np.zeros((8, 3), np.float32)
+    make = lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.01), initial_scale=64.0, dynamic_growth_steps=2
+    )
+
+    def mlp():
+        keras.utils.set_random_seed(3)
+        layers = [keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(3)]
+        return keras.Sequential(layers)
+
+    def state(model, optimizer):
+        numbers = optimizer.dynamic_scale, optimizer.step_counter, optimizer.iterations
+        return [float(number) for number in numbers], model.get_weights()
+
+    keras.config.set_dtype_policy("mixed_float16")
+    alone, expected = mlp(), []
+    alone.compile(make(), keras.losses.MeanSquaredError(dtype="float16"))
+    for rows in x:
+        alone.train_on_batch(rows, y)
+        expected.append(state(alone, alone.optimizer))
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model, optimizer = mlp(), make()
+    loss_of = keras.losses.MeanSquaredError(dtype="float16")
+
+    def step(x, y):
+        with dist.GradientTape() as tape:
+            loss = optimizer.scale_loss(loss_of(y, model(x, training=True)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    batches = strategy.experimental_distribute_dataset([(rows, y) for rows in x])
+    for batch, (numbers, weights) in zip(batches, expected, strict=True):
+        strategy.run(step, args=batch)
+        got_numbers, got_weights = state(model, optimizer)
+        assert got_numbers == numbers
+        for got, wanted in zip(got_weights, weights, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+    assert expected[-1][0][2] == 5, "one step is skipped"
+
+
+@pytest.mark.parametrize("assign", ["set_weights", "assign", "Variable", "slot"])
+def test_an_array_that_changes_later_changes_no_copy(assign, strategy_of):
+    memory = np.zeros(4096 + 16, np.float32)
+    start = -memory.ctypes.data % 64 // 4
+    array = memory[start : start + 4096]  # aligned, so that JAX can use the memory as it is
+    array[:] = 1.0
+    with strategy_of(2).scope():
+        variable = keras.Variable(np.zeros_like(array))
+        layer = keras.layers.EinsumDense("ab,b->ab", 4096)
+        layer.build((None, 4096))
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build([variable])
+        if assign == "Variable":
+            variable = keras.Variable(array, dtype="float32")
+        elif assign == "set_weights":
+            layer.set_weights([array])
+            variable = layer.kernel
+        else:
+            variable = optimizer.momentums[0] if assign == "slot" else variable
+            variable.assign(array)
+    jax.block_until_ready(variable.value)
+
+    array[:] = 666.0
+
+    for shard in variable.value.addressable_shards:
+        np.testing.assert_array_equal(shard.data, np.ones(4096))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_function_outside_of_run_trains_like_one_device(num_replicas, strategy_of):
+    def trained(strategy):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            keras.utils.set_random_seed(3)
+            layers = [keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+            model, optimizer = keras.Sequential(layers), keras.optimizers.Adam(0.1)
+
+        @dist.function
+        def step(x):
+            with dist.GradientTape() as tape:
+                loss = jnp.mean(model(x, training=True) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss
+
+        return [float(step(_ROWS)) for _ in range(3)], model
+
+    losses, model = trained(strategy_of(num_replicas))
+
+    expected_losses, expected = trained(None)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    _assert_same_weights(model, expected)

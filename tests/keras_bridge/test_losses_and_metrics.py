@@ -1,10 +1,13 @@
 """Losses and metrics under a strategy are those of the whole batch."""
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 from keras import layers as kl, losses as ko, metrics as km
 
+import distributary as dist
 from distributary.errors import DistributaryWarning
 
 _ROWS = 21  # batches of 8, 8 and 5, which two replicas cannot share out evenly
@@ -449,3 +452,66 @@ def test_state_of_a_metric_is_combined_as_its_variable_says(num_replicas, train,
 
     assert ours.history["steps"] == [3.0, 3.0]
     np.testing.assert_allclose(ours.history["mean"], alone.history["mean"], rtol=1e-5)
+
+
+# In own loops, a loss may turn all rows into one number.
+
+
+def _of_all(y_true, y_pred):
+    return keras.ops.mean((y_true - y_pred) ** 2)
+
+
+class _OneNumber(keras.Loss):
+    def call(self, y_true, y_pred):
+        return _of_all(y_true, y_pred)
+
+
+class _Largest(keras.Loss):
+    def call(self, y_true, y_pred):
+        return keras.ops.max(keras.ops.abs(y_true - y_pred), initial=0.0)
+
+
+class _Composed(keras.Loss):
+    def call(self, y_true, y_pred):
+        return keras.losses.MeanSquaredError()(y_true, y_pred) + _Largest()(y_true, y_pred)
+
+
+_ONE_NUMBER = {
+    **{
+        name: getattr(keras.losses, name)
+        for name in (
+            *("MeanSquaredError", "MeanAbsoluteError", "Huber", "LogCosh", "Hinge"),
+            *("BinaryCrossentropy", "KLDivergence", "CosineSimilarity", "Dice"),
+        )
+    },
+    "sum": lambda: keras.losses.MeanSquaredError("sum"),
+    "own": _OneNumber,
+    "largest": _Largest,
+    "composed": _Composed,
+}
+
+
+@pytest.mark.parametrize(("weighted", "rows"), [(False, 8), (True, 8), (False, 7), (True, 1)])
+@pytest.mark.parametrize("loss", _ONE_NUMBER)
+def test_losses_of_vectors_in_own_loops_equal_one_device(loss, weighted, rows, strategy_of):
+    random = np.random.default_rng(5)
+    y, p, weights = random.uniform(0.1, 0.9, (3, rows)).astype(np.float32)
+    weights = weights if weighted else None
+    expected, wanted = jax.value_and_grad(
+        lambda p: jnp.sum(_ONE_NUMBER[loss]()(y, p, weights)), argnums=0
+    )(jnp.asarray(p))
+    strategy = strategy_of(2)
+    of_replica = _ONE_NUMBER[loss]()
+
+    def step(*batch):
+        y, p, *weights = batch
+        value, gradient = jax.value_and_grad(lambda p: of_replica(y, p, *weights))(p)
+        return value, dist.get_replica_context().all_gather(gradient, 0)
+
+    data = [(y, p, weights) if weighted else (y, p)]
+    batch = next(iter(strategy.experimental_distribute_dataset(data)))
+    values, gradients = strategy.run(step, args=batch)
+
+    np.testing.assert_allclose(strategy.reduce("SUM", values, axis=None), expected, rtol=1e-5)
+    gradient = strategy.experimental_local_results(gradients)[0]
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)

@@ -215,3 +215,16 @@ def test_reductions_of_ones_own_cannot_be_scattered():
             dist.ReductionToOneDevice(),
             experimental_shard_optimizer_state=True,
         )
+
+
+def test_variables_of_ones_own_are_said_to_be_whole(sharded, caplog):
+    strategy = sharded(2)
+    with strategy.scope():
+        keras.Variable(1.0)
+        assert not caplog.records
+        state = [dist.Variable(np.zeros(8, np.float32), name="mu") for _ in range(2)]
+
+    (record,) = caplog.records
+    assert "Variable 'mu' is whole on every device" in record.getMessage()
+    assert "Keras optimizer state sharded" in repr(strategy)
+    assert all(variable.value().is_fully_replicated for variable in state)

@@ -1,12 +1,14 @@
 """Models whose `train_step` takes only the batch and assigns variables itself, as in TensorFlow."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
 import pytest
 
 import distributary as dist
+import distributary.compat.tensorflow as tf
 
 _RANDOM = np.random.default_rng(0)
 _X = _RANDOM.normal(size=(22, 3)).astype(np.float32)
@@ -96,3 +98,27 @@ def test_without_a_strategy_one_device_runs_the_steps(enters):
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose([*found[1], found[2]], [*mae, evaluated], rtol=1e-5)
     np.testing.assert_allclose(found[3], 2 * predicted, rtol=1e-5, atol=1e-6)
+
+
+def _wrapped(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [tf.function, tf.function(jit_compile=True), dist.function, lambda f: tf.function(_wrapped(f))],
+    ids=["tf.function", "with arguments", "dist.function", "another decorator"],
+)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_is_behind_a_decorator_says_what_the_step_takes(decorate, num_replicas, strategy_of):
+    steps = {name: decorate(getattr(Stateful, name)) for name in ("train_step", "test_step")}
+    decorated = type("Decorated", (Stateful,), steps)
+
+    found = _trained(decorated, strategy_of(num_replicas), rows=16)
+
+    for own, expected in zip(found[0], _trained(keras.Sequential, rows=16)[0], strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)

@@ -725,3 +725,137 @@ def test_collective_all_replicas_reach_alike_is_accepted(control_flow, collectiv
 
     expected = 1.0 if collective is _merge_call else 2.0
     assert [float(x) for x in result.values] == [expected, expected]
+
+
+# Every value that a body assigns counts by itself
+
+
+def _scanned(body):
+    lax.scan(lambda c, _: (c, body()), 0.0, None, length=3)
+
+
+def _scanned_twice(body):
+    lax.scan(lambda c, _: (c, _scanned(body)), 0.0, None, length=2)
+
+
+def _counted(body):
+    lax.fori_loop(0, 3, lambda i, c: [body(), c][1], 0.0)
+
+
+def _while_small(body):
+    lax.while_loop(lambda i: i < 3, lambda i: [body(), i + 1][1], 0)
+
+
+def _branched(body):
+    lax.cond(_sum(jnp.ones(1)) > 0, lambda: [body(), 0][1], lambda: 0)
+
+
+def _rematerialized(body):
+    jax.checkpoint(lambda x: [body(), x][1])(1.0)
+
+
+_ROUNDS = {
+    _scanned: 3,
+    _scanned_twice: 6,
+    _counted: 3,
+    _while_small: 3,
+    _branched: 1,
+    _rematerialized: 1,
+}
+
+
+@pytest.mark.parametrize("num_rows", [4, 3, 1])
+@pytest.mark.parametrize("repeated", _ROUNDS, ids=_name)
+def test_what_a_body_makes_of_its_rows_does_not_count_for_its_other_assignments(
+    repeated, num_rows, strategy_of
+):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        count, average = dist.Variable(0.0), dist.Variable(1.0)
+        metric = dist.Variable(0.0, synchronization=ON_READ, aggregation=SUM)
+        largest = dist.Variable(0.0, synchronization=ON_READ, aggregation=SUM)
+
+    def step(x):
+        total = _sum(x)
+
+        def body():
+            metric.assign_add(jnp.sum(x))
+            largest.assign(jnp.max(x, initial=metric.value()))
+            average.assign(0.5 * average + 0.5 * total)
+            count.assign_add(1.0)
+
+        repeated(body)
+
+    rows = np.arange(1, num_rows + 1, dtype=np.float32)
+    strategy.run(step, args=(next(iter(strategy.experimental_distribute_dataset([rows]))),))
+
+    expected = 1.0
+    for _ in range(_ROUNDS[repeated]):
+        expected = 0.5 * expected + 0.5 * rows.sum()
+    assert count.numpy() == _ROUNDS[repeated]
+    np.testing.assert_allclose(average.numpy(), expected, rtol=1e-6)
+    assert metric.numpy() == _ROUNDS[repeated] * rows.sum()
+
+
+def _counted_by_rows(x, own, v):
+    lax.scan(lambda c, row: (c, [own.assign(row), v.assign_add(1.0)][0]), 0.0, x)
+
+
+def _of_own_rows(x, own, v):
+    lax.scan(lambda c, _: (c, [own.assign(len(x)), v.assign_add(len(x))][0]), 0.0, None, 2)
+
+
+def _through_another(x, own, v):
+    lax.scan(lambda c, _: (c, [own.assign_add(len(x)), v.assign(own)][0]), 0.0, None, 2)
+
+
+def _through_another_in_a_loop_within(x, own, v):
+    lax.scan(lambda c, _: (c, _through_another(x, own, v)), 0.0, None, 2)
+
+
+def _while_own_rows(x, own, v):
+    lax.while_loop(lambda i: i < len(x), lambda i: [v.assign_add(1.0), i + 1][1], 0)
+
+
+def _of_a_decision(x, own, v):
+    lax.cond(own.value() > 1, lambda: [v.assign_add(1.0), 0][1], lambda: 0)
+
+
+@pytest.mark.parametrize(
+    "assign",
+    [
+        _counted_by_rows,
+        _of_own_rows,
+        _through_another,
+        _through_another_in_a_loop_within,
+        _while_own_rows,
+        _of_a_decision,
+    ],
+    ids=_name,
+)
+def test_what_a_body_assigns_from_its_own_rows_is_refused(assign, strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v, own = dist.Variable(0.0, name="v"), dist.Variable(0.0, synchronization=ON_READ)
+    rows = dist.PerReplica([jnp.ones(2), jnp.ones(1)])
+
+    with pytest.raises(ReplicaDivergenceError, match="'v' is mirrored"):
+        strategy.run(lambda x: assign(x, own, v), args=(rows,))
+
+
+def test_what_a_branch_passes_on_is_not_of_the_decision(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0)
+    rows = dist.PerReplica([jnp.ones(2), jnp.full(2, 3.0)])
+
+    def step(x):
+        own, same = lax.cond(x[0] > 2, lambda w: (w * x[0], w), lambda w: (w, w), v.value())
+        _, again = lax.while_loop(lambda c: c[0] < x[0], lambda c: (c[0] + 1, c[1]), (0.0, same))
+        v.assign(again * 2)
+        return own
+
+    own = strategy.run(step, args=(rows,))
+
+    assert [float(x) for x in own.values] == [1.0, 3.0]
+    assert v.numpy() == 2.0

@@ -31,7 +31,7 @@ from distributary.autograph._recorded import (
     raised,
 )
 from distributary.errors import InvalidValueError, UnsupportedError, shown
-from distributary.tracing import current_feeding, script_line
+from distributary.tracing import current_feeding, current_scope, script_line
 
 __all__ = [
     "FunctionScope",
@@ -362,12 +362,20 @@ def _next(iterator: Any, *default: Any) -> Any:
 
 def _int(value: Any = 0, *base: Any) -> Any:
     value = plain(value)
-    return value.astype(int) if is_traced(value) else builtins.int(value, *base)
+    return _number(value.astype(int)) if is_traced(value) else builtins.int(value, *base)
 
 
 def _float(value: Any = 0.0) -> Any:
     value = plain(value)
-    return value.astype(float) if is_traced(value) else builtins.float(value)
+    return _number(value.astype(float)) if is_traced(value) else builtins.float(value)
+
+
+def _number(value: Any) -> Any:
+    """Returns a traced value in the place of a number, which nothing outside may keep."""
+    scope = current_scope()
+    if scope is not None:
+        scope.numbers.append(value)
+    return value
 
 
 def _bool(value: object = False) -> Any:

@@ -488,10 +488,8 @@ def default_cross_device_ops(platform: str, num_workers: int) -> CrossDeviceOps:
 def reduce_nest(
     ops: CrossDeviceOps, op: ReduceOp, tree: Nest, num_replicas: int, options: CommunicationOptions
 ) -> Nest:
-    """Combines all arrays of a nest together, inside a compiled step."""
-    leaves, structure = jax.tree.flatten(
-        tree, is_leaf=lambda x: x is None or isinstance(x, IndexedSlices)
-    )
+    """Combines all arrays of a nest together, inside a compiled step; None stays None."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, IndexedSlices))
     arrays = [
         leaf if isinstance(leaf, IndexedSlices) else check_reducible(leaf, "all_reduce")
         for leaf in leaves

@@ -116,7 +116,8 @@ class ReplicaContext:
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
             value: Nest of arrays and `IndexedSlices`, with the same structure and shapes on all
-                replicas. All arrays of the nest travel in one collective.
+                replicas. All arrays of the nest travel in one collective. None, the gradient of
+                what a loss does not depend on, stays None.
             options: Overrides of the strategy's communication options.
 
         Returns:
@@ -124,7 +125,7 @@ class ReplicaContext:
 
         Raises:
             ContextError: if this is not the current replica context.
-            InvalidTypeError: for booleans, strings and None.
+            InvalidTypeError: for booleans and strings.
             ReplicaMismatchError: if replicas of an uneven batch pass different shapes.
 
         Source: `tf.distribute.ReplicaContext.all_reduce`.

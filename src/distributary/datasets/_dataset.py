@@ -293,7 +293,8 @@ class Dataset:
             while True:
                 yield from generator.integers(2**32, size=256)
 
-        return cls.from_generator(numbers, output_signature=TensorSpec((), np.int64))
+        endless = cls.from_generator(numbers, output_signature=TensorSpec((), np.int64))
+        return endless.assert_cardinality(INFINITE_CARDINALITY)
 
     @classmethod
     def sample_from_datasets(

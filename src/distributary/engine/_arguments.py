@@ -201,7 +201,8 @@ def is_dynamic(leaf: object) -> bool:
 def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., Any]]:
     """Returns the arrays of a function's result, and a function that rebuilds it from their values.
 
-    Python numbers, strings and variables are part of the program and are returned unchanged.
+    Python numbers, strings and variables are part of the program and are returned unchanged, or
+    replaced by the `constants` that the function is given for all numbers and strings.
 
     Raises:
         InvalidTypeError: for anything else that is not an array.
@@ -245,12 +246,17 @@ def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., An
 
         return arrays, _in_order_of(result, rebuild_arrays)
 
-    def rebuild(values: Sequence[Any], wrap: Callable[[Any], Any] = lambda value: value) -> Any:
-        remaining = iter(values)
+    def rebuild(
+        values: Sequence[Any],
+        wrap: Callable[[Any], Any] = lambda value: value,
+        constants: Sequence[Any] = (),
+    ) -> Any:
+        remaining, known = iter(values), iter(constants)
         parts = []
         for kind, content in slots:
             if kind == "static":
-                parts.append(content)
+                is_variable = isinstance(content, Variable)
+                parts.append(content if is_variable else next(known, content))
             elif kind == "array":
                 parts.append(wrap(next(remaining)))
             else:

@@ -135,7 +135,7 @@ class Step:
         self._num_replicas = num_replicas
         self.function = function
         self._rebuild: Callable[..., Any] | None = None
-        self._constants: list[Any] | None = None
+        self._constants: dict[int, list[Any]] = {}  # by replica, if each is traced
         outer, self._tree = jax.tree.flatten(
             (args, kwargs), is_leaf=lambda x: isinstance(x, _CONTAINERS)
         )
@@ -218,26 +218,23 @@ class Step:
             array = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, numbers) else leaf
             result = in_order(jax.tree.map(array, result), key_order(result))
         outs, self._rebuild = split_result(result, self.title)
-        self._check_constants(result)
+        self._note_constants(result)
         return outs
 
-    def _check_constants(self, result: object) -> None:
-        """Refuses Python values that differ between replicas that are traced one by one."""
+    def _note_constants(self, result: object) -> None:
+        """Notes the Python values of one of the replicas that are traced one by one."""
         scope = current_scope()
-        replica = None if scope is None else scope.replica
-        if len(self.avals) == 1 and (replica is None or self._num_replicas == 1):
+        if scope is None or scope.uneven is None:
             return
-        if replica == 0:
-            self._constants = None
         kinds = (bool, int, float, complex, str, bytes)
         constants = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, kinds)]
-        if self._constants is None:
-            self._constants = constants
-        elif self._constants != constants:
+        self._constants[scope.uneven.replica] = constants
+        first = self._constants[0]
+        if len(constants) != len(first):
             raise ReplicaMismatchError(
-                f"{self.title}: the function returned the Python values {self._constants}"
-                f" on one replica and {constants} on another. Return arrays,"
-                " jnp.asarray(value), for what differs between replicas."
+                f"{self.title}: the function returned the Python values {first} on one replica and"
+                f" {constants} on another. Return arrays, jnp.asarray(value), for what differs"
+                " between replicas."
             )
 
     @property
@@ -275,6 +272,9 @@ class Step:
         assert rebuild is not None
         if isinstance(program, GlobalProgram) or num_replicas == 1 or not self.kind.wraps:
             return rebuild
+        columns = [*zip(*self._constants.values(), strict=True)]
+        if any(value != column[0] for column in columns for value in column):
+            rebuild = functools.partial(rebuild, constants=[*map(_joined, columns)])
         if program.uneven or not all(program.split_outs):
             return lambda outs: self._merge(rebuild, program, outs)
         wrap = functools.partial(PerReplica.from_stacked, num_replicas=num_replicas)
@@ -308,6 +308,14 @@ class Step:
 
 
 _CONTAINERS = (PerReplica, Mirrored, GlobalBatch)
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Returns the Python value of all replicas, as one if it is the same."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    is_text = any(isinstance(value, (str, bytes)) for value in values)
+    return PerReplica(values if is_text else [*map(jnp.asarray, values)])
 
 
 def _released(*args: Any, **kwargs: Any) -> Any:

@@ -323,8 +323,6 @@ class GradientTape:
             gradient = next(of_arrays) if is_array else of_variables.get(id(source))
             if isinstance(gradient, tuple):
                 gradient = IndexedSlices(gradient[0], gradient[1], leaf.shape)
-            elif gradient is not None and gradient.dtype != leaf.dtype:
-                gradient = gradient.astype(leaf.dtype)  # a variable that is read in half precision
             if gradient is None and zero:
                 gradient = jnp.zeros(jnp.shape(leaf), leaf.dtype)
             gradients.append(gradient)

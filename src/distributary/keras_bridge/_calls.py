@@ -89,7 +89,7 @@ def _of_model(model: Any) -> Iterator[Line]:
         yield f"layer {layer.name}: {type(layer).__name__} {_text(layer)}", ""
     for variable in model.variables:
         trainable = ", trainable" if variable.trainable else ""
-        yield f"variable {variable.path} {variable.dtype}{list(variable.shape)}{trainable}", ""
+        yield f"variable {variable.path} {variable._dtype}{list(variable.shape)}{trainable}", ""
 
 
 def _text(value: object) -> str:

@@ -50,7 +50,7 @@ class KerasVariable(ForeignVariable):
             weakref.ref(self),
             variable.path,
             tuple(variable.shape),
-            variable.dtype,
+            variable._dtype,  # of what is stored; under autocast `dtype` is that of what is read
             summed=self.is_sum and self._layout.num_replicas > 1,
             parts=layout.spec if shard_dim(layout) is not None else P(),
         )

@@ -32,6 +32,8 @@ from distributary.topology import warn_of_untested
 #: original to the replacement.
 HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Values of variables.
+    ("keras.src.backend.common.variables.Variable", "__init__", _variables.init),
+    ("StoredVariable", "_convert_to_tensor", _variables.convert_to_tensor),
     ("StoredVariable", "_direct_assign", _variables.direct_assign),
     ("keras.src.backend.common.variables.Variable", "value", _variables.value),
     # State of a checkpoint can wait for objects that are not built yet.
@@ -64,6 +66,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.callbacks.BackupAndRestore", "_load_model", _saving.restore),
     ("keras.callbacks.BackupAndRestore", "on_train_end", _saving.training_ended),
     # In `Strategy.run`, turn numbers of one replica into those of the whole batch.
+    ("keras.Loss", "__call__", _losses.call),
     ("keras.src.losses.loss", "reduce_weighted_values", _losses.reduce_weighted_values),
     ("BaseTrainer", "_aggregate_additional_loss", _losses.aggregate_additional_loss),
     ("BaseOptimizer", "add_variable", _variables.add_variable),

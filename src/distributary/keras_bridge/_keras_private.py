@@ -29,6 +29,7 @@ class_weight_to_sample_weights = private(
     "keras.src.trainers.data_adapters.data_adapter_utils:class_weight_to_sample_weights"
 )
 to_snake_case = private("keras.src.utils.naming:to_snake_case")
+AutocastScope: Any = private("keras.src.backend.common.variables:AutocastScope")
 get_stateless_scope = private("keras.src.backend.common.stateless_scope:get_stateless_scope")
 in_stateless_scope = private("keras.src.backend.common.stateless_scope:in_stateless_scope")
 in_symbolic_scope = private("keras.src.backend.common.symbolic_scope:in_symbolic_scope")

@@ -5,9 +5,11 @@ so the result equals that of one device, even with masks and weights. In tf.dist
 mean of the replicas' means.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 
@@ -34,22 +36,62 @@ def aggregate_additional_loss(original: Callable[..., Any]) -> Callable[..., Any
     return _aggregate_additional_loss
 
 
+class _Call(threading.local):
+    """The outermost loss that is being called, with its arguments, and the calls around this."""
+
+    arguments: tuple[Any, Any, Any] | None = None
+    depth = 0
+
+
+_call = _Call()
+
+
+def call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes a loss that is called, for `reduce_weighted_values`."""
+
+    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:  # noqa: N807
+        before, depth = _call.arguments, _call.depth
+        _call.arguments, _call.depth = before or (self, y_true, y_pred), depth + 1
+        try:
+            return original(self, y_true, y_pred, sample_weight)
+        finally:
+            _call.arguments, _call.depth = before, depth
+
+    return __call__
+
+
+def _of_whole_batch(context: Any, value: Any) -> Any:
+    """Returns the one number that a loss gives for the rows of all replicas."""
+    if _call.arguments is None:
+        return value
+    loss, *y = _call.arguments
+    y = jax.tree.map(lambda own: keras.ops.convert_to_tensor(own, loss.dtype), y)
+    if any(own.ndim == 0 for own in jax.tree.leaves(y)):
+        return value
+    return loss.call(*context.all_gather(y, axis=0))
+
+
 def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
     """Divides by the count or weight of the whole batch instead of the replica's own."""
 
     def reduce_weighted_values(
-        values: object,
+        values: Any,
         sample_weight: object = None,
         mask: Any = None,
         reduction: str | None = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
         context = replica_context()
-        if context is None or reduction in (None, "none"):
+        is_part = _call.depth > 1  # of a loss, which is divided as a whole
+        if context is None or is_part or reduction in (None, "none"):
             return original(values, sample_weight, mask, reduction, dtype)
+        if jnp.shape(values) == ():
+            values = _of_whole_batch(context, values)
+            # One entry, or Keras would make weights of a single row a number, too.
+            values = values if sample_weight is None and mask is None else values[None]
         losses = original(values, sample_weight, mask, "none", dtype)
-        if losses.shape == ():  # the mean over this replica's rows
-            return losses
+        if losses.shape == ():
+            return losses / context.num_replicas_in_sync
         if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
             return losses
         num_replicas = context.num_replicas_in_sync

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.context import get_strategy, has_strategy
 from distributary.dispatch import JobEvent, fetch_whole, job_programs, latest_program
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge._keras_private import (
+    AutocastScope,
     get_stateless_scope,
     in_stateless_scope,
     in_symbolic_scope,
@@ -29,7 +31,7 @@ from distributary.topology import (
     put_sharded,
     shard_dim,
 )
-from distributary.tracing import describe_value, is_recording, noted_read
+from distributary.tracing import current_scope, describe_value, is_recording, noted_read
 from distributary.variables import ShardedVariable, Variable, colocated_with, tell_new_state
 
 # The classes that keep the values of Keras variables on servers.
@@ -80,9 +82,44 @@ def planned_layout(variable: object) -> Any:
 def _description(variable: Any) -> str:
     """Returns a text that has to be the same on all workers."""
     return (
-        f"Keras variable {variable.path!r} {variable.dtype}{list(variable.shape or ())} with"
+        f"Keras variable {variable.path!r} {variable._dtype}{list(variable.shape or ())} with"
         f" {variable.synchronization}, {variable.aggregation}, trainable={variable.trainable}"
     )
+
+
+def init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a function that is traced create a variable, also from a value.
+
+    As in TensorFlow, it is then traced once more, because Python code asks whether layers and
+    optimizers are built.
+    """
+
+    def __init__(  # noqa: N807
+        self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kw: Any
+    ) -> None:
+        scope = current_scope() if in_stateless_scope() else None
+        if scope is not None and not callable(initializer) and not isinstance(initializer, str):
+            with jax.ensure_compile_time_eval():
+                value = keras.ops.convert_to_tensor(initializer, dtype)
+            if not isinstance(value, jax.core.Tracer):
+                initializer = lambda shape, dtype: jnp.asarray(value, dtype)
+                shape, dtype = value.shape, value.dtype
+        original(self, initializer, shape, dtype, *args, **kw)
+        if scope is not None:
+            scope.created.append(self.path)
+
+    return __init__
+
+
+def convert_to_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copies an array of NumPy; JAX would share its memory with the first of several devices."""
+
+    def _convert_to_tensor(self: Any, value: Any, dtype: Any = None) -> Any:
+        if isinstance(value, np.ndarray) and (has_strategy() or self._layout is not None):
+            value = value.copy()
+        return original(self, value, dtype)
+
+    return _convert_to_tensor
 
 
 def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,13 +195,18 @@ def value(original: property) -> property:
 
     def value(self: Any) -> Any:
         kept = self._value
+        current: Any
         if not isinstance(kept, ON_SERVERS):
             with latest_program.lock:  # so that programs see `_shared` before they donate
-                current = in_device_memory(read(self))
+                # A tape records the cast, too.
+                with AutocastScope(None) if is_recording() else nullcontext():
+                    current = in_device_memory(read(self))
                 if current is self._value:
                     self._shared = True
             current = whole_value(self, current)
-            return noted_read(self, current) if is_recording() else current
+            if not is_recording():
+                return current
+            return self._maybe_autocast(noted_read(self, current))
         scope = get_stateless_scope() if in_stateless_scope() else None
         current = None if scope is None else scope.get_current_value(self)
         if current is None:

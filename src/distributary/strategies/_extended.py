@@ -148,6 +148,7 @@ class StrategyExtended:
         #: Keras' `fit`, as in tf.distribute, which saves collectives. Set it before the
         #: first step. If False, the statistics are those of the whole batch, as on one device.
         self.experimental_batch_statistics_of_replicas = False
+        self._has_told = False
         devices = placement.devices
         platform = devices[0].platform if devices else "cpu"
         ops = cross_device_ops or default_cross_device_ops(platform, self.num_workers)
@@ -287,7 +288,7 @@ class StrategyExtended:
         if self.num_workers > 1:
             names += f" of each of {self.num_workers} workers"
         if self._shard_optimizer_state:
-            reduction += "; optimizer state sharded"
+            reduction += "; Keras optimizer state sharded"
         return f"{self.num_replicas} replicas on {names}{self._cores_text()}; {reduction}"
 
     def _cores_text(self) -> str:
@@ -317,6 +318,17 @@ class StrategyExtended:
     def variable_layout(self) -> VariableLayout:
         """Returns the layout of variables that are created in this strategy's scope."""
         return self._layout
+
+    def created(self, name: str) -> None:
+        """Says once that a new variable of ours is whole on every device, also for optax."""
+        if self._shard_optimizer_state and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "Variable %r is whole on every device: experimental_shard_optimizer_state divides"
+                " the state of Keras optimizers, not variables that hold that of optax. Keras"
+                " optimizers take distributary.Variable, too.",
+                name,
+            )
 
     def optimizer_layout(self, shape: Sequence[int]) -> Any:
         """Returns the sharding of an optimizer's variable if it is stored in parts, else None."""
@@ -697,6 +709,8 @@ class StrategyExtended:
         num_replicas = self.num_replicas
 
         scope = current_scope()
+        if scope is not None:
+            scope.merge_calls += 1
         shows_number = num_replicas > 1 and scope is not None and scope.replica is not None
         numbers = (int, float, complex, np.ndarray, np.generic)
 

@@ -44,12 +44,9 @@ from distributary.tracing._jaxprs import (
 from distributary.tracing._markers import (
     Handle,
     grad_p,
-    handles_read,
-    handles_written,
     read_p,
     sparse_read_p,
     tape_p,
-    write_p,
 )
 from distributary.tracing._scope import Decisions, Kind, kind_of
 
@@ -133,7 +130,7 @@ def _kinds(eqns: Sequence[Equation], gradient_index: int) -> tuple[Kind, ...]:
             bits[var] = bits.get(var, 0) | 1 << i
     state = {handle: 1 << i for i, handle in enumerate(handles, start=len(arrays))}
     env = dict(bits)
-    flow = _Flow(bits, set(handles), eqn.params["tape"])
+    flow = _Flow(bits, eqn.params["tape"])
     flow.run(region, env, state)
     reached = _union(env, targets)
 
@@ -152,7 +149,7 @@ def reached_inputs(jaxpr: Jaxpr) -> list[bool]:
     """Returns for every input whether an output has a gradient with respect to it."""
     bits = {var: 1 << i for i, var in enumerate(jaxpr.invars) if _is_differentiable(var)}
     env = dict(bits)
-    _Flow(bits, set(), tape=0).run(jaxpr.eqns, env, {})
+    _Flow(bits, tape=0).run(jaxpr.eqns, env, {})
     reached = _union(env, jaxpr.outvars)
     return [bool(reached >> i & 1) for i in range(len(jaxpr.invars))]
 
@@ -172,13 +169,11 @@ class _Flow:
             rows, or None for the whole variable. Inside control flow, all are reads of the whole.
     """
 
-    def __init__(self, bits: dict[Var, int], sources: set[Handle], tape: int) -> None:
+    def __init__(self, bits: dict[Var, int], tape: int) -> None:
         self.reads: dict[Handle, list[int | None]] = {}
         self._bits = bits
-        self._sources = sources
         self._tape = tape
         self._paused = False
-        self._written: set[Handle] = set()
 
     def run(self, eqns: Sequence[Equation], env: dict[Var, int], state: dict[Handle, int]) -> None:
         for eqn in eqns:
@@ -192,10 +187,7 @@ class _Flow:
         if eqn.primitive in (read_p, sparse_read_p):
             is_whole = eqn.primitive is read_p
             self._note_read(eqn.params["handle"], None if is_whole else aval_of(*eqn.invars).size)
-            return [self._read(eqn.params["handle"], state)]
-        if eqn.primitive is write_p:
-            self._write([eqn.params["handle"]], state)
-            return []
+            return [state.get(eqn.params["handle"], 0)]
         if eqn.primitive.name == "stop_gradient":
             return [0]
         called = plain_call_of(eqn)
@@ -214,32 +206,16 @@ class _Flow:
         if eqn.primitive is grad_p:
             for handle in eqn.params["handles"]:
                 mask |= state.get(handle, 0)
-        elif contains(eqn, (read_p, sparse_read_p, write_p)):
-            inner = [e for sub in sub_jaxprs(eqn) for e in sub.eqns]
-            for read in walk(inner):
+        elif contains(eqn, (read_p, sparse_read_p)):
+            for read in walk([eqn]):
                 if read.primitive in (read_p, sparse_read_p):
                     self._note_read(read.params["handle"], None)
-            for handle in handles_read(inner):
-                mask |= self._read(handle, state)
-            self._write(handles_written(inner), state)
+                    mask |= state.get(read.params["handle"], 0)
         return mask
 
     def _note_read(self, handle: Handle, num_rows: int | None) -> None:
         if not self._paused:
             self.reads.setdefault(handle, []).append(num_rows)
-
-    def _write(self, handles: Sequence[Handle], state: dict[Handle, int]) -> None:
-        self._written.update(handles)
-        state.update(dict.fromkeys(handles, 0))
-
-    def _read(self, handle: Handle, state: dict[Handle, int]) -> int:
-        if handle in self._written and handle in self._sources and not self._paused:
-            raise UnsupportedError(
-                f"GradientTape: variable {handle.name!r} is assigned and then read again while the"
-                " tape records, and the gradient with respect to it is asked for. Assign it after"
-                " the tape, or differentiate with respect to a value you watch with tape.watch."
-            )
-        return state.get(handle, 0)
 
 
 def _union(masks: dict[Var, int], atoms: Iterable[Atom]) -> int:

@@ -16,10 +16,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from jax import Array, lax
+from jax.extend.core import Var
 
-from distributary.tracing._jaxprs import AnyJaxpr, Equation, parts_of_scan, parts_of_while
+from distributary.tracing._jaxprs import (
+    AnyJaxpr,
+    Equation,
+    call_of,
+    open_jaxpr,
+    parts_of_scan,
+    parts_of_while,
+)
 
 _S = TypeVar("_S")
+_V = TypeVar("_V")
 
 #: The arrays of every program.
 Arrays: TypeAlias = list[list[Array]]
@@ -115,3 +124,71 @@ def _cond(
 
     branches = [branch(i) for i in range(len(eqns[0].params["branches"]))]
     return lax.switch(operands[0][0], branches, [values[1:] for values in operands], further)
+
+
+def known_through(
+    eqn: Equation,
+    operands: list[_V],
+    evaluate: Callable[[AnyJaxpr, list[_V]], list[_V]],
+    join: Callable[[Sequence[_V]], _V],
+    decides: Callable[[Equation, _V], None] = lambda eqn, value: None,
+) -> list[_V] | None:
+    """Returns what an analysis knows of the results of a call, `scan`, `while` or `cond`.
+
+    Each result depends on what its own computation reads, and on what decides over it.
+
+    Args:
+        eqn: The equation.
+        operands: What is known of its operands.
+        evaluate: Analyzes a jaxpr, from what is known of its inputs to its outputs.
+        join: Returns what is known of a value that is computed from several others.
+        decides: Told what is known of the predicate of a `cond` or condition of a `while`.
+
+    Returns:
+        What is known of each result; None for other equations.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    call = call_of(eqn)
+    if call is not None:
+        return evaluate(call, operands)
+    if name == "cond":
+        predicate, rest = operands[0], operands[1:]
+        decides(eqn, predicate)
+        results = zip(*[evaluate(branch, rest) for branch in params["branches"]], strict=True)
+        passed = zip(*map(_passed, params["branches"]), strict=True)
+        return [
+            rest[inputs[0]]
+            if inputs[0] is not None and len(set(inputs)) == 1
+            else join([predicate, *values])
+            for values, inputs in zip(results, passed, strict=True)
+        ]
+    if name not in CONTROL_FLOW:
+        return None
+    xs: list[_V] = []
+    if name == "scan":
+        consts, carry, xs = parts_of_scan(eqn, operands)
+        body = params["jaxpr"]
+    else:
+        of_condition, consts, carry = parts_of_while(eqn, operands)
+        body = params["body_jaxpr"]
+    stays = [i == len(consts) + k for k, i in enumerate(_passed(body)[: len(carry)])]
+    while True:
+        outs = evaluate(body, [*consts, *carry, *xs])
+        goes_on = []
+        if name == "while":
+            goes_on = evaluate(params["cond_jaxpr"], [*of_condition, *carry])
+            decides(eqn, goes_on[0])
+        after = [
+            own if is_same else join([own, out, *goes_on])
+            for own, out, is_same in zip(carry, outs, stays, strict=False)
+        ]
+        if after == carry:
+            return [*carry, *outs[len(carry) :]]
+        carry = after
+
+
+def _passed(jaxpr: AnyJaxpr) -> list[int | None]:
+    """Returns for every output the number of the input that it is, or None."""
+    inner, _ = open_jaxpr(jaxpr)
+    numbers = {var: i for i, var in enumerate(inner.invars)}
+    return [numbers.get(atom) if isinstance(atom, Var) else None for atom in inner.outvars]

@@ -23,13 +23,11 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.errors import ContextError, UnsupportedError
 from distributary.topology import REPLICA_AXIS
+from distributary.tracing._control_flow import known_through
 from distributary.tracing._jaxprs import (
     AnyJaxpr,
     Equation,
-    call_of,
     interpret_with,
-    parts_of_scan,
-    parts_of_while,
     sub_jaxprs,
     user_frame,
     walk,
@@ -185,15 +183,11 @@ class _Analysis:
         if name in _UNIFYING and is_collective(eqn):
             groups = eqn.params.get("axis_index_groups")
             return [self._over_groups(self._all(operands), groups)] * num_outs
-        call = call_of(eqn)
-        if call is not None:
-            return self.jaxpr(call, operands)[0]
-        if name == "scan":
-            return self._scan(eqn, operands)
-        if name == "while":
-            return self._while(eqn, operands)
-        if name == "cond":
-            return self._cond(eqn, operands)
+        through = known_through(
+            eqn, operands, lambda jaxpr, own: self.jaxpr(jaxpr, own)[0], self._all, self._decides
+        )
+        if through is not None:
+            return through
         differs = False
         for inner in walk([eqn]):
             _refuse_unknown(inner)
@@ -214,42 +208,9 @@ class _Analysis:
         combined = {i: tuple(value[j] for j in group) for group in groups for i in group}
         return _numbered(combined[i] for i in range(len(value)))
 
-    def _scan(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
-        consts, carry, xs = parts_of_scan(eqn, operands)
-        return self._repeated(eqn.params["jaxpr"], consts, carry, xs)
-
-    def _while(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
-        condition_consts, body_consts, carry = parts_of_while(eqn, operands)
-        carry = self._repeated(eqn.params["body_jaxpr"], body_consts, carry, [])
-        (condition,), _ = self.jaxpr(eqn.params["cond_jaxpr"], [*condition_consts, *carry])
-        if condition != self.same:
-            # Replicas may run the loop a different number of times.
+    def _decides(self, eqn: Equation, value: Agreement) -> None:
+        if value != self.same:
             refuse_collectives(eqn)
-            return [self.distinct] * len(carry)
-        return carry
-
-    def _repeated(
-        self,
-        body: AnyJaxpr,
-        consts: list[Agreement],
-        carry: list[Agreement],
-        xs: list[Agreement],
-    ) -> list[Agreement]:
-        """Returns the agreement on the results of a loop, however often it runs."""
-        while True:
-            outs, _ = self.jaxpr(body, [*consts, *carry, *xs])
-            after = list(map(self._all, zip(carry, outs, strict=False)))
-            if after == carry:
-                return [*carry, *outs[len(carry) :]]
-            carry = after
-
-    def _cond(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
-        predicate, rest = operands[0], operands[1:]
-        if predicate != self.same:
-            refuse_collectives(eqn)
-            return [self.distinct] * len(eqn.outvars)
-        branches = [self.jaxpr(branch, rest)[0] for branch in eqn.params["branches"]]
-        return list(map(self._all, zip(*branches, strict=True)))
 
 
 def _numbered(values: Iterable[Hashable]) -> Agreement:

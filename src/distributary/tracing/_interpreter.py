@@ -108,6 +108,8 @@ class _Interpreter:
     # Tables that are read by rows, with the zeros added to the rows of successive reads and the
     # ids read so far.
     row_cuts: list[tuple[Handle, Iterator[Array], list[Array]]] = field(default_factory=list)
+    # Variables that are assigned while a tape records, with the zeros added to what is assigned.
+    write_cuts: list[tuple[Handle, Array]] = field(default_factory=list)
     # The innermost tape that records, and whether it is in GradientTape.stop_recording.
     tape: int | None = None
     paused: bool = False
@@ -162,9 +164,10 @@ class _Interpreter:
         elif eqn.primitive is sparse_read_p:
             outs = [self._sparse_read(eqn.params["handle"], operands[0], state)]
         elif eqn.primitive is write_p:
-            # As in TensorFlow, no gradient flows through an assignment.
+            # As in TensorFlow, no gradient flows through an assignment, and reads after it count.
             value = operands[0] if self.tape is None else lax.stop_gradient(operands[0])
-            state[eqn.params["handle"]] = value
+            zeros = [zero for cut, zero in self.write_cuts if cut is eqn.params["handle"]]
+            state[eqn.params["handle"]] = sum(zeros, value)
         elif eqn.primitive is tape_p:
             self._note_pause(eqn)
         elif eqn.primitive is grad_p:
@@ -293,7 +296,11 @@ class _Interpreter:
         sources = _Sources.of(eqn, region)
 
         def recorded(
-            arrays: list[Array], variables: list[Array], zeros: list[Array], rows: list[list[Array]]
+            arrays: list[Array],
+            variables: list[Array],
+            zeros: list[Array],
+            rows: list[list[Array]],
+            writes: list[Array],
         ) -> tuple[list[Array], Any]:
             inner_env = {**env, **dict(zip(sources.outer, arrays, strict=True))}
             inner_state = {**state, **dict(zip(sources.dense, variables, strict=True))}
@@ -311,6 +318,7 @@ class _Interpreter:
                 snapshots=dict(self.snapshots),
                 cuts=cuts,
                 row_cuts=self.row_cuts + row_cuts,
+                write_cuts=[*self.write_cuts, *zip(sources.assigned, writes, strict=True)],
                 tape=eqn.params["tape"],
                 paused=False,
             )
@@ -336,6 +344,7 @@ class _Interpreter:
                 [jnp.zeros((size, *handle.shape[1:]), handle.dtype) for size in sizes]
                 for handle, sizes in sources.sparse
             ],
+            [jnp.zeros(handle.shape, handle.dtype) for handle in sources.assigned],
             has_aux=True,
         )
         return _Pullback(eqn, list(targets), sources, pull, *aux)
@@ -354,6 +363,8 @@ class _Sources:
     dense: list[Handle] = field(default_factory=list)
     # Tables, with the number of rows in each read.
     sparse: list[tuple[Handle, tuple[int, ...]]] = field(default_factory=list)
+    # Those of `dense` that are assigned while it records.
+    assigned: list[Handle] = field(default_factory=list)
 
     @classmethod
     def of(cls, eqn: Equation, region: Sequence[Equation]) -> "_Sources":
@@ -373,6 +384,7 @@ class _Sources:
             if member not in group:
                 group.append(member)
             found.order.append((name, group.index(member)))
+        found.assigned = [handle for handle in handles_written(region) if handle in found.dense]
         return found
 
 
@@ -391,7 +403,9 @@ class _Pullback:
     ids: list[Array]
 
     def gradients(self, seeds: list[Array]) -> list[Array]:
-        outer, dense, inner, sparse = self.pull([seeds[i] for i in self.targets])
+        outer, dense, inner, sparse, writes = self.pull([seeds[i] for i in self.targets])
+        for handle, after in zip(self.sources.assigned, writes, strict=True):
+            dense[self.sources.dense.index(handle)] += after
         groups = {"outer": outer, "inner": inner, "dense": dense}
         outs: list[Array] = []
         for name, index in self.sources.order:

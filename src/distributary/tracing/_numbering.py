@@ -15,8 +15,8 @@ computed from equal values in the same way. For replicas with 3 and 2 rows:
 
 `e` would be another value on each replica, although it is computed from a sum of both.
 
-A loop in which replicas meet has a result with equal numbers if what it starts from and what its
-body computes have them. Replicas that decide differently whether they meet are found, too.
+A loop has a result with equal numbers if what it starts from and what its body computes for it have
+them. Replicas that decide differently whether they meet are found, too.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -28,6 +28,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
+from distributary.tracing._control_flow import known_through
 from distributary.tracing._divergence import has_collective, is_collective
 from distributary.tracing._jaxprs import (
     AnyJaxpr,
@@ -60,6 +61,7 @@ class Numbering:
         self._simplify = simplify
         self._numbers: dict[Hashable, int] = {}
         self._num_joined = 0
+        self._depth = 0  # of loops in loops
         self.decisions: list[tuple[Equation, int]] = []
 
     def outputs(self, jaxpr: Jaxpr, inputs: Sequence[Hashable]) -> list[int]:
@@ -100,16 +102,16 @@ class Numbering:
         call = call_of(eqn)
         if call is not None:
             return self._jaxpr(call, operands)
+        match eqn.primitive.name:
+            case "cond":
+                return self._cond(eqn, operands)
+            case "scan":
+                return self._loop(eqn, *parts_of_scan(eqn, operands))
+            case "while":
+                of_condition, of_body, carry = parts_of_while(eqn, operands)
+                return self._loop(eqn, of_body, carry, [], of_condition)
         key: Hashable
         if has_collective(eqn):
-            match eqn.primitive.name:
-                case "cond":
-                    return self._cond(eqn, operands)
-                case "scan":
-                    return self._loop(eqn, *parts_of_scan(eqn, operands))
-                case "while":
-                    of_condition, of_body, carry = parts_of_while(eqn, operands)
-                    return self._loop(eqn, of_body, carry, [], of_condition)
             # The replicas meet here. The divergence analysis finds out whether the result is the
             # same on all of them.
             key = self._joined()
@@ -128,9 +130,13 @@ class Numbering:
         self._num_joined += 1
         return ("joined", self._num_joined)
 
+    def _note_decision(self, eqn: Equation, number: int) -> None:
+        if has_collective(eqn):
+            self.decisions.append((eqn, number))
+
     def _cond(self, eqn: Equation, operands: Sequence[int]) -> list[int]:
         predicate, rest = operands[0], operands[1:]
-        self.decisions.append((eqn, predicate))
+        self._note_decision(eqn, predicate)
         branches = [self._jaxpr(branch, rest) for branch in eqn.params["branches"]]
         return [self._number(("cond", predicate, *outs)) for outs in zip(*branches, strict=True)]
 
@@ -143,9 +149,12 @@ class Numbering:
         of_condition: Sequence[int] = (),
     ) -> list[int]:
         """Returns the numbers of the results of a loop, given those of its operands."""
-        loop = self._joined()
+        # Replicas meet in the same loop. Others are alike if they begin and go on alike.
+        rounds = eqn.params.get("length"), eqn.params.get("reverse"), self._depth
+        loop = self._joined() if has_collective(eqn) else (eqn.primitive.name, *rounds)
+        self._depth += 1
         carried = [self._number((loop, k)) for k in range(len(carry))]
-        row = [self._number(("row", x)) for x in rows]
+        row = [self._number((loop, "row", x)) for x in rows]
         is_while = eqn.primitive.name == "while"
         body = eqn.params["body_jaxpr" if is_while else "jaxpr"]
         outs = self._jaxpr(body, [*consts, *carried, *row])
@@ -162,7 +171,8 @@ class Numbering:
             (value,) = self._jaxpr(condition, [*of_condition, *carried])
             (needs,) = _carry_needed(condition, len(of_condition), len(carry))
             decision = over_rounds(value, needs.union(*[needed[k] for k in needs]))
-            self.decisions.append((eqn, decision))
+            self._note_decision(eqn, decision)
+        self._depth -= 1
         results = [
             over_rounds(out, needs | {k} if k < len(carry) else needs)
             for k, (out, needs) in enumerate(zip(outs, needed, strict=True))
@@ -177,17 +187,21 @@ def _carry_needed(jaxpr: AnyJaxpr, num_consts: int, num_carry: int) -> list[froz
     """
     nothing: frozenset[int] = frozenset()
 
+    def evaluate(jaxpr: AnyJaxpr, operands: list[frozenset[int]]) -> list[frozenset[int]]:
+        return interpret_with(jaxpr, operands, lambda value: nothing, equation)[0]
+
     def equation(eqn: Equation, operands: list[frozenset[int]]) -> list[frozenset[int]]:
-        call = call_of(eqn)
-        if call is not None:
-            return interpret_with(call, operands, lambda value: nothing, equation)[0]
-        made = nothing if is_collective(eqn) else nothing.union(*operands)
+        join = lambda values: nothing.union(*values)
+        through = known_through(eqn, operands, evaluate, join)
+        if through is not None:
+            return through
+        made = nothing if is_collective(eqn) else join(operands)
         return [made] * len(eqn.outvars)
 
     num_rows = len(open_jaxpr(jaxpr)[0].invars) - num_consts - num_carry
     carry = [frozenset([k]) for k in range(num_carry)]
     inputs = [*[nothing] * num_consts, *carry, *[nothing] * num_rows]
-    return interpret_with(jaxpr, inputs, lambda value: nothing, equation)[0]
+    return evaluate(jaxpr, inputs)
 
 
 def _plain(value: object) -> Hashable:

@@ -10,7 +10,7 @@ reads `params`.
 
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -38,15 +38,26 @@ class OuterNames:
             if any(map(_is_known, leaves))
         }
 
-    def check(self, step: str) -> None:
-        """Checks that no name holds a traced value in the place of an array.
+    def check(self, step: str, numbers: Sequence[Any] = ()) -> None:
+        """Checks that no name holds a traced value in the place of an array or number.
+
+        Args:
+            step: The function, for messages.
+            numbers: The traced values that Python code has asked for as numbers.
 
         Raises:
             TracedValueError: naming `step` and the name.
         """
-        if not self._before:
+        if not self._before and not numbers:
             return
+        collected = set(map(id, numbers))
         for name, leaves in _names(self._function):
+            if any(id(leaf) in collected for leaf in leaves):
+                raise TracedValueError(
+                    f"{step} keeps a number in {name}, which is outside of it. The step is"
+                    " compiled: its Python runs once, before there are numbers. Return the value"
+                    f" from the step, and put what run returns into {name}."
+                )
             held = set(map(id, leaves))
             is_replaced = any(id(array) not in held for array in self._before.get(name, ()))
             if is_replaced and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):

@@ -190,7 +190,7 @@ def trace(
         if uneven is not None:
             found = uneven.with_gradients(found, scope.tapes)
         reads = reads_of_tapes(eqns) if scope.asked else {}
-        names_outside.check(str(subject))
+        names_outside.check(str(subject), scope.numbers)
         if (
             found == used
             and not _misses_reads(scope, reads)
@@ -345,6 +345,17 @@ def purify(
         [],
         scope.checks,
     )
+
+
+def _check_merge_calls(counts: Sequence[int]) -> None:
+    for replica, count in enumerate(counts):
+        if count != counts[0]:
+            raise ReplicaMismatchError(
+                f"merge_call: replica 0 calls it {counts[0]} times in a step, but replica"
+                f" {replica} {count} times; all replicas must call it together. Do not let Python"
+                " branches on the replica id or on the size of an uneven batch decide whether it"
+                " runs."
+            )
 
 
 def _struct(aval: Any) -> Any:
@@ -576,6 +587,7 @@ class ReplicaProgram:
         while True:
             pures = []
             traced = []
+            merge_calls = []
             stopped = False
             for replica, own in enumerate(avals):
                 uneven.start(replica)
@@ -595,8 +607,10 @@ class ReplicaProgram:
                     stopped = True
                     continue
                 traced.append(closed)
+                merge_calls.append(scope.merge_calls)
                 pures.append(purify(closed, scope, own, self._axis_env, replica))
             if not stopped:
+                _check_merge_calls(merge_calls)
                 self.describe = description_of(traced)
                 return pures
             if not uneven.settle():

@@ -123,6 +123,9 @@ class TraceScope:
         # Of every check that ends the step when it runs, the errors with which it has done so.
         self.checks: list[list[Exception]] = []
         self.unconverted: dict[str, str] = {}
+        self.merge_calls = 0
+        # The results of `int(value)` and `float(value)` of converted code.
+        self.numbers: list[Array] = []
 
     @property
     def may_create(self) -> bool:
@@ -269,12 +272,12 @@ class UnevenSizes:
         self.num_replicas = num_replicas
         self.known: list[tuple[int, ...]] = []
         self._calls = 0
-        self._replica = 0
+        self.replica = 0
         self._pending: dict[int, int] = {}
         self._first: Decisions = {}  # of replica 0; its tapes are counted from 0
 
     def start(self, replica: int) -> None:
-        self._replica = replica
+        self.replica = replica
         self._calls = 0
 
     def sizes(self, size: int) -> tuple[int, ...]:
@@ -282,14 +285,14 @@ class UnevenSizes:
         if self._calls < len(self.known):
             sizes = self.known[self._calls]
             self._calls += 1
-            if sizes[self._replica] != size:
+            if sizes[self.replica] != size:
                 raise ReplicaMismatchError(
-                    f"all_gather: replica {self._replica} of an uneven batch brings {size} rows,"
-                    f" but {sizes[self._replica]} when it was traced before. Do not call one"
+                    f"all_gather: replica {self.replica} of an uneven batch brings {size} rows,"
+                    f" but {sizes[self.replica]} when it was traced before. Do not call one"
                     " jax.jit function with all_gather in it on several arrays."
                 )
             return sizes
-        self._pending[self._replica] = size
+        self._pending[self.replica] = size
         raise SizesMissing
 
     def with_gradients(self, found: Decisions, tapes: Mapping[int, int]) -> Decisions:
@@ -300,7 +303,7 @@ class UnevenSizes:
             tapes: The number in this trace of each tape.
         """
         own = {key: (tapes.get(key[0], -1), key[1]) for key in found}
-        if self._replica == 0:
+        if self.replica == 0:
             self._first = {own[key]: kinds for key, kinds in found.items()}
         result = {}
         for key, kinds in found.items():

@@ -172,6 +172,7 @@ class Variable(Assignable):
             self._check_aggregation(what)
             self._slot = StateList([None]), 0
             self._value = self._initial_state(self._layout.initial(initial, self._description()))
+        get_strategy().extended.created(self._name)
         per_replica = self._layout.mirrored and on_read and self._layout.kind is None
         self._handle = Handle(
             weakref.ref(self),

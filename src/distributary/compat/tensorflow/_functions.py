@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
@@ -148,6 +149,7 @@ class Method:
     def __init__(self, function: Function, owner: object) -> None:
         self.__func__ = function
         self.__self__ = owner
+        self.__wrapped__ = types.MethodType(function.python_function, owner)  # for its signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
