@@ -16,9 +16,16 @@ import socket
 import time
 from typing import Any, TypeAlias
 
-from distributary.cluster_resolver import MultiWorker, Peer
+from distributary.cluster_resolver import MultiWorker, Peer, join_address
 from distributary.errors import ClusterError
-from distributary.job._channel import Channel, ChannelClosedError, Message, Reception, connected
+from distributary.job._channel import (
+    Channel,
+    ChannelClosedError,
+    Message,
+    Reception,
+    bound_address,
+    connected,
+)
 from distributary.job._proofs import is_proof, proof
 from distributary.topology import coordination_client
 
@@ -37,8 +44,8 @@ def bind_address(peer: Peer) -> str:
     Raises:
         ClusterError: if its host is unknown.
     """
-    family, (host, port, *_) = resolved(peer)
-    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+    _, (host, port, *_) = resolved(peer)
+    return join_address(host, port)
 
 
 def resolved(peer: Peer) -> tuple[socket.AddressFamily, _Address]:
@@ -48,14 +55,12 @@ def resolved(peer: Peer) -> tuple[socket.AddressFamily, _Address]:
         ClusterError: if its host is unknown.
     """
     try:
-        found = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
+        return bound_address(peer.host, peer.port)
     except OSError as error:
         raise ClusterError(
             f"{peer}: the host is unknown: {error.strerror or error}. Give {peer.name} an address"
             " that all workers can resolve."
         ) from error
-    family, _, _, _, address = found[0]
-    return family, address
 
 
 def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, Channel]:
