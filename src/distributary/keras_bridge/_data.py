@@ -45,10 +45,12 @@ class Call:
     Args:
         method: Name of the method.
         data: Adapter of its data; with validation data, the adapter of the training data.
+        callbacks: Callbacks that have the same state on all workers.
     """
 
     method: str
     data: Any = None
+    callbacks: list[Any] = dataclasses.field(default_factory=list)
 
 
 #: The innermost call in progress.
