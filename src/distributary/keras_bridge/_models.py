@@ -22,7 +22,7 @@ from distributary.keras_bridge._data import Call, DatasetAdapter, batches_of, cu
 from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._step_function import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
-from distributary.strategies import OneDeviceStrategy, unused_strategies
+from distributary.strategies import OneDeviceStrategy, check_job, unused_strategies
 from distributary.tracing import explained, shorten, user_stacklevel
 
 # Strategies that have a model already: a further one outside of their scope is on purpose.
@@ -123,6 +123,8 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         _join(self, what)
         strategy = strategy_of(self)
         if strategy is None:
+            if what in ("fit", "train_on_batch"):
+                check_job(f"{self.name}.{what} without a strategy")
             if what == "fit":
                 _warn_outside(self)
             if not any(takes_only_data(self, kind) for kind in PARTS):
