@@ -78,6 +78,27 @@ def test_keras_finds_jax_unless_another_backend_is_set(environ, imports, backend
     assert f"'KERAS_BACKEND': '{backend}'" in process.stdout
 
 
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("distributary.MiroredStrategy", "Did you mean 'MirroredStrategy'?"),
+        ("distributary.MirroredStrategy(['CPU:0']).runn", "Did you mean 'run'?"),
+        ("distributary.get_rank", "is True in the process that saves and prints."),
+    ],
+)
+def test_a_wrong_name_gets_one_piece_of_advice(expression, text):
+    process = subprocess.run(
+        [sys.executable, "-c", f"import distributary\n{expression}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    last = process.stderr.splitlines()[-1]
+    assert last.endswith(text)  # Python has a "Did you mean" of its own
+
+
 def _documented_names() -> list[str]:
     """The names of the list items "- `name`: ..." below the heading "Top level"."""
     _, _, section = _API_PAGE.read_text(encoding="utf-8").partition("\n## Top level\n")

@@ -133,11 +133,11 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             _give(self, strategy := OneDeviceStrategy(jax.local_devices()[0]))
             self.train_function = self.test_function = self.predict_function = None
         check_same_strategy(strategy, f"{self.name}.{what}")
-        if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
-            begin_call(self, original, args, kwargs)
         with strategy.scope():
             token = current_call.set(Call(what))
             try:
+                if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
+                    begin_call(self, original, args, kwargs)
                 return original(self, *args, **kwargs)
             except Exception as error:
                 told = explained(error)
