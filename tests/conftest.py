@@ -3,11 +3,13 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def strategy_of() -> Callable[[int], dist.MirroredStrategy]:
     """A function that returns a `MirroredStrategy` on the given number of CPU devices."""
     return lambda num_replicas: dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+
+
+@pytest.fixture
+def impostor() -> Iterator[Callable[[str, str], str]]:
+    """A function that lets another program listen at a host, at the port of an address.
+
+    It passes on what it gets to the address. The function returns where it listens.
+    """
+    with ExitStack() as stack:
+
+        def start(host: str, address: str) -> str:
+            real_host, port = address.split(":")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.create_server((host, int(port)), family=family) as server:
+                program = str(Path(dist.job.__path__[0]) / "_relay_process.py")
+                arguments = str(server.fileno()), str(os.getpid()), real_host, port
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", program, *arguments],
+                    stdin=subprocess.PIPE,
+                    pass_fds=(server.fileno(),),
+                )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+        yield start
+
+
+@pytest.fixture
+def localhost_is_ipv6_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets localhost stand for ::1 and 127.0.0.1, in this order, as on many systems."""
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *args: Any, **kwargs: Any) -> list[Any]:
+        hosts = ["::1", "127.0.0.1"] if host == "localhost" else [host]
+        return [found for one in hosts for found in real(one, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
-"""The public names are the documented ones, and importing them has no effects."""
+"""The public names are the documented ones, and importing them has no effects but one."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import distributary
 
@@ -18,7 +20,9 @@ environ_before = dict(os.environ)
 import distributary, distributary.compat.tensorflow
 from jax._src import xla_bridge
 
-assert dict(os.environ) == environ_before, "the environment has changed"
+environ_after = dict(os.environ)
+assert environ_after.pop("KERAS_BACKEND") == "jax"  # the only effect
+assert environ_after == environ_before, "the environment has changed"
 assert not xla_bridge.backends_are_initialized(), "JAX backends were started"
 unwanted = {"cryptography", "grpc", "keras", "matplotlib", "optax", "orbax"} & set(sys.modules)
 assert not unwanted, f"imported {sorted(unwanted)}"
@@ -50,6 +54,49 @@ def test_import_has_no_effects():
     )
 
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "imports", "backend"),
+    [
+        ({}, "distributary, keras", "jax"),
+        ({"KERAS_BACKEND": "numpy"}, "distributary, keras", "numpy"),
+        ({"KERAS_BACKEND": "numpy"}, "keras, distributary", "numpy"),
+    ],
+)
+def test_keras_finds_jax_unless_another_backend_is_set(environ, imports, backend, tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-c", f"import {imports}, os; print(keras.config.backend(), os.environ)"],
+        # Keras writes a file there, in which it says that its backend is TensorFlow.
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "KERAS_HOME": str(tmp_path), **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert process.stdout.startswith(f"{backend} "), process.stderr
+    assert f"'KERAS_BACKEND': '{backend}'" in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("distributary.MiroredStrategy", "Did you mean 'MirroredStrategy'?"),
+        ("distributary.MirroredStrategy(['CPU:0']).runn", "Did you mean 'run'?"),
+        ("distributary.get_rank", "is True in the process that saves and prints."),
+    ],
+)
+def test_a_wrong_name_gets_one_piece_of_advice(expression, text):
+    process = subprocess.run(
+        [sys.executable, "-c", f"import distributary\n{expression}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    last = process.stderr.splitlines()[-1]
+    assert last.endswith(text)  # Python has a "Did you mean" of its own
 
 
 def _documented_names() -> list[str]:

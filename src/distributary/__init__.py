@@ -1,5 +1,7 @@
 """Distribution strategies for JAX and Keras 3, with the tf.distribute API."""
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from distributary import errors
@@ -123,6 +125,10 @@ __all__ = [
     "tpu",
     "value_and_grad",
 ]
+
+# The one effect of an import: Keras reads this when it is imported, and would look for TensorFlow.
+if "keras" not in sys.modules:
+    os.environ.setdefault("KERAS_BACKEND", "jax")
 
 # Imported on first use: importing jax takes a second, which the command line does without.
 if not TYPE_CHECKING:  # or type checkers accept any name

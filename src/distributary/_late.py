@@ -64,11 +64,12 @@ def no_attribute(
     text = f"{owner} has no attribute {name!r}"
     for others, remedy in advice.items():
         if name in others.split():
-            return AttributeError(f"{text}. {remedy}")
+            return AttributeError(f"{text}. {remedy}", name=name)
     if not name.startswith("_"):
         import difflib
 
         public = [known for known in names if not known.startswith("_")]
         for close in difflib.get_close_matches(name, public, 1, 0.75):
-            return AttributeError(f"{text}. Did you mean {close!r}?")
-    return AttributeError(text)
+            # With a name of our own, Python does not add what it would suggest.
+            return AttributeError(f"{text}. Did you mean {close!r}?", name=name)
+    return AttributeError(text, name=name)

@@ -46,6 +46,55 @@ def _nested(path):
     (path / "a" / "b").mkdir(parents=True)
 
 
+def _of_tensorflow(path):
+    for end in (".index", ".data-00000-of-00001"):
+        path.with_name(path.name + end).write_bytes(b"\0")
+
+
+def _saved_model(path):
+    path.mkdir()
+    (path / "saved_model.pb").write_bytes(b"\0")
+
+
+def _weights_of_keras(path):
+    path.write_bytes(b"\0")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "text"),
+    [
+        ("ckpt-1", _of_tensorflow, r"/ckpt-1\.index is one of TensorFlow\. Only TensorFlow reads"),
+        ("ckpt-1.index", lambda path: path.touch(), r"/ckpt-1\.index is one of TensorFlow\."),
+        (
+            "model",
+            _saved_model,
+            r"/model: it is a SavedModel of TensorFlow\. Only TensorFlow reads",
+        ),
+        ("a.weights.h5", _weights_of_keras, r"it is a file of Keras\. Load it with model\.load_"),
+        ("a.keras", _weights_of_keras, r"it is a file of Keras\. .* or keras\.models\.load_model"),
+        ("ckpt-1", lambda path: None, r"There is no checkpoint at .*ckpt-1: it has no file checkp"),
+    ],
+)
+def test_checkpoints_of_other_programs_are_recognised(name, make, text, tmp_path):
+    make(tmp_path / name)
+
+    with pytest.raises(CheckpointError, match=text):
+        _checkpoint().restore(tmp_path / name)
+
+
+def test_a_folder_of_tensorflow_is_recognised_once(tmp_path, caplog):
+    _of_tensorflow(tmp_path / "ckpt-3")
+    (tmp_path / "notes.index").touch()
+
+    found = [latest_checkpoint(tmp_path) for _ in range(2)]
+
+    assert found == [None, None]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"{tmp_path} has the checkpoint ckpt-3 of TensorFlow. Only TensorFlow")
+    assert _checkpoint().save(tmp_path / "ckpt") == str(tmp_path / "ckpt-1")
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
+
+
 def _link_to_a_folder(path):
     target = path.with_name("target")
     _folder(target)

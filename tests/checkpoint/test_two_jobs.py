@@ -1,12 +1,14 @@
 """Two jobs that save to one folder: the first has it until it ends, however it ends."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import select
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 from subprocess import PIPE
 
@@ -26,7 +28,7 @@ from distributary.checkpoint import Checkpoint, CheckpointManager
 from distributary.errors import CheckpointError
 
 warnings.simplefilter("ignore")  # JAX warns of os.fork
-managers = {}
+managers, umask, setuid = {}, os.umask, os.setuid
 checkpoint = Checkpoint(step=0, a=np.zeros(1000))
 
 
@@ -173,6 +175,43 @@ def test_the_folder_is_free_when_its_job_ends_or_is_killed(jobs, tmp_path):
     assert not list(tmp_path.glob(".*"))
     manager.save()
     assert [path[-6:] for path in manager.checkpoints] == ["ckpt-3", "ckpt-5"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o666])
+def test_no_other_user_can_hold_the_lock_of_a_killed_job(mode, jobs, tmp_path):
+    first, second = jobs
+    lock = tmp_path / ".ckpt.distributary-lock"
+    first("umask", 0)
+    first("save", tmp_path, 1)
+    first.kill()
+    assert lock.stat().st_mode & 0o777 == 0o600
+    lock.chmod(mode)  # as a version before has made it
+
+    with lock.open() as opened:  # by another user, if it may
+        assert second("save", tmp_path, 2) == [str(tmp_path / "ckpt-1")]
+        second.kill()
+        if mode != 0o600:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # holds what is no lock any more
+        Checkpoint(step=3).save(tmp_path / "ckpt")
+
+    assert lock.stat().st_mode & 0o777 == 0o600
+    _save_locks.release(tmp_path, "ckpt")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_the_lock_of_another_user_is_named(jobs):
+    first, second = jobs
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        folder.chmod(0o777)
+        first("save", folder, 1)
+        second("setuid", 65534)
+
+        (message,) = second("save", folder, 2)
+
+        lock = folder / ".ckpt.distributary-lock"
+        assert f"{lock} is the lock of user root, whose job saves to {folder}" in message
+        assert "If that job has ended, remove the file" in message
 
 
 def test_other_names_and_folders_are_free(jobs, tmp_path):

@@ -253,6 +253,43 @@ def test_a_model_that_does_not_know_its_inputs_needs_a_signature(tmp_path):
     np.testing.assert_array_equal(served["output_0"], 2 * ROWS)
 
 
+_WITHOUT_FLATBUFFERS = """
+import sys
+sys.modules["flatbuffers"] = None  # it cannot be imported
+import distributary.compat.tensorflow as tf
+
+class Doubles(tf.Module):
+    @tf.function(input_signature=[tf.TensorSpec([2], tf.float32)])
+    def __call__(self, x):
+        return 2 * x
+
+save = lambda: tf.saved_model.save(Doubles(), sys.argv[1])
+load = lambda: tf.saved_model.load(sys.argv[2])([1.0, 2.0])
+for call in save, load:
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_without_flatbuffers_the_package_is_named(tmp_path):
+    class Doubles(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([2], tf.float32)])
+        def __call__(self, x):
+            return 2 * x
+
+    tf.saved_model.save(Doubles(), tmp_path / "here")
+
+    command = [sys.executable, "-c", _WITHOUT_FLATBUFFERS, tmp_path / "new", tmp_path / "here"]
+    lines = subprocess.check_output(command, text=True).splitlines()
+
+    for line, what in zip(lines, ("save", "load"), strict=True):
+        assert line.startswith(f"tf.saved_model.{what} needs flatbuffers")
+        assert line.endswith("pip install flatbuffers")
+    assert not (tmp_path / "new").exists()
+
+
 def test_signatures_need_known_arguments(tmp_path):
     with pytest.raises(ValueError, match=r"signature 'serving_default' is .*never_asked"):
         tf.saved_model.save(Scaled(), tmp_path / "model", signatures=Scaled().never_asked)

@@ -1,5 +1,6 @@
 """Which strategy is current, and where."""
 
+import inspect
 import threading
 from typing import NamedTuple
 
@@ -183,6 +184,20 @@ def test_scope_cannot_be_entered_in_a_step(strategy_of):
 
     with pytest.raises(ContextError, match=r"scope\(\) was entered inside Strategy\.run"):
         strategy.run(step)
+
+
+def test_scope_needs_its_parentheses(strategy_of):
+    strategy = strategy_of(2)
+
+    with (
+        pytest.raises(ContextError, match=r"write `with strategy\.scope\(\):`, with"),
+        strategy.scope,
+    ):
+        pass
+
+    assert not dist.has_strategy()
+    assert list(inspect.signature(strategy.scope).parameters) == []
+    assert "variables created there belong to it" in dist.Strategy.scope.__doc__
 
 
 def test_scope_that_is_not_open_cannot_be_left(strategy_of):

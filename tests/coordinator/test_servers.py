@@ -1,12 +1,15 @@
 """Training with workers and servers in processes of their own."""
 
+import concurrent.futures
 import contextlib
 import json
+import logging
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import astuple
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from distributary.cluster_resolver import (
     ClusterSpec,
     SimpleClusterResolver,
 )
+from distributary.coordinator import _processes
 from distributary.coordinator._certificates import ROLES, Credentials
 from distributary.coordinator._copies import Copies
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
@@ -292,6 +296,28 @@ def test_missing_tasks_are_named(monkeypatch):
 
     assert f"worker 0 at {worker}: No connection" in str(caught.value)
     assert "ps 0" not in str(caught.value)
+
+
+def test_the_chief_says_whom_it_waits_for(monkeypatch, caplog):
+    monkeypatch.setattr(_processes, "_PATIENCE_SECONDS", 0.0)
+    addresses = free_addresses("127.0.0.1", 2)
+    peers = tasks_of(ClusterSpec({"worker": addresses[:1], "ps": addresses[1:]}))
+    said, log = threading.Event(), logging.getLogger(_processes.__name__)
+    log.addFilter(show := lambda record: said.set() or True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(log.removeFilter, show)
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+        meeting = pool.submit(_processes.meet, peers, None, 60.0)
+        assert said.wait(60.0)
+        for service, address in zip(
+            (_Worker(0, 2), RoleCheck("ps", 0, ParameterServer(0))), addresses, strict=True
+        ):
+            server = GrpcServer(service, address, insecure=True)
+            stack.callback(server.close)
+        assert meeting.result(60.0) == 2
+
+    (line,) = [r.getMessage() for r in caplog.records if "waits" in r.getMessage()]
+    assert line == f"The chief waits for worker 0 at {addresses[0]}, ps 0 at {addresses[1]}."
 
 
 class _Worker:

@@ -88,13 +88,36 @@ def test_a_proof_is_good_for_one_call_of_one_task(server):
                 list(call)
             return call.code()
 
-        asked = TOKEN.ask("ps 0", greet(b"").decode())
+        asked = TOKEN.ask("ps 0", server.address, greet(b"").decode())
         assert code(asked) == grpc.StatusCode.OK
         assert code(asked) == grpc.StatusCode.UNAUTHENTICATED
-        assert code(TOKEN.ask("ps 0", "a" * 64)) == grpc.StatusCode.UNAUTHENTICATED
+        assert code(TOKEN.ask("ps 0", server.address, "a" * 64)) == grpc.StatusCode.UNAUTHENTICATED
         # Who listens in place of ps 1 gets such a proof, and cannot use it here.
-        of_other = {**TOKEN.ask("ps 1", greet(b"").decode()), "distributary-task": "ps 0"}
+        of_other = {
+            **TOKEN.ask("ps 1", server.address, greet(b"").decode()),
+            "distributary-task": "ps 0",
+        }
         assert code(of_other) == grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+def test_a_program_in_between_cannot_pass_a_proof_on(host, server, service, impostor):
+    address = impostor(host, server.address)
+
+    with pytest.raises(UnauthenticatedError, match="a program in between passes the call on") as e:
+        _call(address, "ps 0", TOKEN)
+
+    assert f"has called '{address}', and ps 0 listens at {server.address}" in str(e.value)
+    assert service.handled == []
+
+
+def test_localhost_is_where_the_task_listens(service, impostor, request, localhost_is_ipv6_first):
+    server = GrpcServer(service, "localhost:0", TOKEN, task="ps 0")
+    request.addfinalizer(server.close)
+    port = server.address.split(":")[1]
+    impostor("::1", f"127.0.0.1:{port}")
+
+    assert _call(f"localhost:{port}", "ps 0", TOKEN).kind == "echo"
 
 
 def test_challenges_that_nobody_uses_take_no_memory():
@@ -131,11 +154,14 @@ def test_many_strangers_leave_room_for_the_job(service):
         talks = [channel.stream_stream("/distributary.Link/Talk") for channel in channels]
 
         def never_ends():
-            yield b"a"
             ended.result(_SECONDS)
+            yield b"a"
 
         ended = concurrent.futures.Future()
         stack.callback(ended.set_result, None)
+        greets = [channel.stream_unary("/distributary.Link/Greet") for channel in channels]
+        for call in [greet.future(never_ends(), timeout=_SECONDS) for greet in greets * 40]:
+            assert len(call.result()) == 64  # which waits for nothing that the stranger sends
         for talk in talks * 4:
             call = talk(never_ends(), timeout=_SECONDS)
             with pytest.raises(grpc.RpcError):

@@ -1,5 +1,6 @@
 """Compiling: what other threads can do meanwhile, and how often it happens."""
 
+import logging
 import threading
 
 import jax.numpy as jnp
@@ -59,3 +60,23 @@ def test_a_step_is_compiled_once_however_often_it_runs(strategy_of, compilations
 
     assert len([name for name in compiled if "step_that_adds" in name]) == 1, compiled
     assert float(total.value()) == 6.0
+
+
+def test_a_step_that_compiles_for_long_is_said_once(strategy_of, monkeypatch, caplog):
+    monkeypatch.setattr("distributary.dispatch._progress._PATIENCE_SECONDS", 0.0)
+    said, log = threading.Event(), logging.getLogger("distributary.dispatch._progress")
+    log.addFilter(show := lambda record: said.set() or True)
+
+    def step():
+        assert said.wait(60)  # while it is traced
+        return jnp.float32(1)
+
+    strategy = strategy_of(2)
+    try:
+        for _ in range(3):
+            strategy.run(step)
+    finally:
+        log.removeFilter(show)
+
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("Compiling a step for more than 0 s. This comes once for each shape")

@@ -2,15 +2,18 @@
 
 import contextlib
 import json
+import logging
 import os
 import random
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from distributary.cluster_resolver import multi_worker
 from distributary.errors import ClusterError
+from distributary.job import _meeting
 from distributary.job._meeting import _check, _facts, meet
 from distributary.launch import free_addresses
 
@@ -168,6 +171,25 @@ def test_a_second_process_that_is_the_same_worker_ends_the_start_and_garbage_doe
 
         with pytest.raises(ClusterError, match="Two processes are worker number 1 of the cluster"):
             meeting.result(_SECONDS)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_worker_says_whom_it_waits_for(number, places, monkeypatch, caplog):
+    monkeypatch.setattr(_meeting, "_PATIENCE_SECONDS", 0.0)
+    said, log = threading.Event(), logging.getLogger(_meeting.__name__)
+    log.addFilter(show := lambda record: said.set() or True)
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        stack.callback(log.removeFilter, show)
+        meeting = pool.submit(meet, places[number], _SECONDS)
+        assert said.wait(_SECONDS)
+        monkeypatch.setattr(_meeting, "_PATIENCE_SECONDS", _SECONDS)
+        for channels in (meet(places[1 - number], _SECONDS), meeting.result(_SECONDS)):
+            for channel in channels.values():
+                channel.close()
+
+    this, other = places[number].workers[number], places[number].workers[1 - number]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"{this.name} waits for {other}."
 
 
 def test_a_number_that_the_cluster_does_not_have_is_named(places, first):

@@ -426,3 +426,23 @@ def test_a_producer_may_fill_the_same_arrays_again(
 
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, **_CLOSE)
+
+
+@pytest.mark.parametrize("make", ["frame", "series", "category", "labels"])
+def test_text_in_pandas_is_named(make, strategy_of):
+    pandas = pytest.importorskip("pandas")
+    text = pandas.Series(["a", "b"] * 4, name="city")
+    numbers = pandas.DataFrame({"size": np.ones(8), "age": np.ones(8)})
+    x, y = {
+        "frame": (numbers.assign(age=text), np.ones(8)),
+        "series": (text, np.ones(8)),
+        "category": (numbers.assign(age=text.astype("category")), np.ones(8)),
+        "labels": (numbers, text),
+    }[make]
+    with strategy_of(2).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    name = "city" if make in ("series", "labels") else "age"
+    with pytest.raises(TypeError, match=f"with strings or objects in column '{name}', which can"):
+        model.fit(x, y, verbose=0)

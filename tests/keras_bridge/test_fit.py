@@ -1052,3 +1052,34 @@ def test_keras_imported_inside_a_scope_only_warns_and_works_in_the_next_scope():
     assert "Keras was imported inside the scope of" in message
     assert "import keras before" in message
     assert message.rstrip().endswith("<string>")
+
+
+class _Huge(keras.layers.Layer):
+    def call(self, x):
+        return x + jnp.cumsum(jnp.sort(jnp.arange(1 << 45, dtype=jnp.float32) * x[0, 0]))[-1]
+
+
+def test_too_little_memory_is_said_with_what_helps(strategy_of):
+    with strategy_of(1).scope():
+        model = keras.Sequential([keras.Input((4,)), _Huge(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory") as caught:
+        model.fit(np.ones((8, 4)), np.ones(8), verbose=0)
+
+    (note,) = caught.value.__notes__
+    assert "A smaller batch" in note
+    assert "experimental_shard_optimizer_state=True" in note
+
+
+def test_a_distribution_of_keras_beside_a_strategy_is_named(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0"]))
+    try:
+        with pytest.warns(DistributaryWarning, match="set_distribution was called with <DataPara"):
+            model.fit(np.ones((8, 4)), np.ones(8), verbose=0)
+    finally:
+        keras.distribution.set_distribution(None)

@@ -84,6 +84,70 @@ def test_a_run_that_goes_on_from_a_backup_ends_as_one_that_was_never_interrupted
     assert json.loads((tmp_path / "training_metadata.json").read_text())["epoch"] == 4
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_run_that_goes_on_has_the_state_of_its_callbacks(is_first, tmp_path):
+    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def fit(model, folder, *others):
+        made = [
+            keras.callbacks.ReduceLROnPlateau("loss", patience=2, cooldown=1, min_delta=10.0),
+            keras.callbacks.EarlyStopping(
+                "loss", patience=6, min_delta=10.0, restore_best_weights=True
+            ),
+            keras.callbacks.ModelCheckpoint(
+                folder / "best.weights.h5", "loss", save_best_only=True, save_weights_only=True
+            ),
+        ]
+        index = 0 if is_first else len(made)
+        backup = keras.callbacks.BackupAndRestore(folder / "backup")
+        model.fit(
+            X,
+            Y,
+            batch_size=8,
+            epochs=9,
+            verbose=0,
+            callbacks=[*made[:index], backup, *made[index:], *others],
+        )
+        return made
+
+    for name in ("undisturbed", "disturbed"):
+        (tmp_path / name).mkdir()
+    undisturbed = make_model(strategy)
+    expected = fit(undisturbed, tmp_path / "undisturbed")
+    resumed = make_model(strategy)
+    for epoch in (1, 4, 5):
+        with pytest.raises(KeyboardInterrupt):
+            fit(make_model(strategy), tmp_path / "disturbed", Fails(epoch))
+    callbacks = fit(resumed, tmp_path / "disturbed", Fails(99))
+
+    for ours, other in zip(state_of(resumed), state_of(undisturbed), strict=True):
+        np.testing.assert_array_equal(ours, other)
+    assert (callbacks[0].best, callbacks[0].cooldown_counter, callbacks[0].wait) == (
+        expected[0].best,
+        expected[0].cooldown_counter,
+        expected[0].wait,
+    )
+    assert (callbacks[1].stopped_epoch, callbacks[1].best_epoch) == (6, 0)
+    for ours, other in zip(callbacks[1].best_weights, expected[1].best_weights, strict=True):
+        np.testing.assert_array_equal(ours, other)
+    assert callbacks[2].best == expected[2].best
+
+
+def test_a_run_with_other_callbacks_is_told_that_they_begin_anew(tmp_path, caplog):
+    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def fit(*callbacks):
+        callbacks = [keras.callbacks.BackupAndRestore(tmp_path), *callbacks]
+        make_model(strategy).fit(X, Y, epochs=4, verbose=0, callbacks=callbacks)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(keras.callbacks.EarlyStopping("loss"), Fails(2))
+    assert "begin anew" not in caplog.text
+    fit(keras.callbacks.ReduceLROnPlateau("loss"))
+
+    assert "was made with EarlyStopping, and this call has ReduceLROnPlateau. So" in caplog.text
+
+
 def test_keras_reads_backups_and_ours_reads_those_of_keras(tmp_path):
     strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
     model = make_model(strategy)

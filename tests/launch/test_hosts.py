@@ -1,6 +1,7 @@
 """Several hosts meet, start, fail and end together; here all of them are on loopback."""
 
 import contextlib
+import dataclasses
 import json
 import select
 import signal
@@ -230,6 +231,32 @@ def test_a_wrong_token_is_refused_on_both_sides(master, hosts):
         RemoteLink(hosts(1, token="x" * 16), None)
 
     assert said == ["refused a connection from 127.0.0.1: its token is not the token of this job"]
+
+
+def test_a_program_in_between_cannot_pass_a_proof_on(master, hosts, address, impostor):
+    said = master(join_seconds=0.5)
+    called = impostor("127.0.0.2", address)
+    options = dataclasses.replace(hosts(1), master=called)
+
+    with pytest.raises(LaunchError, match="a program in between passes the connection on"):
+        RemoteLink(options, None)
+
+    assert f"has called '{called}', and the master listens at {address}" in said[0]
+
+
+def test_localhost_is_where_the_master_listens(
+    master, hosts, address, impostor, localhost_is_ipv6_first
+):
+    port = address.split(":")[1]
+    called = dataclasses.replace(hosts(0), master=f"localhost:{port}")
+    impostor("::1", address)
+    started = Master(LaunchOptions(("true",), hosts=called), lambda line: None)
+    links = [RemoteLink(dataclasses.replace(called, host_rank=rank), None) for rank in (0, 1)]
+
+    assert _receive(links[0]) == [Prepare(0)]
+    for link in links:
+        link.close()
+    started._thread.join(_SECONDS)
 
 
 @pytest.mark.parametrize(

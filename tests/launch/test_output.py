@@ -154,10 +154,11 @@ while True:
     try:
         os.close(write_fd)
         with open(read_fd) as status:
-            first, second = (json.loads(status.readline()) for _ in range(2))
+            made, first, second = (json.loads(status.readline()) for _ in range(3))
     finally:
         process.kill()
         process.wait()
 
+    assert made == {"num_steps": 0}
     assert second["step"] > first["step"] > 0
     assert second["examples_per_second"] > 0

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from distributary.errors import InvalidValueError
-from distributary.launch import HostOptions, LaunchOptions, num_servers_of_job
+from distributary.launch import HostOptions, LaunchOptions, size_of_job
 
 
 def test_every_task_finds_itself_and_the_others(launch):
@@ -158,6 +158,63 @@ put(f"{{name}}.trained")
     assert list(tmp_path.glob("*.trained")) == []
 
 
+_MODEL = """
+import numpy as np
+import distributary.compat.tensorflow as tf
+model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ("import distributary as dist; dist.MirroredStrategy(['CPU:0'])", "MirroredStrategy"),
+        ("import distributary as dist; dist.OneDeviceStrategy('CPU:0')", "OneDeviceStrategy"),
+        (_MODEL + "model.fit(np.ones((4, 2)), np.ones(4))", "sequential.fit without a strategy"),
+    ],
+)
+def test_workers_that_would_train_alone_are_refused_once(program, name, launch, tmp_path):
+    result = launch(f'{program}\nput(f"{{name}}.trained")', num_workers=2, max_restarts=2)
+
+    assert result.code == 78
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("[launcher]")]
+    assert line.startswith(f"[launcher] {name}")
+    assert ": the cluster has 2 workers, and nothing connects them: each would train" in line
+    assert "Use MultiWorkerMirroredStrategy, or start one worker" in line
+    assert list(tmp_path.glob("*.trained")) == []
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        'os.environ.pop("TF_CONFIG"); import distributary as dist; dist.MirroredStrategy()',
+        """
+import distributary as dist
+dist.MultiWorkerMirroredStrategy()
+dist.OneDeviceStrategy("CPU:0").run(lambda: 1)
+""",
+        """
+import jax, distributary as dist
+first, number = config["cluster"]["worker"][0], config["task"]["index"]
+jax.distributed.initialize(first, 2, number)
+dist.MirroredStrategy()
+""",
+        _MODEL + "model.evaluate(np.ones((4, 2)), np.ones(4))",
+    ],
+)
+def test_workers_may_be_connected_otherwise_or_not_train(program, launch):
+    assert launch(program, num_workers=2).code == 0
+
+
+@pytest.mark.parametrize(("num_workers", "is_said"), [(1, False), (2, True)])
+def test_workers_without_a_strategy_are_told_that_they_worked_alone(num_workers, is_said, launch):
+    result = launch("pass", num_workers=num_workers)
+
+    assert result.code == 0
+    assert result.stderr.startswith("[launcher] no worker has made a strategy.") is is_said
+
+
 def test_without_a_launcher_every_task_of_such_a_program_raises():
     config = {
         "cluster": {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]},
@@ -185,9 +242,9 @@ def test_an_evaluator_may_use_any_strategy():
     tasks = [{"type": "evaluator", "index": 0}, {"type": "worker", "index": 0}]
     configs = [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
 
-    numbers = [num_servers_of_job({"TF_CONFIG": text}) for text in [*configs, "{}", "{", "[]", ""]]
+    sizes = [size_of_job({"TF_CONFIG": text}) for text in [*configs, "{}", "{", "[]", ""]]
 
-    assert numbers == [0, 1, 0, 0, 0, 0]
+    assert sizes == [(0, 0), (2, 1), (0, 0), (0, 0), (0, 0), (0, 0)]
 
 
 def test_several_hosts_are_refused():

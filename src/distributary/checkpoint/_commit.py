@@ -57,6 +57,11 @@ _MARK_BYTES = 256
 _SEALED = re.compile(rb'(.*")([0-9a-f]{8})"\n\}', re.DOTALL)
 _TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{8}")
 _MAX_NAMES_SHOWN = 3
+_OF_TENSORFLOW = ".index"  # the end of a name of a file in each of its checkpoints
+_CONVERT = (
+    'Only TensorFlow reads it: load it there, call model.save_weights("name.weights.h5"), and here'
+    " model.load_weights with that file."
+)
 
 _is_over = threading.Condition()  # of the first turn of some folder
 _turns: dict[Path, list["Turn"]] = collections.defaultdict(list)
@@ -243,6 +248,11 @@ def read(path: Path) -> Saved:
     try:
         text = (folder / _INDEX).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
+        other = _other_format(path)
+        if other is not None:
+            raise CheckpointError(
+                f"There is no checkpoint of distributary at {path}: {other}"
+            ) from None
         raise CheckpointError(
             f"There is no checkpoint at {path}: it has no file {_INDEX}. Pass the path that save()"
             " or latest_checkpoint gave; several workers need a folder that all of them see."
@@ -328,7 +338,26 @@ def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved
                 if _is_marked(located(path)) and str(error) not in _told:
                     _told.add(str(error))
                     _log.warning("Left out: %s", error)
+    others = {entry.removesuffix(_OF_TENSORFLOW) for entry in names} - names
+    others = {one for one in others if any(name.startswith(f"{one}.data-") for name in names)}
+    if others and not found and str(directory) not in _told:
+        _told.add(str(directory))
+        _log.warning("%s has the checkpoint %s of TensorFlow. %s", directory, min(others), _CONVERT)
     return sorted(found, key=lambda item: item[1].saved_at)
+
+
+def _other_format(path: Path) -> str | None:
+    """Returns what is at a path in place of a checkpoint, and how to load it; None for nothing."""
+    index = (
+        path if path.name.endswith(_OF_TENSORFLOW) else path.with_name(path.name + _OF_TENSORFLOW)
+    )
+    if index.exists():
+        return f"{index} is one of TensorFlow. {_CONVERT}"
+    if (path / "saved_model.pb").exists():
+        return f"it is a SavedModel of TensorFlow. {_CONVERT}"
+    if path.name.endswith((".h5", ".keras")) and path.exists():
+        return "it is a file of Keras. Load it with model.load_weights or keras.models.load_model."
+    return None
 
 
 def siblings(path: Path) -> list[tuple[Path, Saved]]:

@@ -6,7 +6,6 @@ import ipaddress
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 import urllib.parse
@@ -17,7 +16,7 @@ from ipaddress import IPv4Address, IPv6Address
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, final
 
-from distributary.cluster_resolver import TOKEN_VARIABLE
+from distributary.cluster_resolver import TOKEN_VARIABLE, join_address
 from distributary.coordinator._certificates import Credentials, name_of_role, role_of_names
 from distributary.coordinator._links import (
     Connection,
@@ -43,6 +42,7 @@ from distributary.coordinator._messages import (
 )
 from distributary.coordinator._token import Challenges, Token
 from distributary.errors import ClusterError, MissingPackageError, pip_install
+from distributary.job import bound_address
 
 if TYPE_CHECKING:
     import grpc
@@ -126,13 +126,23 @@ class GrpcLink(Link):
                 for number, buffers in connection.requests():
                     yield from split(number, buffers)
 
-        with self._channel() as channel:
+        address, proven_address = self._address, ""
+        if self._token is not None:
+            try:
+                _, ip_address, port = _resolve(address)
+            except (OSError, ValueError) as error:
+                return ConnectionLostError(f"No connection to {self._name}: {error}.")
+            if ip_address.is_loopback:
+                # gRPC would try all addresses of the name; another user may listen at one.
+                address = proven_address = join_address(str(ip_address), port)
+        with self._channel(address) as channel:
             try:
                 asked: dict[str, str] = {}
                 if self._token is not None:
                     call = channel.unary_unary(f"/{_SERVICE}/{_GREET}").future(b"")
                     connection.cancel_at_end(call.cancel)
-                    asked = self._token.ask(self._task, call.result().decode("latin-1"))
+                    challenge = call.result().decode("latin-1")
+                    asked = self._token.ask(self._task, proven_address, challenge)
                 talk = channel.stream_stream(f"/{_SERVICE}/{_TALK}")
                 call = talk(chunks(), metadata=[*asked.items()])
                 connection.cancel_at_end(call.cancel)
@@ -176,14 +186,14 @@ class GrpcLink(Link):
             call.exception(_REASON_SECONDS)
         return bool(call.is_active())
 
-    def _channel(self) -> Any:
+    def _channel(self, address: str) -> Any:
         if self._credentials is None:
-            return self._grpc.insecure_channel(self._address, _CLIENT_OPTIONS)
+            return self._grpc.insecure_channel(address, _CLIENT_OPTIONS)
         own = self._credentials
         credentials = self._grpc.ssl_channel_credentials(own.ca, own.key, own.certificate)
         # The name in a certificate is the role, not the host.
         name = ("grpc.ssl_target_name_override", name_of_role(self._role))
-        return self._grpc.secure_channel(self._address, credentials, (*_CLIENT_OPTIONS, name))
+        return self._grpc.secure_channel(address, credentials, (*_CLIENT_OPTIONS, name))
 
 
 def _messages(chunks: Iterable[bytes], limits: Limits) -> Iterator[tuple[int, Message]]:
@@ -240,7 +250,13 @@ class GrpcServer:
         self._token = credentials if isinstance(credentials, Token) else None
         self._challenges = Challenges()
         self._has_warned = False
-        host, ip_address, port = _resolve(address)
+        try:
+            host, ip_address, port = _resolve(address)
+        except (OSError, ValueError) as error:
+            raise ClusterError(
+                f"Cannot listen at {address}: {error}. Give the address under which the other tasks"
+                ' reach this one, such as "10.0.0.1:2222".'
+            ) from error
         if not (self._has_certificates or insecure or ip_address.is_loopback):
             raise ClusterError(
                 f"Listening at {address} without certificates would let anyone who reaches the"
@@ -255,24 +271,25 @@ class GrpcServer:
                 " `openssl rand -hex 16` makes; insecure=True does without."
             )
         self._threads = _Threads()
-        self._server = self._grpc.server(
-            self._threads, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=max_links
-        )
+        self._server = self._grpc.server(self._threads, options=_SERVER_OPTIONS)
+        self._places = threading.BoundedSemaphore(max_links)
         methods = {
-            _GREET: self._grpc.unary_unary_rpc_method_handler(self._greet),
+            # A stream, so that the answer does not wait for a request that a stranger never sends.
+            _GREET: self._grpc.stream_unary_rpc_method_handler(self._greet),
             _TALK: self._grpc.stream_stream_rpc_method_handler(self._talk),
         }
         self._server.add_generic_rpc_handlers(
             (self._grpc.method_handlers_generic_handler(_SERVICE, methods),)
         )
         try:
-            port = self._listen(_address(str(ip_address), port), credentials)
+            port = self._listen(join_address(str(ip_address), port), credentials)
         except RuntimeError as error:
             raise ClusterError(
                 f"Cannot listen at {address}: {error}. Is the port in use, or the address that of"
                 " another machine?"
             ) from error
-        self.address = _address(host, port)
+        self.address = join_address(host, port)
+        self._only_address = join_address(str(ip_address), port) if ip_address.is_loopback else None
         self._server.start()
 
     def close(self, seconds: float | None = None) -> None:
@@ -293,18 +310,22 @@ class GrpcServer:
             self._grpc.ssl_server_credentials([pair], credentials.ca, require_client_auth=True),
         )
 
-    def _greet(self, request: bytes, context: "grpc.ServicerContext") -> bytes:
-        """Returns a challenge to any caller."""
+    def _greet(self, requests: Iterator[bytes], context: "grpc.ServicerContext") -> bytes:
+        """Returns a challenge to any caller, whatever it sends."""
         return self._challenges.new().encode()
 
     def _talk(self, chunks: Iterator[bytes], context: "grpc.ServicerContext") -> Iterator[bytes]:
         """Serves one link, in a thread of its own."""
         peer = self._peer(context)  # checked before anything from the caller is read
+        if not self._places.acquire(blocking=False):  # only tasks of the job take places
+            context.abort(self._grpc.StatusCode.RESOURCE_EXHAUSTED, "All links are in use.")
         try:
             for number, request in _messages(chunks, self._limits):
                 yield from split(number, self._reply(request, peer))
         except WireError as error:
             context.abort(self._grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            self._places.release()
 
     def _reply(self, request: Message, peer: Peer) -> list[Buffer]:
         try:
@@ -330,7 +351,7 @@ class GrpcServer:
             context.send_initial_metadata(())
             return
         asked = dict(context.invocation_metadata())
-        reason = self._token.refusal(self._task, asked, self._challenges)
+        reason = self._token.refusal(self._task, self._only_address, asked, self._challenges)
         if reason is None:
             answer = self._token.answer(self._task, asked)
             context.send_initial_metadata([*answer.items()])
@@ -376,25 +397,18 @@ class _Threads(Executor):
 
 
 def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:
-    """Returns host, IP address and port. gRPC listens at the IP address, which was checked."""
-    try:
-        parts = urllib.parse.urlsplit(f"//{address}")
-        host, port = parts.hostname, parts.port
-        if host is None or port is None or parts.netloc != address:
-            raise ValueError("it is not host:port")
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:
-        raise ClusterError(
-            f"Cannot listen at {address}: {error}. Give the address under which the other tasks"
-            ' reach this one, such as "10.0.0.1:2222".'
-        ) from error
-    # IPv4 first: a name may have an IPv6 address even where IPv6 is switched off.
-    infos.sort(key=lambda info: info[0] != socket.AF_INET)
-    return host, ipaddress.ip_address(infos[0][4][0]), port
+    """Returns host, IP address and port; the task listens at this IP address, which was checked.
 
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    Raises:
+        OSError: if the host is unknown.
+        ValueError: if it is not an address.
+    """
+    parts = urllib.parse.urlsplit(f"//{address}")
+    host, port = parts.hostname, parts.port
+    if host is None or port is None or parts.netloc != address:
+        raise ValueError("it is not host:port")
+    _, found = bound_address(host, port)
+    return host, ipaddress.ip_address(found[0]), port
 
 
 def _import_grpc() -> ModuleType:

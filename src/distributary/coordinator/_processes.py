@@ -18,6 +18,7 @@ from distributary.coordinator._permissions import IDENTIFY
 from distributary.coordinator._sessions import Task
 from distributary.coordinator._sources import ScriptEndError, describe, is_reimporting
 from distributary.coordinator._token import Token, credentials_of, token_of_this_process
+from distributary.dispatch import call_after
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 from distributary.job import package_versions
 
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 CONNECT_VARIABLE: Final = "DISTRIBUTARY_CONNECT_SECONDS"
 _CONNECT_SECONDS = 120.0
+_PATIENCE_SECONDS = 10.0  # before the chief says whom it waits for
 
 
 def cluster_of(cluster_resolver: object) -> Cluster:
@@ -151,7 +153,15 @@ def meet(peers: list[Peer], credentials: Credentials | Token | None, seconds: fl
     _log.info("Waiting for %s", ", ".join(map(str, peers)))
     links = {peer: grpc_task(peer, credentials).connect() for peer in peers}
     try:
-        return _num_devices(_meet(links, seconds))
+        found: dict[Peer, dict[str, Any]] = {}
+
+        def say() -> None:
+            missing = [str(peer) for peer in peers if peer not in found]
+            _log.warning("The chief waits for %s.", ", ".join(missing))
+
+        with call_after(_PATIENCE_SECONDS, say):
+            _meet(links, found, seconds)
+        return _num_devices(found)
     finally:
         for link in links.values():
             link.close()
@@ -174,11 +184,11 @@ def _num_devices(found: Mapping[Peer, dict[str, Any]]) -> int:
     return int(expected)
 
 
-def _meet(links: dict[Peer, Link], seconds: float) -> dict[Peer, dict[str, Any]]:
+def _meet(links: dict[Peer, Link], found: dict[Peer, dict[str, Any]], seconds: float) -> None:
+    """Adds what the tasks say about themselves to `found`."""
     end = time.monotonic() + seconds
-    calls = {link.start(Message(IDENTIFY)): peer for peer, link in links.items()}
     reasons: dict[Peer, Exception] = {}
-    found: dict[Peer, dict[str, Any]] = {}
+    calls = {link.start(Message(IDENTIFY)): peer for peer, link in links.items()}
     while calls:
         done, _ = concurrent.futures.wait(
             calls, max(0.0, end - time.monotonic()), concurrent.futures.FIRST_COMPLETED
@@ -195,7 +205,6 @@ def _meet(links: dict[Peer, Link], seconds: float) -> dict[Peer, dict[str, Any]]
             except ConnectionLostError as error:
                 reasons[peer] = error
                 calls[links[peer].start(Message(IDENTIFY))] = peer
-    return found
 
 
 def _check(peer: Peer, fields: dict[str, Any]) -> None:

@@ -3,9 +3,11 @@
     Greet    -> challenge                          to everybody
     Talk     challenge, own challenge, proof  ->   proof; or the end, before anything is read
 
-A proof covers both challenges and the name of the called task. A program that listens in place of
-a task that has ended thus cannot use another task's answer as its own. The messages after the proof
-are neither encrypted nor signed: on loopback, only the administrator can see them.
+A proof covers both challenges, the name of the called task and the address that was called. So a
+program that listens in place of a task that has ended cannot use another task's answer as its own,
+and one that listens at another address of the same host name cannot pass the exchange on. The
+messages after the proof are neither encrypted nor signed: on loopback, only the administrator can
+see them.
 """
 
 import secrets
@@ -26,6 +28,7 @@ _MIN_CHARACTERS = 16
 _MAX_CHALLENGES = 4096
 _MAX_NAME_CHARACTERS = 40
 _TASK: Final = "distributary-task"
+_ADDRESS: Final = "distributary-address"
 _CHALLENGE: Final = "distributary-challenge"
 _OWN_CHALLENGE: Final = "distributary-own-challenge"
 _PROOF: Final = "distributary-proof"
@@ -57,23 +60,41 @@ class Token:
         """Returns a random token."""
         return cls(secrets.token_hex(32))
 
-    def ask(self, task: str, challenge: str) -> dict[str, str]:
+    def ask(self, task: str, address: str, challenge: str) -> dict[str, str]:
         """Returns the fields that a caller sends to a task, given the challenge it got there."""
-        own = new_challenge()
-        shown = proof(self.secret, "caller", task, challenge, own)
-        return {_TASK: task, _CHALLENGE: challenge, _OWN_CHALLENGE: own, _PROOF: shown}
+        asked = {
+            _TASK: task,
+            _ADDRESS: address,
+            _CHALLENGE: challenge,
+            _OWN_CHALLENGE: new_challenge(),
+        }
+        return {**asked, _PROOF: proof(self.secret, "caller", *_said(task, asked))}
 
     def answer(self, task: str, asked: Mapping[str, str]) -> dict[str, str]:
         """Returns the fields that a task replies to those of `ask`."""
-        said = task, asked[_CHALLENGE], asked[_OWN_CHALLENGE]
-        return {_PROOF: proof(self.secret, "task", *said)}
+        return {_PROOF: proof(self.secret, "task", *_said(task, asked))}
 
-    def refusal(self, task: str, asked: Mapping[str, str], challenges: "Challenges") -> str | None:
-        """Returns why the caller of a task is refused, or None if the caller knows the secret."""
+    def refusal(
+        self, task: str, address: str | None, asked: Mapping[str, str], challenges: "Challenges"
+    ) -> str | None:
+        """Returns why a caller is refused, or None if it knows the secret.
+
+        Args:
+            task: The task that is called.
+            address: Its address; None if callers may reach it at another one.
+            asked: The fields that the caller has sent.
+            challenges: The challenges of the task.
+        """
         if asked.get(_TASK, task) != task:
             return (
                 f"it takes {task} for {asked[_TASK][:_MAX_NAME_CHARACTERS]!r}. Give all tasks the"
                 " same cluster, and each its own task"
+            )
+        if address is not None and (called := asked.get(_ADDRESS, address)) != address:
+            return (
+                f"it has called {called[:_MAX_NAME_CHARACTERS]!r}, and {task} listens at {address}:"
+                " a program in between passes the call on. Give all tasks that address in the"
+                " cluster, or end the other program"
             )
         is_new = challenges.use(asked.get(_CHALLENGE, ""))
         if is_new and self._is_proof(asked, "caller", task, asked):
@@ -90,8 +111,12 @@ class Token:
     def _is_proof(
         self, found: Mapping[str, str], role: str, task: str, asked: Mapping[str, str]
     ) -> bool:
-        said = task, asked[_CHALLENGE], asked.get(_OWN_CHALLENGE, "")
-        return is_proof(found.get(_PROOF), self.secret, role, *said)
+        return is_proof(found.get(_PROOF), self.secret, role, *_said(task, asked))
+
+
+def _said(task: str, asked: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns what a proof covers."""
+    return task, *(asked.get(name, "") for name in (_ADDRESS, _CHALLENGE, _OWN_CHALLENGE))
 
 
 @final

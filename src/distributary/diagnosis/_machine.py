@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import ipaddress
-import json
 import os
 import platform
 import socket
@@ -44,20 +43,16 @@ def versions() -> Check:
 
 
 def keras(environ: Mapping[str, str]) -> Check:
-    """Checks that Keras, if it is installed, would run on JAX."""
+    """Checks that Keras, if it is installed, runs on JAX where distributary is imported first."""
     if importlib.util.find_spec("keras") is None:
         return Check("keras", "ok", "not installed; only Keras models need it")
-    home = Path(environ.get("KERAS_HOME", "~/.keras")).expanduser() / "keras.json"
-    backend, origin = "tensorflow", "the default"
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        backend, origin = json.loads(home.read_text(encoding="utf-8"))["backend"], str(home)
-    if "KERAS_BACKEND" in environ:
-        backend, origin = environ["KERAS_BACKEND"], "KERAS_BACKEND"
-    detail = f"its backend is {backend!r} ({origin})"
+    backend = environ.get("KERAS_BACKEND", "jax")
     if backend == "jax":
-        return Check("keras", "ok", detail)
-    detail += ", but strategies distribute Keras models only on JAX"
-    fix = "export KERAS_BACKEND=jax, or set it in os.environ before keras is imported"
+        return Check(
+            "keras", "ok", "its backend is 'jax', if distributary is imported before keras"
+        )
+    detail = f"its backend is {backend!r} (KERAS_BACKEND), and strategies need Keras on JAX"
+    fix = "export KERAS_BACKEND=jax, or unset it and import distributary before keras"
     return Check("keras", "warning", detail, fix)
 
 

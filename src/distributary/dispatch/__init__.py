@@ -6,7 +6,7 @@ from distributary.dispatch._interrupts import interrupts
 from distributary.dispatch._job_events import JobEvent, job_programs
 from distributary.dispatch._latest import latest_program
 from distributary.dispatch._progress import Fit, progress
-from distributary.dispatch._threads import call_when_collected, start_thread
+from distributary.dispatch._threads import call_after, call_when_collected, start_thread
 from distributary.dispatch._timing import ProgramTimer, profiled_steps
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Fit",
     "JobEvent",
     "ProgramTimer",
+    "call_after",
     "call_when_collected",
     "dispatcher_for",
     "fetch_whole",

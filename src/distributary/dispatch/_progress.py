@@ -1,14 +1,21 @@
 """The progress of this process, for someone who watches it."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import final
 
 import jax
 import numpy as np
+
+from distributary.dispatch._threads import call_after
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS = 5.0  # before it says that a step is being compiled
 
 
 @final
@@ -105,9 +112,11 @@ class Progress:
     @contextmanager
     def doing(self, name: str) -> Iterator[None]:
         """Begins something else than steps, and ends it with the block."""
+        is_first = name == "compilation" and name not in [own for own, _ in self._open]
         self.begin(name)
         try:
-            yield
+            with call_after(_PATIENCE_SECONDS, _say_slow) if is_first else nullcontext():
+                yield
         finally:
             self.end(name)
 
@@ -141,6 +150,15 @@ class Progress:
             kinds = (jax.Array, np.ndarray, np.generic, float, int)
             numbers = {k: v for k, v in logs.items() if isinstance(v, kinds) and np.ndim(v) == 0}
             self.values = {**self.values, **{k: float(v) for k, v in numbers.items()}}
+
+
+def _say_slow() -> None:
+    _log.warning(
+        "Compiling a step for more than %g s. This comes once for each shape of a batch, and takes"
+        " longer for larger models. JAX_COMPILATION_CACHE_DIR keeps what is compiled for the next"
+        " start.",
+        _PATIENCE_SECONDS,
+    )
 
 
 progress = Progress()

@@ -4,9 +4,10 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["call_when_collected", "start_thread"]
+__all__ = ["call_after", "call_when_collected", "start_thread"]
 
 _EXIT_SECONDS = 5.0
 
@@ -38,6 +39,18 @@ def start_thread(
     _stops[thread] = stop
     thread.start()
     return thread
+
+
+@contextmanager
+def call_after(seconds: float, function: Callable[[], object]) -> Iterator[None]:
+    """Calls a function, in a thread of its own, if the block takes longer than `seconds`."""
+    timer = threading.Timer(seconds, function)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def call_when_collected(owner: object, function: Callable[[], object]) -> None:

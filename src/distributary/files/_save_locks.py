@@ -2,7 +2,8 @@
 
 The lock of the checkpoints `ckpt-1`, `ckpt-2`, ... is on the file `.ckpt.distributary-lock` beside
 them. The operating system releases it when its process ends, and the process then removes the file.
-Nobody waits for a lock, and readers do not need one.
+Nobody waits for a lock, and readers do not need one. Only the user of the job can open the file:
+whoever can open it can hold the lock.
 """
 
 import atexit
@@ -12,6 +13,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from distributary.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 _MARK = "distributary"
+_MODE = stat.S_IRUSR | stat.S_IWUSR
 # A process that checks whether a lock is free holds it for a moment, so it is worth trying again.
 _NUM_TRIES = 5
 _SECONDS_BETWEEN_TRIES = 0.05
@@ -114,8 +117,11 @@ def _acquired(file: Path) -> int:
                     raise CheckpointError(
                         f"{file} is not a lock of checkpoints, but has its name. Move it away."
                     )
-                _say_who(descriptor)
-                return descriptor
+                if os.fstat(descriptor).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                    file.unlink()  # others may have it open, and could hold it after this job
+                else:
+                    _say_who(descriptor)
+                    return descriptor
         except BaseException:
             os.close(descriptor)
             raise
@@ -123,7 +129,16 @@ def _acquired(file: Path) -> int:
 
 
 def _opened(file: Path, flags: int) -> int:
-    return os.open(file, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        return os.open(file, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    except PermissionError:
+        if not file.exists():
+            raise
+        raise CheckpointError(
+            f"{file} is the lock of user {file.owner()}, whose job saves to {file.parent} under the"
+            " same name. If that job has ended, remove the file; else choose another folder or"
+            " name."
+        ) from None
 
 
 def _flock(file: Path, descriptor: int, kind: int) -> None:

@@ -9,6 +9,7 @@ from distributary.job._channel import (
     ChannelClosedError,
     Message,
     Reception,
+    bound_address,
     connected,
     listening,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Consensus",
     "Message",
     "Reception",
+    "bound_address",
     "connect",
     "connected",
     "consensus",

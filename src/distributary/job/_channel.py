@@ -6,6 +6,7 @@ start, heartbeats, agreements.
 """
 
 import contextlib
+import ipaddress
 import json
 import select
 import selectors
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, final
+
+from distributary.cluster_resolver import join_address
 
 _MAX_LINE_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 40
@@ -147,6 +150,14 @@ class Channel:
         """Returns the address of this machine to which the other one is connected."""
         return str(self._socket.getsockname()[0])
 
+    def called_address(self, is_caller: bool) -> str:
+        """Returns the address and port that was called to make this connection.
+
+        Both ends see the same one, unless a program in between passes the connection on.
+        """
+        called = self._socket.getpeername() if is_caller else self._socket.getsockname()
+        return join_address(*called[:2])
+
     def detached(self) -> socket.socket:
         """Returns the connection, in place of the channel, for bytes that are no messages."""
         self._socket.setblocking(True)
@@ -213,14 +224,37 @@ class Channel:
         return NotAMessageError(f"{self.peer} has sent {bytes(self._received[:100])!r}")
 
 
+def bound_address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Returns the address at which a process of a host listens, and its family.
+
+    Raises:
+        OSError: if the host is unknown.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # IPv4 first: a name may have an IPv6 address even where IPv6 is switched off.
+    family, *_, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    return family, address
+
+
+def called_host(host: str, port: int) -> str:
+    """Returns the host to connect to: the bound address on loopback, else the host itself.
+
+    A name of the loopback can have several addresses, and other users can listen at the others.
+
+    Raises:
+        OSError: if the host is unknown.
+    """
+    _, (address, *_) = bound_address(host, port)
+    return address if ipaddress.ip_address(address.partition("%")[0]).is_loopback else host
+
+
 def listening(host: str, port: int) -> socket.socket:
     """Returns a socket that listens at an address of this machine, and at no other one.
 
     Raises:
         OSError: if the host is unknown or not this machine, or the port is taken.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = found[0]
+    family, address = bound_address(host, port)
     return socket.create_server(address, family=family)
 
 
@@ -241,7 +275,7 @@ def connected(host: str, port: int, peer: str, seconds: float) -> Channel:
         left = deadline - time.monotonic()
         try:
             seconds = min(max(left, _RETRY_SECONDS), _TRY_SECONDS)
-            return Channel(socket.create_connection((host, port), seconds), peer)
+            return Channel(socket.create_connection((called_host(host, port), port), seconds), peer)
         except OSError:
             if left <= 0:
                 raise

@@ -8,6 +8,7 @@ import jax
 from distributary.cluster_resolver import MultiWorker
 from distributary.dispatch import job_programs
 from distributary.errors import BackendStartedError, ClusterError
+from distributary.job._channel import called_host
 from distributary.job._consensus import consensus, start_consensus
 from distributary.job._copies import copies
 from distributary.job._liveness import Liveness
@@ -61,16 +62,18 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
     channels = meet(place, options.timeout_seconds or _MEET_SECONDS)
     Liveness(place, channels, timeout_seconds).start()
     is_first = place.worker_number == 0
-    coordinator = place.workers[0]
+    host, port = place.workers[0].host, place.workers[0].port
+    # Numeric, as JAX would try all addresses of a name, and another user may listen at one.
+    own_address = bind_address(place.workers[0]) if is_first else None
     jax.distributed.initialize(
-        coordinator.address if is_first else relay_to((coordinator.host, coordinator.port)),
+        own_address or relay_to((called_host(host, port), port)),
         num_processes=place.num_workers,
         process_id=place.worker_number,
         cluster_detection_method="deactivate",
         initialization_timeout=_INITIALIZATION_SECONDS,
         heartbeat_timeout_seconds=math.ceil(timeout_seconds) + _LATER_THAN_LIVENESS_SECONDS,
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        coordinator_bind_address=bind_address(coordinator) if is_first else None,
+        coordinator_bind_address=own_address,
     )
     _agree(place)
 

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import secrets
@@ -16,15 +17,26 @@ import socket
 import time
 from typing import Any, TypeAlias
 
-from distributary.cluster_resolver import MultiWorker, Peer
+from distributary.cluster_resolver import MultiWorker, Peer, join_address
+from distributary.dispatch import call_after
 from distributary.errors import ClusterError
-from distributary.job._channel import Channel, ChannelClosedError, Message, Reception, connected
+from distributary.job._channel import (
+    Channel,
+    ChannelClosedError,
+    Message,
+    Reception,
+    bound_address,
+    connected,
+)
 from distributary.job._proofs import is_proof, proof
 from distributary.topology import coordination_client
+
+_log = logging.getLogger(__name__)
 
 _PACKAGES = ("distributary", "jax", "jaxlib", "keras", "keras-nightly")
 # Time for an answer, after the first worker has heard from everybody or given up.
 _ANSWER_SECONDS = 10.0
+_PATIENCE_SECONDS = 10.0  # before it says whom it waits for
 _AGAIN_SECONDS = 60.0  # for connections of workers that have started
 
 _Facts: TypeAlias = dict[str, Any]  # about one worker, as JSON
@@ -37,8 +49,8 @@ def bind_address(peer: Peer) -> str:
     Raises:
         ClusterError: if its host is unknown.
     """
-    family, (host, port, *_) = resolved(peer)
-    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+    _, (host, port, *_) = resolved(peer)
+    return join_address(host, port)
 
 
 def resolved(peer: Peer) -> tuple[socket.AddressFamily, _Address]:
@@ -48,14 +60,12 @@ def resolved(peer: Peer) -> tuple[socket.AddressFamily, _Address]:
         ClusterError: if its host is unknown.
     """
     try:
-        found = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
+        return bound_address(peer.host, peer.port)
     except OSError as error:
         raise ClusterError(
             f"{peer}: the host is unknown: {error.strerror or error}. Give {peer.name} an address"
             " that all workers can resolve."
         ) from error
-    family, _, _, _, address = found[0]
-    return family, address
 
 
 def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, Channel]:
@@ -203,7 +213,16 @@ def _problem_of(
     """Adds the other workers to `arrived`; returns why the job cannot go on, or None."""
     own = _facts(place, secret)
     deadline = time.monotonic() + deadline_seconds
-    with Reception(server, place.num_workers) as reception:
+
+    def missing() -> str:
+        return ", ".join(
+            str(peer) for n, peer in enumerate(place.workers) if n and n not in arrived
+        )
+
+    def say() -> None:
+        _log.warning("%s waits for %s.", place.name, missing())
+
+    with call_after(_PATIENCE_SECONDS, say), Reception(server, place.num_workers) as reception:
         for channel, message in reception.arrivals(deadline):
             facts = _checked(message, secret)
             if facts is None:  # from a program outside of the job
@@ -223,9 +242,8 @@ def _problem_of(
                 # With a secret, JAX has connected them: they have been compared, or the script has
                 # decided that they fit together.
                 return None if secret else _difference(place, own, arrived)
-    missing = [str(peer) for n, peer in enumerate(place.workers) if n and n not in arrived]
     return (
-        f"{', '.join(missing)} did not connect to"
+        f"{missing()} did not connect to"
         f" {_port_of(place.workers[0], server.getsockname()[1])} within {deadline_seconds:g} s."
         " Start the same program on every worker, with the same cluster in TF_CONFIG, and check"
         " that every worker can reach that address."
@@ -281,7 +299,10 @@ def _ask(port: int, place: MultiWorker, deadline_seconds: float, secret: str = "
     first = place.workers[0]
     deadline = time.monotonic() + deadline_seconds
     try:
-        channel = connected(first.host, port, str(first), deadline_seconds)
+        with call_after(
+            _PATIENCE_SECONDS, lambda: _log.warning("%s waits for %s.", place.name, first)
+        ):
+            channel = connected(first.host, port, str(first), deadline_seconds)
     except OSError as error:
         raise ClusterError(
             f"{place.name} could not reach {_port_of(first, port)} within {deadline_seconds:g} s:"

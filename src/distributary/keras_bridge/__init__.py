@@ -21,7 +21,7 @@ from distributary.errors import (
     pip_install,
     shown,
 )
-from distributary.tracing import register_around_traces
+from distributary.tracing import register_around_traces, user_stacklevel
 from distributary.variables import (
     ForeignVariable,
     register_foreign_builder,
@@ -160,7 +160,17 @@ class _ScopeListener:
         connect()  # so that a model outside of its scope is noticed
 
     def entered(self, strategy: Any) -> bool:
-        return connect()
+        connected = connect()
+        other = sys.modules["keras"].distribution.distribution() if connected else None
+        if other is not None:
+            warnings.warn(
+                f"keras.distribution.set_distribution was called with {shown(other)}, and"
+                f" {shown(strategy)} is there, too: it alone decides where variables and batches of"
+                " its models lie. Leave one of the two out; set_distribution(None) ends the other.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
+        return connected
 
     def left(self, strategy: Any, connected: bool) -> None:
         if not connected and not _connected and "keras" in sys.modules:

@@ -128,6 +128,10 @@ def _is_of_chief(callback: object) -> bool:
     return isinstance(callback, _OF_CHIEF) or not _PACKAGES_OF_CHIEF.isdisjoint(packages)
 
 
+def _is_backup(callback: object) -> bool:
+    return isinstance(callback, keras.callbacks.BackupAndRestore)
+
+
 def init(original: Callable[..., None]) -> Callable[..., None]:
     """Makes the list of callbacks that Keras creates in a call a `LeanCallbackList`."""
 
@@ -139,10 +143,14 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         model: Any = None,
         **params: Any,
     ) -> None:
-        is_of_keras = type(self) is keras.callbacks.CallbackList and current_call.get() is not None
-        if is_of_keras and strategy_of(model) is not None:
+        call = current_call.get()
+        is_of_keras = type(self) is keras.callbacks.CallbackList
+        if is_of_keras and call is not None and strategy_of(model) is not None:
             self.__class__ = LeanCallbackList
             callbacks = keras.tree.flatten(callbacks) if callbacks else []
+            # Last, as it saves what the others decide, and restores them after they have begun.
+            callbacks.sort(key=_is_backup)
+            call.callbacks = [c for c in callbacks if not (_is_backup(c) or _is_of_chief(c))]
             if get_strategy().extended.worker_number > 0:
                 add_progbar = False
                 callbacks = [c for c in callbacks if not _is_of_chief(c)]

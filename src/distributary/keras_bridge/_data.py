@@ -48,10 +48,12 @@ class Call:
     Args:
         method: Name of the method.
         data: Adapter of its data; with validation data, the adapter of the training data.
+        callbacks: Callbacks that have the same state on all workers.
     """
 
     method: str
     data: Any = None
+    callbacks: list[Any] = dataclasses.field(default_factory=list)
 
 
 #: The innermost call in progress.
@@ -62,12 +64,12 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes Keras accept our datasets, those of Hugging Face, and distributed ones."""
 
     def get_data_adapter(x: object, **given: Any) -> Any:
+        if isinstance(x, DistributedInput) and callable(x):  # made where it is needed
+            x = x()
         if _is_per_worker(x):
             from distributary.keras_bridge._server_steps import PerWorkerAdapter
 
             return PerWorkerAdapter(x, given)
-        if isinstance(x, DistributedInput) and callable(x):  # made where it is needed
-            x = x()
         if isinstance(x, Dataset) or is_hugging_face(x):
             extended = get_strategy().extended
             # Several workers read their own rows; with one worker, the step splits the batches.

@@ -25,7 +25,7 @@ from distributary.keras_bridge._data import Call, DatasetAdapter, batches_of, cu
 from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._step_function import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
-from distributary.strategies import OneDeviceStrategy, unused_strategies
+from distributary.strategies import OneDeviceStrategy, check_job, unused_strategies
 from distributary.tracing import explained, native, shorten, user_stacklevel
 
 # Strategies that have a model already: a further one outside of their scope is on purpose.
@@ -129,6 +129,8 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         _join(self, what)
         strategy = strategy_of(self)
         if strategy is None:
+            if what in ("fit", "train_on_batch"):
+                check_job(f"{self.name}.{what} without a strategy")
             if what == "fit":
                 _warn_outside(self)
             if not any(takes_only_data(self, kind) for kind in PARTS):
@@ -139,11 +141,11 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         check_same_strategy(strategy, f"{self.name}.{what}")
         args = tuple(map(_native, args))
         kwargs = {key: _native(own) if key in _DATA else own for key, own in kwargs.items()}
-        if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
-            begin_call(self, original, args, kwargs)
         with strategy.scope(), _in_one_thread(self, what):
             token = current_call.set(Call(what))
             try:
+                if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
+                    begin_call(self, original, args, kwargs)
                 return original(self, *args, **kwargs)
             except Exception as error:
                 told = explained(error)

@@ -8,6 +8,7 @@ model is loaded, all workers get the values of the first one, so the others do n
 import errno
 import inspect
 import json
+import logging
 import os
 import re
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 
 import google_crc32c
 import h5py  # type: ignore[import-untyped]
+import keras
 import numpy as np
 
 from distributary.context import default_mode, entered, get_strategy, has_strategy
@@ -30,9 +32,19 @@ from distributary.keras_bridge._keras_private import file_utils, saving_api, sav
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._variables import keeps_on_servers, together
 
+_log = logging.getLogger(__name__)
+
 _WAIT_SECONDS = 600.0
 # Attribute of the weights file, in which a backup keeps the progress of training.
 _PROGRESS = "distributary_progress"
+_CALLBACKS = "distributary_callbacks"  # dataset with the state of the other callbacks
+# The attributes with the state of Keras' callbacks, which Keras does not save.
+_STATES = (
+    (keras.callbacks.EarlyStopping, ("best", "wait", "best_epoch", "best_weights")),
+    (keras.callbacks.ReduceLROnPlateau, ("best", "wait", "cooldown_counter")),
+    (keras.callbacks.ModelCheckpoint, ("best",)),
+    (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",)),
+)
 _SEAL = b"\ndistributary crc32c %08x"
 _LOCK = "latest"
 _PIECE_BYTES = 4 << 20
@@ -258,6 +270,7 @@ def _write_backup(callback: Any) -> None:
         inspect.unwrap(saving_lib.save_weights_only)(model, str(path))
         with h5py.File(path, "r+") as file:
             file.attrs[_PROGRESS] = json.dumps({**progress, **_random_state(model)})
+            file[_CALLBACKS] = np.frombuffer(_packed_callbacks(), np.uint8)
         seal = _SEAL % _checksum(path)
         with path.open("ab") as file:
             file.write(seal)
@@ -334,15 +347,21 @@ def restore(original: Callable[..., Any]) -> Callable[..., Any]:
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         with together(model):
-            epoch = -1
+            epoch, packed = -1, b""
             if strategy.extended.worker_number == 0:
                 with _by_itself(strategy):
-                    epoch = _read_backup(self)
-            (agreed,) = strategy.extended.from_chief([np.array(epoch)], "the epoch to go on with")
-            epoch = int(agreed)
+                    epoch, packed = _read_backup(self)
+            (agreed,) = strategy.extended.from_chief(
+                [np.array([epoch, len(packed)])], "the epoch to go on with"
+            )
+            epoch, size = map(int, agreed)
             if epoch < 0:
                 return
             take_over(model, strategy)
+            (bytes_of_callbacks,) = strategy.extended.from_chief(
+                [np.frombuffer(packed or bytes(size), np.uint8)], "the state of the callbacks"
+            )
+        _unpack_callbacks(bytes_of_callbacks.tobytes())
         model._initial_epoch = epoch
         call = current_call.get()
         if call is not None and isinstance(call.data, DatasetAdapter):
@@ -353,32 +372,89 @@ def restore(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load_model
 
 
-def _read_backup(callback: Any) -> int:
-    """Loads weights and random state; returns the next epoch, or -1 without a backup."""
+def _read_backup(callback: Any) -> tuple[int, bytes]:
+    """Loads weights and random state.
+
+    Returns:
+        The next epoch, or -1 without a backup; and the state of the callbacks.
+    """
     path = callback._weights_path
     is_local = not file_utils.is_remote_path(path)
     if is_local:
         _take_folder(callback)
     if not file_utils.exists(path):
-        return -1
+        return -1, b""
     if is_local:
         _check_seal(Path(path))
     inspect.unwrap(saving_api.load_weights)(callback.model, path)
-    progress = None
+    progress, packed = None, b""
     if is_local:
         with h5py.File(path, "r") as file:
             progress = file.attrs.get(_PROGRESS)
+            packed = file[_CALLBACKS][:].tobytes() if _CALLBACKS in file else packed
     if progress is None:  # Keras made it without a strategy
         if not file_utils.exists(callback._training_metadata_path):
-            return 0
+            return 0, packed
         with file_utils.File(callback._training_metadata_path, "r") as file:
-            return int(json.loads(file.read())["epoch"])
+            return int(json.loads(file.read())["epoch"]), packed
     progress = json.loads(progress)
     key, *others = progress["numpy"]
     np.random.set_state(("MT19937", np.array(key, np.uint32), *others))
     for generator, state in zip(_seed_states(callback.model), progress["seeds"], strict=True):
         generator.assign(np.array(state, generator.dtype))
-    return int(progress["epoch"])
+    return int(progress["epoch"]), packed
+
+
+def _callbacks() -> list[tuple[Any, list[str]]]:
+    """Returns the other callbacks of this call with a state, and the attributes that have it."""
+    call = current_call.get()
+    found = []
+    for callback in call.callbacks if call else ():
+        names = [name for cls, own in _STATES for name in own if isinstance(callback, cls)]
+        found.append((callback, [name for name in names if hasattr(callback, name)]))
+    return [(callback, names) for callback, names in found if names]
+
+
+def _packed_callbacks() -> bytes:
+    """Returns the state of the other callbacks: a line of JSON, and the bytes of its arrays."""
+    states, data = [], []
+    for callback, names in _callbacks():
+        state: dict[str, Any] = {}
+        for name in names:
+            value = state[name] = getattr(callback, name)
+            if isinstance(value, list):
+                arrays = [np.asarray(one) for one in value]
+                state[name] = [[array.dtype.name, array.shape] for array in arrays]
+                data += [array.tobytes() for array in arrays]
+        states.append([type(callback).__name__, state])
+    return b"".join([json.dumps(states, default=float).encode(), b"\n", *data])
+
+
+def _unpack_callbacks(packed: bytes) -> None:
+    """Gives the other callbacks the state that `_packed_callbacks` has returned."""
+    line, _, data = packed.partition(b"\n")
+    states, callbacks, start = json.loads(line or b"[]"), _callbacks(), 0
+    names, own = (
+        [name for name, _ in states],
+        [type(callback).__name__ for callback, _ in callbacks],
+    )
+    if names != own:
+        _log.warning(
+            "BackupAndRestore: the backup was made with %s, and this call has %s. So these"
+            " callbacks begin anew, and forget what they have counted and the best they have seen.",
+            ", ".join(names) or "no callbacks that have a state",
+            ", ".join(own) or "none of them",
+        )
+        return
+    for (callback, _), (_, state) in zip(callbacks, states, strict=True):
+        for name, value in state.items():
+            if isinstance(value, list):
+                arrays = []
+                for dtype, shape in value:
+                    arrays.append(np.ndarray(shape, dtype, data, start).copy())
+                    start += arrays[-1].nbytes
+                value = arrays
+            setattr(callback, name, value)
 
 
 def _random_state(model: Any) -> dict[str, Any]:

@@ -61,6 +61,22 @@ def adjust_input_rank(original: Callable[..., Any]) -> Callable[..., Any]:
 def require_numbers(what: str, data: object) -> None:
     """Raises an error if arrays in memory hold text."""
     for leaf in keras.tree.flatten(data):
+        # DataFrames and Series of pandas
+        dtypes = getattr(leaf, "dtypes", ())
+        columns = zip(
+            getattr(leaf, "columns", [getattr(leaf, "name", None)]),
+            dtypes if isinstance(dtypes, Iterable) else [dtypes],
+            strict=False,
+        )
+        text = [name for name, dtype in columns if getattr(dtype, "kind", "-") in "USO"]
+        if text:
+            where = "" if text[0] is None else f" in column {text[0]!r}"
+            raise InvalidTypeError(
+                f"{what} is given a {type(leaf).__name__} with strings or objects{where}, which"
+                " cannot go to a device. Map them to numbers first, with"
+                " column.astype('category').cat.codes or a layer such as"
+                " keras.layers.StringLookup outside of the model."
+            )
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USO":
             raise InvalidTypeError(
                 f"{what} is given {shown(leaf)}; strings and objects cannot go to a device. Map"

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.context import get_strategy, has_strategy
 from distributary.dispatch import JobEvent, fetch_whole, job_programs, latest_program
-from distributary.errors import UnsupportedError
+from distributary.errors import UnsupportedError, WorkerMismatchError
 from distributary.keras_bridge._keras_private import (
     AutocastScope,
     get_stateless_scope,
@@ -130,6 +130,12 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _direct_assign(self: Any, value: Any) -> None:
+        try:
+            assign(self, value)
+        except WorkerMismatchError as error:
+            raise error.with_traceback(None) from None  # whose frames tell nothing to users
+
+    def assign(self: Any, value: Any) -> None:
         strategy = _strategy_of_new(self)
         if strategy is not None:
             value = _initial(self, strategy, value)

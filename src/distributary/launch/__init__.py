@@ -10,7 +10,7 @@ from distributary._late import late_names
 from distributary.launch._options import HostOptions, LaunchOptions
 
 if TYPE_CHECKING:
-    from distributary.launch._status import num_servers_of_job, refuse_job, report, report_progress
+    from distributary.launch._status import refuse_job, report, report_progress, size_of_job
     from distributary.launch._supervisor import run
     from distributary.launch._worker import ALLOCATOR_SETTINGS, free_addresses
 
@@ -19,11 +19,11 @@ __all__ = [
     "HostOptions",
     "LaunchOptions",
     "free_addresses",
-    "num_servers_of_job",
     "refuse_job",
     "report",
     "report_progress",
     "run",
+    "size_of_job",
 ]
 
 # Imported on first use: the command line checks its options without JAX.
@@ -31,7 +31,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "_status": "num_servers_of_job refuse_job report report_progress",
+            "_status": "refuse_job report report_progress size_of_job",
             "_supervisor": "run",
             "_worker": "ALLOCATOR_SETTINGS free_addresses",
         },

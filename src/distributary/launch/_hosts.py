@@ -8,7 +8,8 @@ first prove to each other that they know the token of the job:
       <------------- hello, with another challenge
       welcome, or refused ------------>
 
-What follows is neither encrypted nor signed, like the connections of the workers.
+The proofs cover the address that the other host has called. What follows is neither encrypted nor
+signed, like the connections of the workers.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from distributary.job import (
 from distributary.launch import _restarts as restarts
 from distributary.launch._options import HostOptions, LaunchOptions
 
-_PROTOCOL = 4
+_PROTOCOL = 5
 _SILENT_SECONDS = 20  # after which the other machine is taken to be gone
 _ANSWER_SECONDS = 10.0
 _WAITING_SECONDS = 5.0  # before it says which hosts it waits for
@@ -159,6 +160,7 @@ class RemoteLink:
             "host_rank": hosts.host_rank,
             "num_hosts": hosts.num_hosts,
             "devices_per_worker": devices_per_worker,
+            "called": self._channel.called_address(is_caller=True),
         }
         shown = proof(hosts.token, "host", challenge, own_challenge, hello)
         self._channel.send("hello", [hello, own_challenge, shown])
@@ -309,7 +311,8 @@ class Master:
     def _lets_in(self, channel: Channel, message: Message) -> bool:
         """Returns whether the other end is a host of this job; if so, it has joined."""
         try:
-            host, answer = self._checked(message, self._challenges[channel])
+            called = channel.called_address(is_caller=False)
+            host, answer = self._checked(message, self._challenges[channel], called)
             channel.send("welcome", answer)
         except _RefusedError as error:
             self._say(f"refused a connection from {channel.peer}: {error}")
@@ -322,7 +325,7 @@ class Master:
         self._send(self._job.join(host))
         return True
 
-    def _checked(self, message: Message, challenge: str) -> tuple[int, list[Any]]:
+    def _checked(self, message: Message, challenge: str, called: str) -> tuple[int, list[Any]]:
         """Returns the rank of a host that may join, and the answer that it gets."""
         try:
             hello, own_challenge, shown = message.content
@@ -333,6 +336,12 @@ class Master:
             raise _RefusedError("its token is not the token of this job")
         if hello["protocol"] != _PROTOCOL:
             raise _RefusedError("it runs another version of distributary")
+        if hello["called"] != called:
+            raise _RefusedError(
+                f"it has called {hello['called']!r:.60}, and the master listens at {called}: a"
+                " program in between passes the connection on. Give all hosts that address of"
+                " host 0, or end the other program"
+            )
         host = int(hello["host_rank"])
         for option, theirs, ours in (
             ("--nnodes", hello["num_hosts"], self._hosts.num_hosts),

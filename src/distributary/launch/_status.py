@@ -69,21 +69,24 @@ def refuse_job(reason: str) -> None:
         raise SystemExit(REFUSED_EXIT_CODE)
 
 
-def num_servers_of_job(environ: Mapping[str, str] | None = None) -> int:
-    """Returns the number of parameter servers in the job of this process, as TF_CONFIG has it.
+def size_of_job(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """Returns the numbers of workers and parameter servers in this process' job, from TF_CONFIG.
 
-    0 for the evaluator, which is not one of the tasks that work together, and for a wrong
-    TF_CONFIG, about which the cluster resolver has more to say.
+    The chief counts as a worker. Both are 0 for the evaluator, which is not one of the tasks that
+    work together, and for a wrong TF_CONFIG, about which the cluster resolver has more to say.
 
     Args:
         environ: Environment to read; `os.environ` by default.
     """
     try:
         config = json.loads((os.environ if environ is None else environ).get("TF_CONFIG", ""))
-        is_one_of_them = config["task"]["type"] in config["cluster"]
-        return len(config["cluster"].get("ps", ())) if is_one_of_them else 0
+        cluster = config["cluster"]
+        if config["task"]["type"] not in cluster:
+            return 0, 0
+        chiefs, workers, servers = (len(cluster.get(job, ())) for job in ("chief", "worker", "ps"))
+        return chiefs + workers, servers
     except (AttributeError, KeyError, TypeError, ValueError):
-        return 0
+        return 0, 0
 
 
 def _launcher_fd(environ: Mapping[str, str]) -> int | None:
@@ -132,6 +135,7 @@ def report_progress(extended: Any) -> None:
     if not os.environ.get(STATUS_VARIABLE):
         return
     _strategies.add(extended)
+    _write(os.environ, {"num_steps": 0})  # the launcher learns that there is a strategy
     if not progress.is_watched:
         progress.is_watched = True
         ended = threading.Event()

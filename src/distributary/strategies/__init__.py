@@ -7,7 +7,7 @@ from distributary.strategies._base import Strategy
 from distributary.strategies._central_storage import CentralStorageStrategy
 from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import StrategyExtended, unused_strategies
-from distributary.strategies._fitting_job import accept_any_strategy
+from distributary.strategies._fitting_job import accept_any_strategy, check_job
 from distributary.strategies._mirrored import MirroredStrategy
 from distributary.strategies._one_device import OneDeviceStrategy
 
@@ -30,6 +30,7 @@ __all__ = [
     "StrategyExtended",
     "TPUStrategy",
     "accept_any_strategy",
+    "check_job",
     "experimental_connect_to_cluster",
     "initialize_tpu_system",
     "shutdown_tpu_system",

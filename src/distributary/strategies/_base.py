@@ -4,7 +4,9 @@ import abc
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar, final
+
+import jax
 
 from distributary._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary._late import no_attribute
@@ -23,7 +25,7 @@ from distributary.inputs import InputContext, StepStatistics, ValueContext
 from distributary.options import InputOptions, RunOptions
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._fitting_job import check_job
-from distributary.tracing import is_recording, name_of, shorten
+from distributary.tracing import advise, is_recording, name_of, shorten
 from distributary.values import in_order, key_order
 
 if TYPE_CHECKING:
@@ -45,8 +47,33 @@ def _short(method: Callable[_P, _T]) -> Callable[_P, _T]:
         except DistributaryError as error:
             shorten(error)
             raise
+        except jax.errors.JaxRuntimeError as error:
+            advise(error)
+            raise
 
     return shortened
+
+
+@final
+class _NotEntered(functools.partial[Any]):
+    """The method `scope` of a strategy, which refuses to be a scope itself."""
+
+    def __enter__(self) -> NoReturn:
+        raise ContextError("strategy.scope is a method: write `with strategy.scope():`, with ().")
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Does nothing: `with` looks for this method before it calls `__enter__`."""
+
+
+@final
+class _ScopeMethod:
+    """The descriptor of `scope`, in whose place `with` finds a sentence."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, strategy: object, owner: type | None = None) -> Any:
+        return self._method if strategy is None else _NotEntered(self._method, strategy)
 
 
 def _advised(init: Callable[..., None]) -> Callable[..., None]:
@@ -136,6 +163,9 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         Source: `tf.distribute.Strategy.scope`.
         """
         return StrategyScope(self)
+
+    if not TYPE_CHECKING:
+        scope = _ScopeMethod(scope)
 
     def run(
         self,

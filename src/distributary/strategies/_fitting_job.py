@@ -1,4 +1,4 @@
-"""Refuses a job with parameter servers whose program does not use them.
+"""Refuses a job of several processes whose program does not bring them together.
 
 Every task of such a job would train alone, or with all of the others but the servers, and the
 results would look right.
@@ -7,8 +7,10 @@ results would look right.
 import sys
 from pathlib import Path
 
+import jax
+
 from distributary.errors import InvalidValueError
-from distributary.launch import num_servers_of_job, refuse_job
+from distributary.launch import refuse_job, size_of_job
 
 _is_checked = False
 
@@ -19,8 +21,11 @@ def accept_any_strategy() -> None:
     _is_checked = True
 
 
-def check_job(name: str, *, needs_servers: bool) -> None:
-    """Checks that the first strategy of this process is one for parameter servers if there are any.
+def check_job(name: str, *, needs_servers: bool = False) -> None:
+    """Checks that the first strategy of this process, or the first `fit`, is one for its job.
+
+    If there are parameter servers, it has to be for them; several workers have to be connected,
+    whether by this strategy or by the script.
 
     Args:
         name: Name of the strategy.
@@ -34,14 +39,22 @@ def check_job(name: str, *, needs_servers: bool) -> None:
     if _is_checked:
         return
     _is_checked = True
-    num_servers = num_servers_of_job()
-    if not num_servers or needs_servers:
-        return
+    num_workers, num_servers = size_of_job()
     program = Path(sys.argv[0]).name or "the program"
-    reason = (
-        f"{name}: the cluster has {num_servers} parameter server(s), to which this strategy gives"
-        f" nothing to do: every task of {program} would train alone. Start the job without them"
-        " (`distributary launch` without --ps), or use ParameterServerStrategy."
-    )
+    if num_servers and not needs_servers:
+        reason = (
+            f"{name}: the cluster has {num_servers} parameter server(s), to which this strategy"
+            f" gives nothing to do: every task of {program} would train alone. Start the job"
+            " without them (`distributary launch` without --ps), or use ParameterServerStrategy."
+        )
+    elif num_workers > 1 and not num_servers and not jax.distributed.is_initialized():
+        reason = (
+            f"{name}: the cluster has {num_workers} workers, and nothing connects them: each would"
+            f" train a model of its own in {program}, and all would write the same files. Use"
+            " MultiWorkerMirroredStrategy, or start one worker (`distributary launch --workers 1`)."
+            ' If each is to do work of its own, begin with os.environ.pop("TF_CONFIG").'
+        )
+    else:
+        return
     refuse_job(reason)
     raise InvalidValueError(reason)

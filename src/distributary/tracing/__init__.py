@@ -62,7 +62,14 @@ from distributary.tracing._jaxprs import (
 )
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Handle, push, start_p
-from distributary.tracing._mistakes import Subject, explained, leaked_at, name_of, shorten
+from distributary.tracing._mistakes import (
+    Subject,
+    advise,
+    explained,
+    leaked_at,
+    name_of,
+    shorten,
+)
 from distributary.tracing._narrowing import narrowed, native
 from distributary.tracing._numbering import Numbering
 from distributary.tracing._one_device import OneDeviceProgram
@@ -114,6 +121,7 @@ __all__ = [
     "Subject",
     "TapeRecord",
     "TraceScope",
+    "advise",
     "at_end",
     "aval_of",
     "call_of",

@@ -441,6 +441,7 @@ def explained(
         kind: Whether a step of a replica or a `distributary.function` is traced.
         tracers: The arguments of the trace.
     """
+    advise(error)
     if isinstance(error, DistributaryError) and not hasattr(error, "__notes__"):
         place = _place(error)
         if place.line and str(subject or place.name) not in str(error):
@@ -453,6 +454,19 @@ def explained(
         before = before.__cause__ or before.__context__
     # Keras replaces an error of ours by one of its own, with several lines about arguments.
     return before if isinstance(before, TracedValueError) else error
+
+
+def advise(error: Exception) -> None:
+    """Adds what to do to an error of XLA that says only that memory is exhausted."""
+    text = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else ""
+    is_one = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text  # on CPUs
+    if is_one and not hasattr(error, "__notes__"):
+        error.add_note(
+            "A device has too little memory for this step. A smaller batch, the policy"
+            ' "mixed_bfloat16" of keras.mixed_precision and keras.RematScope shrink what layers'
+            " compute; experimental_shard_optimizer_state=True of the strategy divides the state of"
+            " the optimizer by the number of replicas. More replicas have smaller parts of a batch."
+        )
 
 
 def _explained(

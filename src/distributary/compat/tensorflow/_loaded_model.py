@@ -4,7 +4,8 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -19,6 +20,7 @@ from distributary.errors import (
     CheckpointError,
     InvalidTypeError,
     InvalidValueError,
+    MissingPackageError,
     UnsupportedError,
 )
 
@@ -61,6 +63,18 @@ def load(export_dir: _Path, tags: Any = None, options: object = None) -> "SavedM
     names = [name for name, entry in saved.entries.items() if "shape" in entry]
     arrays = {name: jnp.asarray(own) for name, own in read_arrays(path, names, saved).items()}
     return SavedModel(json.loads(saved.entries[INDEX]["value"]), arrays)
+
+
+@contextmanager
+def needs_flatbuffers(what: str) -> Iterator[None]:
+    """Names the package that JAX needs for programs in files, if the block finds it missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackageError(
+            f"tf.saved_model.{what} needs flatbuffers, in whose format JAX keeps programs. Install"
+            " it: pip install flatbuffers"
+        ) from error
 
 
 def contains_saved_model(export_dir: _Path) -> bool:
@@ -126,7 +140,10 @@ class _Program:
         self.names: list[str] = entry["names"]
         self.specs = [TensorSpec(shape, dtype) for shape, dtype in entry["specs"]]
         self._state = [arrays[place] for place in entry["state"]]
-        exported = export.deserialize(bytearray(zlib.decompress(base64.b64decode(entry["code"]))))
+        with needs_flatbuffers("load"):
+            exported = export.deserialize(
+                bytearray(zlib.decompress(base64.b64decode(entry["code"])))
+            )
         self._call = jax.jit(exported.call)
         (_, self._given), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
         self._structure: Any = jax.tree.structure(self._given)

@@ -21,13 +21,18 @@ from jax import export
 
 from distributary.checkpoint import Checkpoint
 from distributary.compat.tensorflow._functions import ConcreteFunction, Function, Method
-from distributary.compat.tensorflow._loaded_model import INDEX, contains_saved_model
+from distributary.compat.tensorflow._loaded_model import (
+    INDEX,
+    contains_saved_model,
+    needs_flatbuffers,
+)
 from distributary.compat.tensorflow._operations import canonical
 from distributary.datasets import TensorSpec
 from distributary.errors import (
     CheckpointError,
     InvalidTypeError,
     InvalidValueError,
+    MissingPackageError,
     UnsupportedError,
     described,
 )
@@ -166,7 +171,7 @@ class _Programs:
             try:
                 code, places = self._exported(what, function, structs, structure)
                 break
-            except UnsupportedError:
+            except (UnsupportedError, MissingPackageError):
                 raise
             except Exception as failure:  # of the function itself, or of JAX
                 error = failure
@@ -228,7 +233,9 @@ class _Programs:
         avals += map(jax.typeof, captures)
         state = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         given = jax.tree.unflatten(structure, structs)
-        code = export.export(jax.jit(run), platforms=_PLATFORMS)(state, given).serialize()
+        exported = export.export(jax.jit(run), platforms=_PLATFORMS)(state, given)
+        with needs_flatbuffers("save"):
+            code = exported.serialize()
         places = [self._place("variables", handle.cell()) for handle in handles]
         return bytes(code), places + [self._place("constants", one) for one in captures]
 

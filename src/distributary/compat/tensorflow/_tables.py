@@ -215,6 +215,7 @@ TARGETS: dict[str, str] = {
             InternalError:JaxRuntimeError ResourceExhaustedError:JaxRuntimeError
             UnknownError:JaxRuntimeError
 
+        keras.utils.experimental. {_OWN}._dataset_creator: DatasetCreator
         nn. {_OWN}._nn: compute_average_loss scale_regularization_loss
         nn. distributary: embedding_lookup
         random. {_OWN}._random: Generator get_global_generator set_global_generator set_seed

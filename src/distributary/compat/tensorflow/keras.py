@@ -23,12 +23,13 @@ globals().update({key: value for key, value in vars(_keras).items() if not key.s
 __version__: str = _keras.__version__
 backend: ModuleType = Namespace("keras.backend")
 sys.modules[f"{__name__}.backend"] = backend
-layers: ModuleType = ModuleType(f"{__name__}.layers", _keras.layers.__doc__)
-vars(layers).update({key: value for key, value in vars(_keras.layers).items() if key[0] != "_"})
-# At once, so that Keras knows these layers when it loads a model.
-vars(layers).update({key: lookup(f"keras.layers.{key}") for key in names_in("keras.layers")})
-sys.modules[f"{__name__}.layers"] = layers
-Input: Any = layers.Input
+sys.modules[f"{__name__}.utils.experimental"] = Namespace("keras.utils.experimental")
+for _name in ("layers", "utils"):
+    _own = globals()[_name] = sys.modules[f"{__name__}.{_name}"] = ModuleType(f"{__name__}.{_name}")
+    vars(_own).update({k: v for k, v in vars(getattr(_keras, _name)).items() if k[0] != "_"})
+    # At once, so that Keras knows these layers when it loads a model.
+    vars(_own).update({key: lookup(f"keras.{_name}.{key}") for key in names_in(f"keras.{_name}")})
+Input: Any = lookup("keras.layers.Input")
 __path__: list[str] = []  # a package, of which all modules are loaded
 
 
