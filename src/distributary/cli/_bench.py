@@ -15,6 +15,7 @@ Examples:
 import argparse
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -176,6 +177,9 @@ def _text(
     ]
     if last.platform == "cpu":
         lines += ["", "CPU devices share the cores: more devices do not add hardware."]
+    if last.activations:
+        lines += ["", "activations that travel between devices:"]
+        lines += [f"{count:>8} {text}" for text, count in Counter(last.activations).items()]
     lines.append("")
     if not predictions:
         lines.append("No prediction: the largest number of replicas has no all-reduce.")

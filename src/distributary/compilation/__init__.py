@@ -5,7 +5,11 @@ from typing import TYPE_CHECKING
 from distributary._late import late_names
 
 if TYPE_CHECKING:
-    from distributary.compilation._collectives import collective_bytes, collectives_of
+    from distributary.compilation._collectives import (
+        collective_bytes,
+        collectives_of,
+        parameters_with_rows,
+    )
     from distributary.compilation._report import Report
     from distributary.compilation._script import ScriptEnded, StandIn, compile_script, run_script
     from distributary.compilation._topologies import (
@@ -24,6 +28,7 @@ __all__ = [
     "collectives_of",
     "compile_script",
     "known_topologies",
+    "parameters_with_rows",
     "parse_topology",
     "prepare_compilers",
     "run_script",
@@ -34,7 +39,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "_collectives": "collective_bytes collectives_of",
+            "_collectives": "collective_bytes collectives_of parameters_with_rows",
             "_report": "Report",
             "_script": "ScriptEnded StandIn compile_script run_script",
             "_topologies": "Topology known_topologies parse_topology prepare_compilers",
