@@ -121,7 +121,11 @@ ACCEPTED = [
         r"all_hosts, 16 replicas\n  collectives +1 all-.* groups 0-15,",
     ),
     ("loop", "h100:8", r"1 all-reduce of 1 array, 16.0 KiB, groups 0-7, 7 times in a loop\n"),
-    ("loop", "v5e:2x4", r"[?] times in a loop.*\n  activations  none\n  all-reduced  at least 16.0 KiB"),
+    (
+        "loop",
+        "v5e:2x4",
+        r"[?] times in a loop.*\n  activations  none\n  all-reduced  at least 16.0 KiB",
+    ),
     ("functional", "v5e:2x4", r"step +functional, 8 replicas\n"),
 ]
 REFUSED = [
@@ -179,7 +183,7 @@ def test_collectives_that_move_activations_are_told_from_sums_of_gradients(run_p
         if name in MOVING:
             kinds, text = MOVING[name]
             line = 1 + next(i for i, line in enumerate(source) if text in line)
-            assert any(c["where"].endswith(f"(partitioned.py:{line})") for c in activations), name
+            assert any(c["line"] == f"partitioned.py:{line}" for c in activations), name
             assert not is_gpu or {c["kind"] for c in activations} == kinds, name
         else:
             assert activations == [], name

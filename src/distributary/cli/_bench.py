@@ -15,7 +15,6 @@ Examples:
 import argparse
 import importlib.util
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -179,7 +178,7 @@ def _text(
         lines += ["", "CPU devices share the cores: more devices do not add hardware."]
     if last.activations:
         lines += ["", "activations that travel between devices:"]
-        lines += [f"{count:>8} {text}" for text, count in Counter(last.activations).items()]
+        lines += [f"  {text}" for text in last.activations]
     lines.append("")
     if not predictions:
         lines.append("No prediction: the largest number of replicas has no all-reduce.")

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from distributary.compilation._collectives import (
         collective_bytes,
         collectives_of,
+        moved_activations,
         parameters_with_rows,
     )
     from distributary.compilation._report import Report
@@ -28,6 +29,7 @@ __all__ = [
     "collectives_of",
     "compile_script",
     "known_topologies",
+    "moved_activations",
     "parameters_with_rows",
     "parse_topology",
     "prepare_compilers",
@@ -39,7 +41,8 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "_collectives": "collective_bytes collectives_of parameters_with_rows",
+            "_collectives": "collective_bytes collectives_of moved_activations"
+            " parameters_with_rows",
             "_report": "Report",
             "_script": "ScriptEnded StandIn compile_script run_script",
             "_topologies": "Topology known_topologies parse_topology prepare_compilers",

@@ -34,7 +34,8 @@ class Collective:
             result; empty if it gets no rows.
         num_early: Number of calls of a sum that start before the backward pass ends.
         is_async: Whether the device computes something else meanwhile.
-        where: Name and line of the model that activations come from.
+        name: Name of the operation that moves activations, as the model and JAX call it.
+        line: Its line in the model, such as `"model.py:12"`.
     """
 
     kind: str
@@ -47,7 +48,8 @@ class Collective:
     role: str = ""
     num_early: int = 0
     is_async: bool = False
-    where: str = ""
+    name: str = ""
+    line: str = ""
 
     def __str__(self) -> str:
         text = (
@@ -58,7 +60,7 @@ class Collective:
             text += " across slices"
         if self.num_calls != 1:
             text += f", {self.num_calls or '?'} times in a loop"
-        return text + "".join(f", {more}" for more in (self.algorithm, self.where) if more)
+        return text if self.algorithm is None else f"{text}, {self.algorithm}"
 
 
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
@@ -87,10 +89,22 @@ def collectives_of(hlo: str, rows: Collection[int] = ()) -> list[Collective]:
         if one.collective:
             role, num_early = roles.get(one, ("", 0))
             chain, num_calls = program.chain(one), program.num_calls(one)
-            where = program.where(one) if role == "activations" else ""
+            place = program.place(one) if role == "activations" else ("", "")
             is_async = any("-start" in caller.kind for caller in chain)
-            found.append(_collective(chain, num_calls, role, num_early, is_async, where))
+            found.append(_collective(chain, num_calls, role, num_early, is_async, *place))
     return found
+
+
+def moved_activations(collectives: Iterable[Collective]) -> list[str]:
+    """Returns text for people on what moves activations, by the lines of the model."""
+    found: dict[tuple[str, str], list[Collective]] = {}
+    for one in collectives:
+        if one.role == "activations":
+            found.setdefault((one.kind, one.line), []).append(one)
+    return [
+        f"{len(of)} {kind}, {sized(total_bytes(of))}, {line}: {of[0].name}"
+        for (kind, line), of in found.items()
+    ]
 
 
 def parameters_with_rows(executable: jax.stages.Compiled) -> list[int]:

@@ -136,7 +136,7 @@ class Program:
             chain.append(self.caller[chain[-1].computation])
         return chain
 
-    def where(self, one: Instruction) -> str:
+    def place(self, one: Instruction) -> tuple[str, str]:
         """Returns the name and the line of the model behind an instruction, for people.
 
         Collectives that the compiler combines have no name of their own; then it is that of an
@@ -146,8 +146,8 @@ class Program:
             name = re.search(r'op_name="([^"]*)"', value[0].attributes)
             frame = re.search(r"stack_frame_id=(\d+)", value[0].attributes)
             if name is not None and frame is not None:
-                return f"{name[1]} ({self._line(frame[1])})"
-        return "unknown"
+                return name[1], self._line(frame[1])
+        return "unknown", "unknown line"
 
     def _line(self, frame: str) -> str:
         """Returns the innermost line of a stack that is outside of the libraries."""

@@ -13,6 +13,7 @@ from distributary.compilation._collectives import (
     Collective,
     collectives_of,
     counted,
+    moved_activations,
     num_aliased_outputs,
     parameters_with_rows,
     sized,
@@ -138,12 +139,16 @@ class Report:
     def _collective_rows(self) -> list[tuple[str, str]]:
         if not self.collectives:
             return [("collectives", "none")]
-        rows = []
-        for label, moves in (("collectives", False), ("activations", True)):
-            found = Counter(c for c in self.collectives if (c.role == "activations") is moves)
-            texts = Counter({str(c): n for c, n in found.items()})
-            lines = [f"{count} {text}" for text, count in texts.items()] or ["none"]
-            rows += [("" if i else label, line) for i, line in enumerate(lines)]
+        others = Counter(c for c in self.collectives if c.role != "activations")
+        texts = {
+            "collectives": [f"{count} {one}" for one, count in others.items()],
+            "activations": moved_activations(self.collectives),
+        }
+        rows = [
+            ("" if i else label, line)
+            for label, lines in texts.items()
+            for i, line in enumerate(lines or ["none"])
+        ]
         return [*rows, ("all-reduced", self._all_reduced()), ("gradients", self._overlap())]
 
     def _overlap(self) -> str:

@@ -15,6 +15,7 @@ from distributary.compilation import (
     ScriptEnded,
     StandIn,
     collectives_of,
+    moved_activations,
     parameters_with_rows,
 )
 from distributary.diagnosis import all_reduce_seconds
@@ -127,10 +128,11 @@ class StepTimer:
         if mesh is not None and mesh.size > 1:
             executable = step.call.lower(*step.specs).compile()
             rows = parameters_with_rows(executable)
-            for found in collectives_of(executable.as_text() or "", rows):
+            collectives = collectives_of(executable.as_text() or "", rows)
+            for found in collectives:
                 share = 1.0 if found.kind == "all-reduce" else 0.5
                 sizes += [round(share * found.num_bytes)] * (found.num_calls or 1)
-                activations += [str(found)] if found.role == "activations" else []
+            activations = moved_activations(collectives)
             if sizes:
                 reduction_seconds = all_reduce_seconds(mesh, sizes, _NUM_REDUCTIONS)
         devices = jax.local_devices() if mesh is None else mesh.devices.flat
