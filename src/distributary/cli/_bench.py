@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distributary import diagnosis, scaling
+from distributary import compilation, diagnosis, scaling
 from distributary.cli._arguments import (
     add_json_argument,
     add_option,
@@ -199,7 +199,7 @@ def _measured_line(timing: "Timing") -> str:
     reduced = "none"
     if timing.num_reductions:
         reduced = (
-            f"{diagnosis.format_bytes(timing.reduced_bytes)} in"
+            f"{compilation.format_bytes(timing.reduced_bytes)} in"
             f" {timing.reduction_seconds * 1e3:.2f} ms, {timing.communication:.0%} of the step"
         )
     return f"{_line(timing.num_replicas, timing.seconds, spread, timing)}  {reduced}"

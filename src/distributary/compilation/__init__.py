@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from distributary.compilation._collectives import (
         collective_bytes,
         collectives_of,
+        collectives_of_step,
+        format_bytes,
         moved_activations,
-        parameters_with_rows,
     )
     from distributary.compilation._report import Report
     from distributary.compilation._script import ScriptEnded, StandIn, compile_script, run_script
@@ -27,10 +28,11 @@ __all__ = [
     "Topology",
     "collective_bytes",
     "collectives_of",
+    "collectives_of_step",
     "compile_script",
+    "format_bytes",
     "known_topologies",
     "moved_activations",
-    "parameters_with_rows",
     "parse_topology",
     "prepare_compilers",
     "run_script",
@@ -41,8 +43,8 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "_collectives": "collective_bytes collectives_of moved_activations"
-            " parameters_with_rows",
+            "_collectives": "collective_bytes collectives_of collectives_of_step format_bytes"
+            " moved_activations",
             "_report": "Report",
             "_script": "ScriptEnded StandIn compile_script run_script",
             "_topologies": "Topology known_topologies parse_topology prepare_compilers",

@@ -53,7 +53,7 @@ class Collective:
 
     def __str__(self) -> str:
         text = (
-            f"{self.kind} of {counted(self.num_operands, 'array')}, {sized(self.num_bytes)},"
+            f"{self.kind} of {counted(self.num_operands, 'array')}, {format_bytes(self.num_bytes)},"
             f" {short_groups(self.groups)}"
         )
         if self.network == "slices":
@@ -75,12 +75,20 @@ _MESH_AXES = re.compile(
 )
 
 
+def collectives_of_step(executable: jax.stages.Compiled) -> list[Collective]:
+    """Returns the collectives of a compiled step, whose last argument holds the batch."""
+    *state, data = executable.input_shardings[0]  # None of those that the step does not read
+    start = len(jax.tree.leaves(state))
+    rows = [start + i for i, s in enumerate(jax.tree.leaves(data)) if not s.is_fully_replicated]
+    return collectives_of(executable.as_text() or "", rows)
+
+
 def collectives_of(hlo: str, rows: Collection[int] = ()) -> list[Collective]:
     """Returns the collectives of a compiled program, in the order of its text.
 
     Args:
         hlo: Text of the program.
-        rows: The parameters that hold rows of the batch; see `parameters_with_rows`.
+        rows: The parameters that hold rows of the batch, different ones on each device.
     """
     program = Program(hlo)
     roles = program.roles(rows) if rows else {}
@@ -102,22 +110,9 @@ def moved_activations(collectives: Iterable[Collective]) -> list[str]:
         if one.role == "activations":
             found.setdefault((one.kind, one.line), []).append(one)
     return [
-        f"{len(of)} {kind}, {sized(total_bytes(of))}, {line}: {of[0].name}"
+        f"{len(of)} {kind}, {format_bytes(total_bytes(of))}, {line}: {of[0].name}"
         for (kind, line), of in found.items()
     ]
-
-
-def parameters_with_rows(executable: jax.stages.Compiled) -> list[int]:
-    """Returns the numbers of a step's parameters that hold rows, different ones on each device.
-
-    They are in the last argument of the step.
-    """
-    kept = [
-        (index == len(executable.input_shardings[0]) - 1, sharding)
-        for index, argument in enumerate(executable.input_shardings[0])
-        for sharding in jax.tree.leaves(argument)
-    ]
-    return [i for i, (is_last, s) in enumerate(kept) if is_last and not s.is_fully_replicated]
 
 
 def collective_bytes(hlo: str) -> int:
@@ -253,11 +248,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def sized(num_bytes: int) -> str:
-    """Returns text for people: `"1.5 KiB"`."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+def format_bytes(size: float) -> str:
+    """Returns a size as text for people: `"64.0 KiB"`."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} B"

@@ -1,16 +1,15 @@
 """Follows the rows of the batch through a compiled program (HLO)."""
 
-import functools
-import importlib.util
 import re
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, final
 
 # One array: an instruction, and its element if that gives a tuple; None for all it gives.
 _Value: TypeAlias = "tuple[Instruction, int | None]"
+_Edges: TypeAlias = Callable[[_Value], Sequence[_Value]]
 
 # `%name = shape kind(operands), attributes`.
 _INSTRUCTION = re.compile(
@@ -37,8 +36,10 @@ _COLLECTIVE = re.compile(
     r"|collective-broadcast)(?:-start)?"
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_PACKAGE = Path(__file__).parents[1]
 # `1 "model.py"`, or `1 {file_name_id=1 ... line=271 ...}`.
 _TABLE_ROW = re.compile(r"(?P<number>\d+) (?P<columns>.*)")
+_COLUMN = re.compile(r'(?:^|=)(\d+|"[^"]*")')
 
 
 @final
@@ -47,20 +48,24 @@ class Instruction:
     """One instruction of a program.
 
     Args:
-        kind: Its operation, such as `"dot"`.
-        shape: Text of the shape of its result.
-        operands: Text between the parentheses.
-        attributes: Text behind the parentheses.
         computation: Name of the computation that contains it.
         position: Its place in the order in which the computation runs.
+        root: None unless it gives the result of the computation.
+        name: Its name.
+        shape: Text of the shape of its result.
+        kind: Its operation, such as `"dot"`.
+        operands: Text between the parentheses.
+        attributes: Text behind the parentheses.
     """
 
-    kind: str
-    shape: str
-    operands: str
-    attributes: str
     computation: str
     position: int
+    root: str | None
+    name: str
+    shape: str
+    kind: str
+    operands: str
+    attributes: str
 
     @property
     def collective(self) -> str:
@@ -99,8 +104,8 @@ class Program:
         self._named: dict[str, dict[str, Instruction]] = {}
         self._root: dict[str, Instruction] = {}
         self._entry = computation = table = ""
-        # By the name of a table, the columns of each of its rows.
-        self._tables: dict[str, dict[str, list[str]]] = {}
+        # Columns of the rows of tables, by the name of the table and the number of the row.
+        self._tables: dict[tuple[str, str], list[str]] = {}
         for line in hlo.splitlines():
             if (match := _COMPUTATION.match(line)) is not None:
                 computation = match["name"]
@@ -108,26 +113,16 @@ class Program:
                 self._entry = computation if match["entry"] else self._entry
             elif computation and (match := _INSTRUCTION.match(line)) is not None:
                 named = self._named[computation]
-                made = Instruction(
-                    match["kind"],
-                    match["shape"],
-                    match["operands"],
-                    match["attributes"],
-                    computation,
-                    len(named),
-                )
-                named[match["name"]] = made
+                made = Instruction(computation, len(named), **match.groupdict())
+                named[made.name] = made
                 self.instructions.append(made)
-                if match["root"]:
+                if made.root:
                     self._root[computation] = made
-                for name in _called(made):
-                    self.caller[name] = made
+                self.caller |= dict.fromkeys(_called(made), made)
             elif not computation and (match := _TABLE_ROW.match(line)) is not None:
-                columns = re.findall(r'(?:^|=)(\d+|"[^"]*")', match["columns"])
-                self._tables[table][match["number"]] = columns
+                self._tables[table, match["number"]] = _COLUMN.findall(match["columns"])
             elif not computation and line.isalpha():
                 table = line
-                self._tables[table] = {}
 
     def chain(self, instruction: Instruction) -> list[Instruction]:
         """Returns an instruction, the one that calls its computation, and so on."""
@@ -142,23 +137,23 @@ class Program:
         Collectives that the compiler combines have no name of their own; then it is that of an
         instruction that they read.
         """
-        for value in _ordered((one, None), self._sources):
-            name = re.search(r'op_name="([^"]*)"', value[0].attributes)
-            frame = re.search(r"stack_frame_id=(\d+)", value[0].attributes)
+        for (near, _), _ in _walk([(one, None)], self._sources):
+            name = re.search(r'op_name="([^"]*)"', near.attributes)
+            frame = re.search(r"stack_frame_id=(\d+)", near.attributes)
             if name is not None and frame is not None:
                 return name[1], self._line(frame[1])
         return "unknown", "unknown line"
 
     def _line(self, frame: str) -> str:
-        """Returns the innermost line of a stack that is outside of the libraries."""
-        frames, places = self._tables["StackFrames"], self._tables["FileLocations"]
-        first = int(next(iter(frames.values()))[1])  # XLA counts parents from 1, or from 0
+        """Returns the innermost line of a stack that is outside of installed packages."""
+        first = int(self._tables["StackFrames", "1"][1])  # XLA counts parents from 0 or from 1
         line = "unknown line"
-        while frame in frames:
-            place, parent = frames[frame]
-            file = self._tables["FileNames"][places[place][0]][0].strip('"')
-            line = f"{Path(file).name}:{places[place][2]}"
-            if not any(library in Path(file).parents for library in _libraries()):
+        while ("StackFrames", frame) in self._tables:
+            place, parent = self._tables["StackFrames", frame]
+            number, _, line_number, *_ = self._tables["FileLocations", place]
+            file = Path(self._tables["FileNames", number][0].strip('"'))
+            line = f"{file.name}:{line_number}"
+            if "site-packages" not in file.parts and _PACKAGE not in file.parents:
                 break
             frame = str(int(parent) - first)
         return line
@@ -188,29 +183,30 @@ class Program:
             `"sum"` or `"activations"` of every collective that gets rows or what is computed of
             them, and how many of its calls start before the backward pass ends.
         """
-        reads = self._reads()
-        readers: dict[_Value, list[_Value]] = {}
+        root = self._root[self._entry]
+        elements = range(len(self._operands(root))) if root.kind == "tuple" else [None]
+        reads = dict(_walk([(root, element) for element in elements], self._sources))
+        readers = defaultdict[_Value, list[_Value]](list)
         for value, sources in reads.items():
             for source in sources:
-                readers.setdefault(source, []).append(value)
+                readers[source].append(value)
         given = [
             value
-            for value in reads
-            if value[0].kind == "parameter"
-            and value[0].computation == self._entry
-            and int(value[0].operands) in rows
+            for one in self._named[self._entry].values()
+            if one.kind == "parameter"
+            and int(one.operands) in rows
+            and (value := (one, None)) in reads
         ]
-        touched = _reached(given, readers)
-        computed = _reached((v for v in touched if v[0].combines), readers)
-        on_rows = _reached(given, readers, lambda v: not (v[0].is_sum and v in computed))
+        touched = _reached(given, readers.__getitem__)
+        computed = _reached((v for v in touched if v[0].combines), readers.__getitem__)
+        on_rows = _reached(
+            given, readers.__getitem__, lambda v: not (v[0].is_sum and v in computed)
+        )
         combining = [v for v in on_rows if v[0].combines]
-        needed_again = _reached((s for v in combining for s in reads[v]), reads)
         # Without the way back of loops: the next round may be the next step.
-        forward = {
-            value: [s for s in sources if not _is_back(value, s)]
-            for value, sources in reads.items()
-        }
-        needed = _reached((s for v in combining for s in forward[v]), forward)
+        forward = lambda v: [s for s in reads[v] if not _is_back(v, s)]
+        needed = _reached((s for v in combining for s in forward(v)), forward)
+        needed_again = _reached((s for v in combining for s in reads[v]), reads.__getitem__)
         found = [v for v in reads if v[0].collective and any(s in on_rows for s in reads[v])]
         moving = {v[0] for v in found if v in needed or v in on_rows}
         sums = [v for v in found if v[0] not in moving]
@@ -220,7 +216,7 @@ class Program:
             for one in self.chain(value[0]) if value in behind else ():
                 end[one.computation] = max(one.position, end.get(one.computation, 0))
         roles = dict.fromkeys(moving, ("activations", 0))
-        waited_for = {value[0] for value in sums if value in needed_again}
+        waited_for = {v[0] for v in sums if v in needed_again}
         for one, _ in sums:
             early = num_calls = self.num_calls(one) or 1
             if all(x.position >= end.get(x.computation, 0) for x in self.chain(one)):
@@ -229,47 +225,29 @@ class Program:
             roles[one] = ("sum", early)
         return roles
 
-    def _reads(self) -> dict[_Value, list[_Value]]:
-        """Returns for every value that the result depends on, which values it reads."""
-        root = self._root[self._entry]
-        outputs = range(len(_NAME.findall(root.operands))) if root.kind == "tuple" else (None,)
-        waiting: list[_Value] = [(root, element) for element in outputs]
-        reads: dict[_Value, list[_Value]] = {}
-        while waiting:
-            value = waiting.pop()
-            if value not in reads:
-                reads[value] = self._sources(*value)
-                waiting += reads[value]
-        return reads
-
-    def _sources(self, one: Instruction, element: int | None) -> list[_Value]:
-        if one.kind == "parameter":
-            caller = self.caller.get(one.computation)
-            if caller is None:
-                return []
-            operands = self._operands(caller)
-            if caller.kind == "while":
-                return [(operands[0], element), (self._root[_called(caller)[-1]], element)]
+    def _sources(self, value: _Value) -> Sequence[_Value]:
+        """Returns the values that a value is computed of."""
+        one, element = value
+        caller = self.caller.get(one.computation) if one.kind == "parameter" else None
+        if caller is not None and caller.kind != "while":
             number = int(one.operands)
             if caller.kind == "conditional":
                 number = 1 + _called(caller).index(one.computation)
-            return [(operands[number], element)]
-        operands = self._operands(one)
+            return [(self._operands(caller)[number], element)]
+        operands, called = self._operands(caller or one), _called(caller or one)
+        if one.kind == "while" or caller is not None:
+            return [(operands[0], element), (self._root[called[-1]], element)]
         if one.kind == "get-tuple-element":
             return [(operands[0], int(one.attributes.partition("index=")[2].partition(",")[0]))]
         if one.kind == "tuple" and element is not None:
             return [(operands[element], None)]
         if one.kind in ("copy", "opt-barrier", "bitcast"):
             return [(operands[0], element)]
-        called = _called(one)
         if not called:
             return [(operand, None) for operand in operands]
-        if one.kind == "while":
-            return [(operands[0], element), (self._root[called[-1]], element)]
-        if one.kind.startswith("async"):
-            element = None
-        results: list[_Value] = [(self._root[name], element) for name in called]
-        return [(operands[0], None), *results] if one.kind == "conditional" else results
+        element = None if one.kind.startswith("async") else element
+        chosen: list[_Value] = [(operands[0], None)] if one.kind == "conditional" else []
+        return [*chosen, *((self._root[name], element) for name in called)]
 
     def _operands(self, one: Instruction) -> list[Instruction]:
         named = self._named[one.computation]
@@ -281,36 +259,23 @@ def _is_back(value: _Value, source: _Value) -> bool:
     return value[0].kind == "parameter" and value[0].computation == source[0].computation
 
 
-@functools.cache
-def _libraries() -> list[Path]:
-    """Returns the folders of code that is not the user's."""
-    found = [importlib.util.find_spec(name) for name in ("distributary", "jax", "keras")]
-    return [Path(spec.origin).parent for spec in found if spec is not None and spec.origin]
-
-
-def _ordered(start: _Value, edges: Callable[..., Sequence[_Value]]) -> Iterator[_Value]:
-    """Returns `start` and what the edges lead to from it, the nearest first."""
-    waiting, seen = deque([start]), {start}
+def _walk(
+    start: Iterable[_Value], edges: _Edges, goes_on: Callable[[_Value], bool] = lambda value: True
+) -> Iterator[tuple[_Value, Sequence[_Value]]]:
+    """Returns values and where their edges lead, from `start` on, the nearest first."""
+    waiting, seen = deque(start), set[_Value]()
     while waiting:
-        yield (value := waiting.popleft())
-        new = [other for other in edges(*value) if other not in seen]
-        seen.update(new)
-        waiting += new
+        value = waiting.popleft()
+        if value not in seen and goes_on(value):
+            seen.add(value)
+            yield value, (following := edges(value))
+            waiting += following
 
 
 def _reached(
-    start: Iterable[_Value],
-    edges: Mapping[_Value, Sequence[_Value]],
-    goes_on: Callable[[_Value], bool] = lambda value: True,
+    start: Iterable[_Value], edges: _Edges, *goes_on: Callable[[_Value], bool]
 ) -> set[_Value]:
-    """Returns the values that the edges lead to from `start`, and these, but for where they end."""
-    waiting, reached = list(start), set[_Value]()
-    while waiting:
-        value = waiting.pop()
-        if value not in reached and goes_on(value):
-            reached.add(value)
-            waiting += edges.get(value, ())
-    return reached
+    return {value for value, _ in _walk(start, edges, *goes_on)}
 
 
 def _called(one: Instruction) -> list[str]:

@@ -11,12 +11,11 @@ import jax
 
 from distributary.compilation._collectives import (
     Collective,
-    collectives_of,
+    collectives_of_step,
     counted,
+    format_bytes as _size,
     moved_activations,
     num_aliased_outputs,
-    parameters_with_rows,
-    sized,
     total_bytes,
 )
 from distributary.compilation._topologies import Topology
@@ -113,9 +112,9 @@ class Report:
         rows = [
             ("step", f"{self.step}, {counted(self.num_replicas, 'replica')}{self._unused()}"),
             *self._collective_rows(),
-            ("memory", f"{sized(memory.total)} of {sized(memory.available)} per device:"),
-            ("", f"{sized(memory.arguments)} arguments, {sized(memory.temporaries)} temporaries,"),
-            ("", f"{sized(memory.code)} code, {sized(memory.outputs - memory.donated)} outputs"),
+            ("memory", f"{_size(memory.total)} of {_size(memory.available)} per device:"),
+            ("", f"{_size(memory.arguments)} arguments, {_size(memory.temporaries)} temporaries,"),
+            ("", f"{_size(memory.code)} code, {_size(memory.outputs - memory.donated)} outputs"),
             ("donated", f"{self.num_donated_arrays} of {self._state()}, updated in place"),
             ("compute", _operations(self.flops)),
             ("lowered in", f"{self.lower_seconds:.1f} s"),
@@ -156,19 +155,19 @@ class Report:
         early = sum(c.num_bytes * c.num_early for c in sums)
         waiting = sum(c.num_bytes * c.num_early for c in sums if not c.is_async)
         return (
-            f"{sized(early)} of {sized(total_bytes(sums))} start before the backward"
-            f" pass ends{f', which waits for {sized(waiting)}' if waiting else ''}"
+            f"{_size(early)} of {_size(total_bytes(sums))} start before the backward"
+            f" pass ends{f', which waits for {_size(waiting)}' if waiting else ''}"
         )
 
     def _all_reduced(self) -> str:
         in_a_loop = any(collective.num_calls is None for collective in self.collectives)
-        text = f"{'at least ' if in_a_loop else ''}{sized(self.all_reduced_bytes)} per step"
+        text = f"{'at least ' if in_a_loop else ''}{_size(self.all_reduced_bytes)} per step"
         if self.num_slices == 1:
             return text
-        return f"{text}; per device {sized(self.cross_slice_bytes)} across slices"
+        return f"{text}; per device {_size(self.cross_slice_bytes)} across slices"
 
     def _state(self) -> str:
-        return f"{counted(self.num_state_arrays, 'state array')} ({sized(self.state_bytes)})"
+        return f"{counted(self.num_state_arrays, 'state array')} ({_size(self.state_bytes)})"
 
 
 def report_of(
@@ -192,7 +191,7 @@ def report_of(
         compile_seconds: Seconds that the compiler took.
     """
     hlo = executable.as_text() or ""
-    collectives = tuple(collectives_of(hlo, parameters_with_rows(executable)))
+    collectives = tuple(collectives_of_step(executable))
     analysis: Any = executable.memory_analysis()
     costs: Any = executable.cost_analysis() or {}
     compiler = _COMPILERS[topology.kind]

@@ -14,9 +14,8 @@ from distributary._types import Nest
 from distributary.compilation import (
     ScriptEnded,
     StandIn,
-    collectives_of,
+    collectives_of_step,
     moved_activations,
-    parameters_with_rows,
 )
 from distributary.diagnosis import all_reduce_seconds
 from distributary.engine import placed_struct_of
@@ -126,9 +125,7 @@ class StepTimer:
         activations: list[str] = []
         reduction_seconds = 0.0
         if mesh is not None and mesh.size > 1:
-            executable = step.call.lower(*step.specs).compile()
-            rows = parameters_with_rows(executable)
-            collectives = collectives_of(executable.as_text() or "", rows)
+            collectives = collectives_of_step(step.call.lower(*step.specs).compile())
             for found in collectives:
                 share = 1.0 if found.kind == "all-reduce" else 0.5
                 sizes += [round(share * found.num_bytes)] * (found.num_calls or 1)

@@ -13,12 +13,7 @@ import numpy as np
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.compilation import (
-    collectives_of,
-    parameters_with_rows,
-    parse_topology,
-    prepare_compilers,
-)
+from distributary.compilation import collectives_of_step, parse_topology, prepare_compilers
 
 prepare_compilers()
 topology = parse_topology(sys.argv[1])
@@ -122,5 +117,4 @@ STEPS = {
 for name in sys.argv[2:] or STEPS:
     step, *args = STEPS[name]
     executable = jax.jit(step, donate_argnums=0).lower(*args).compile()
-    found = collectives_of(executable.as_text(), parameters_with_rows(executable))
-    print(json.dumps([name, [asdict(c) for c in found]]))
+    print(json.dumps([name, [asdict(c) for c in collectives_of_step(executable)]]))
