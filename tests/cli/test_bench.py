@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -77,6 +78,25 @@ def test_a_script_without_enough_steps(timed):
         timed(2, "no_step")
 
 
+def test_activations_that_travel_are_named_with_their_line(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    text = _SCRIPT.replace('"CPU:0", "CPU:1", "CPU:2"', '"CPU:0", "CPU:1"')
+    text = text.replace(
+        "def train_step(x):",
+        """def train_step(x):
+    x = x - dist.get_replica_context().all_reduce("MEAN", jnp.mean(x, 0))""",
+    )
+    line = 1 + next(i for i, line in enumerate(text.splitlines()) if "jnp.mean(x, 0)" in line)
+    script.write_text(text)
+
+    code = main(["bench", "--replicas", "2", "--seconds", "0.1", str(script), "1000000"])
+
+    out = capsys.readouterr().out
+    assert code == 0, out
+    place = rf"1 all-reduce, 20 B, train.py:{line}: \S+\n"
+    assert re.search(rf"activations that travel between devices:\n +{place}", out), out
+
+
 def test_models_are_measured_and_hosts_predicted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     network = ["--hosts", "4", "--gbit", "8", "--latency-us", "100"]
@@ -129,7 +149,7 @@ def test_batches_must_be_divisible(capsys):
 
 
 def test_a_host_alone_is_predicted_as_measured():
-    timing = Timing("step", "cpu", 2, (0.3, 0.1, 0.2), None, 3, 1000, 0.01)
+    timing = Timing("step", "cpu", 2, (0.3, 0.1, 0.2), None, 3, 1000, 0.01, [])
 
     one, two = predict(timing, Network(1.0, 100.0, "given"), [1, 2])
 

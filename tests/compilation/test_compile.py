@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from distributary.compilation import parse_topology
 from distributary.compilation._collectives import collectives_of, short_groups
 from distributary.errors import InvalidValueError, MissingPackageError
 
+_PROGRAMS = Path(__file__).parent / "programs"
 ONE_SLICE = ["v5e:2x4", "v4:2x2x1", "v6e:2x4", "h100:8"]
 TWO_SLICES = "2xv5e:2x4"
 # Memory of a chip, or of the core that is a device; the compilers keep some of it.
@@ -119,7 +121,11 @@ ACCEPTED = [
         r"all_hosts, 16 replicas\n  collectives +1 all-.* groups 0-15,",
     ),
     ("loop", "h100:8", r"1 all-reduce of 1 array, 16.0 KiB, groups 0-7, 7 times in a loop\n"),
-    ("loop", "v5e:2x4", r"[?] times in a loop.*\n  all-reduced  at least 16.0 KiB per step\n"),
+    (
+        "loop",
+        "v5e:2x4",
+        r"[?] times in a loop.*\n  activations  none\n  all-reduced  at least 16.0 KiB",
+    ),
     ("functional", "v5e:2x4", r"step +functional, 8 replicas\n"),
 ]
 REFUSED = [
@@ -139,6 +145,92 @@ REFUSED = [
     ("central", "v5e:2x4", "reports steps that are one program, and these are two"),
     ("no_step", "v5e:3x3", "'v5e:3x3' does not exist, the compiler says: .*not divisible"),
 ]
+
+
+# What XLA inserts into steps of `partitioned.py`, and the source line it is for. TPUs gather what
+# GPUs exchange, so there only the lines are compared.
+MOVING = {
+    "normalized": ({"all-reduce"}, "(x - x.mean(0))"),
+    "shuffled": ({"all-gather"}, '"shuffled":'),
+    "all_shuffled": ({"all-reduce"}, "lambda w, b:"),
+    "reversed": ({"collective-permute"}, '"reversed":'),
+    "mixed": ({"all-gather", "all-to-all"}, '"mixed":'),
+    "related": ({"all-gather", "reduce-scatter"}, '"related":'),
+    "root": ({"all-reduce"}, '"root":'),
+}
+GRADIENT_BYTES = 3 * 64 * 64 * 4
+# Bytes that start before the backward pass ends, of all sums of gradients.
+SUMMED = {
+    "dense": (0, GRADIENT_BYTES),
+    "clipped": (0, GRADIENT_BYTES),
+    "several_steps": (0, 4 * GRADIENT_BYTES),
+    "sharded_state": (0, GRADIENT_BYTES),
+    "sharded_weights": (0, GRADIENT_BYTES),
+    "layers_in_a_loop": (5 * GRADIENT_BYTES // 3, 6 * GRADIENT_BYTES // 3),
+    "large": (5 << 22, 12 << 22),
+}
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+def test_collectives_that_move_activations_are_told_from_sums_of_gradients(run_program, topology):
+    lines = run_program("partitioned.py", topology).splitlines()
+    source = (_PROGRAMS / "partitioned.py").read_text().splitlines()
+    is_gpu = topology.startswith("h100")
+
+    for name, found in map(json.loads, lines):
+        activations = [c for c in found if c["role"] == "activations"]
+        sums = [c for c in found if c["role"] == "sum"]
+        if name in MOVING:
+            kinds, text = MOVING[name]
+            line = 1 + next(i for i, line in enumerate(source) if text in line)
+            assert any(c["line"] == f"partitioned.py:{line}" for c in activations), name
+            assert not is_gpu or {c["kind"] for c in activations} == kinds, name
+        else:
+            assert activations == [], name
+            early, total = SUMMED[name]
+            calls = {"several_steps": 4, "layers_in_a_loop": 6}.get(name, 1)
+            assert sum(c["num_bytes"] for c in sums) * calls == total, name
+            if is_gpu:  # TPUs combine all of them, and do not say how often a loop runs
+                assert sum(c["num_bytes"] * c["num_early"] for c in sums) == early, name
+    assert {name for name, _ in map(json.loads, lines)} == {*MOVING, *SUMMED}
+
+
+@pytest.mark.parametrize(
+    ("order", "early"),
+    [
+        ("h g2 s2 g1 s1 d2 d1", [64]),
+        ("h g2 g1 s2 s1 d2 d1", []),
+        ("h g1 s1 d1 g2 s2 d2", [64]),
+        # What is on the way from a gradient to its sum only moves it.
+        ("h g2 g1 s1 t2 s2 d1 d2", []),
+    ],
+)
+def test_a_sum_is_early_if_computations_for_other_sums_come_later(order, early):
+    lines = {
+        "h": "%h = f32[2,4] dot(%x, %w2)",
+        "g1": "%g1 = f32[4,4] dot(%x, %h)",
+        "g2": "%g2 = f32[4,4] dot(%h, %x)",
+        "t2": "%t2 = f32[4,4] transpose(%g2)",
+        "s1": "%s1 = f32[4,4] all-reduce-start(%g1), to_apply=%add",
+        "s2": f"%s2 = f32[4,4] all-reduce-start(%{'t2' if 't2' in order else 'g2'})",
+        "d1": "%d1 = f32[4,4] all-reduce-done(%s1)",
+        "d2": "%d2 = f32[4,4] all-reduce-done(%s2)",
+    }
+    hlo = "\n  ".join(
+        [
+            "ENTRY %main (w1: f32[4,4], w2: f32[4,4], x: f32[2,4]) -> (f32[4,4], f32[4,4]) {",
+            *(f"%{name} = f32[] parameter({i})" for i, name in enumerate(["w1", "w2", "x"])),
+            *(lines[name] for name in order.split()),
+            "%n1 = f32[4,4] subtract(%w1, %d1)",
+            "%n2 = f32[4,4] subtract(%w2, %d2)",
+            "ROOT %new = (f32[4,4], f32[4,4]) tuple(%n1, %n2)",
+        ]
+    )
+
+    found = collectives_of(hlo, {2})
+
+    assert [c.role for c in found] == ["sum", "sum"]
+    assert [c.num_bytes for c in found for _ in range(c.num_early)] == early
 
 
 def test_what_else_a_script_may_do(compile_all):

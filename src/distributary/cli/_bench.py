@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distributary import diagnosis, scaling
+from distributary import compilation, diagnosis, scaling
 from distributary.cli._arguments import (
     add_json_argument,
     add_option,
@@ -176,6 +176,9 @@ def _text(
     ]
     if last.platform == "cpu":
         lines += ["", "CPU devices share the cores: more devices do not add hardware."]
+    if last.activations:
+        lines += ["", "activations that travel between devices:"]
+        lines += [f"  {text}" for text in last.activations]
     lines.append("")
     if not predictions:
         lines.append("No prediction: the largest number of replicas has no all-reduce.")
@@ -196,7 +199,7 @@ def _measured_line(timing: "Timing") -> str:
     reduced = "none"
     if timing.num_reductions:
         reduced = (
-            f"{diagnosis.format_bytes(timing.reduced_bytes)} in"
+            f"{compilation.format_bytes(timing.reduced_bytes)} in"
             f" {timing.reduction_seconds * 1e3:.2f} ms, {timing.communication:.0%} of the step"
         )
     return f"{_line(timing.num_replicas, timing.seconds, spread, timing)}  {reduced}"

@@ -30,7 +30,10 @@ _TILE = 1024
 
 
 def all_reduce(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Sums all arrays in one all-reduce, which XLA makes a single variadic collective."""
+    """Sums each array by an all-reduce of its own, where it is ready.
+
+    XLA combines them: CPUs to one collective, GPUs and TPUs up to a threshold.
+    """
     return list(lax.psum(arrays, REPLICA_AXIS))
 
 

@@ -379,8 +379,9 @@ class _Summing(CrossDeviceOps):
 
 @final
 class NcclAllReduce(_Summing):
-    """One XLA all-reduce of all gradients, which NCCL carries out on NVIDIA GPUs.
+    """An XLA all-reduce of each gradient, where it is ready; XLA combines them.
 
+    On NVIDIA GPUs, NCCL carries them out.
     The default of `MirroredStrategy`. It works on every device; only the transport differs.
 
     Args:

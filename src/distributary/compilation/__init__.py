@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 from distributary._late import late_names
 
 if TYPE_CHECKING:
-    from distributary.compilation._collectives import collective_bytes, collectives_of
+    from distributary.compilation._collectives import (
+        collective_bytes,
+        collectives_of,
+        collectives_of_step,
+        format_bytes,
+        moved_activations,
+    )
     from distributary.compilation._report import Report
     from distributary.compilation._script import ScriptEnded, StandIn, compile_script, run_script
     from distributary.compilation._topologies import (
@@ -22,8 +28,11 @@ __all__ = [
     "Topology",
     "collective_bytes",
     "collectives_of",
+    "collectives_of_step",
     "compile_script",
+    "format_bytes",
     "known_topologies",
+    "moved_activations",
     "parse_topology",
     "prepare_compilers",
     "run_script",
@@ -34,7 +43,8 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "_collectives": "collective_bytes collectives_of",
+            "_collectives": "collective_bytes collectives_of collectives_of_step format_bytes"
+            " moved_activations",
             "_report": "Report",
             "_script": "ScriptEnded StandIn compile_script run_script",
             "_topologies": "Topology known_topologies parse_topology prepare_compilers",

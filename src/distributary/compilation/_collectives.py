@@ -4,14 +4,14 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
+import jax
 import numpy as np
 
-# By the name of a computation: the one that calls it, and the line that does.
-_Callers: TypeAlias = dict[str, tuple[str, str]]
+from distributary.compilation._dataflow import Instruction, Program
 
 
 @final
@@ -30,6 +30,12 @@ class Collective:
         algorithm: The compiler's description of how it is carried out; None if there is none.
         num_calls: Number of times that a run of the program executes it. None in a loop if the
             compiler does not say how often the loop runs.
+        role: `"sum"` of gradients or metrics, or `"activations"` if computations on rows read its
+            result; empty if it gets no rows.
+        num_early: Number of calls of a sum that start before the backward pass ends.
+        is_async: Whether the device computes something else meanwhile.
+        name: Name of the operation that moves activations, as the model and JAX call it.
+        line: Its line in the model, such as `"model.py:12"`.
     """
 
     kind: str
@@ -39,17 +45,24 @@ class Collective:
     network: str
     algorithm: str | None
     num_calls: int | None
+    role: str = ""
+    num_early: int = 0
+    is_async: bool = False
+    name: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.kind} of {counted(self.num_operands, 'array')}, {format_bytes(self.num_bytes)},"
+            f" {short_groups(self.groups)}"
+        )
+        if self.network == "slices":
+            text += " across slices"
+        if self.num_calls != 1:
+            text += f", {self.num_calls or '?'} times in a loop"
+        return text if self.algorithm is None else f"{text}, {self.algorithm}"
 
 
-# `%name = shape kind(operands), attributes`. Asynchronous operations consist of a start and a done.
-_OPERATION = re.compile(
-    r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = (?P<shape>\(.*?\)|\S+) (?P<kind>all-reduce|all-gather"
-    r"|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|send)"
-    r"(?:-start)?\((?P<operands>[^)]*)\)(?P<attributes>.*)"
-)
-_COMPUTATION = re.compile(r"(?:ENTRY )?%(?P<name>[\w.-]+) \(.*\{$")
-_CALL = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(%[\w.-]+|\{[^}]*\})")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
 _BITS = re.compile(r"\d+")
 # The numbers from 0 on, reshaped and transposed: `[2,4]T(1,0)`.
@@ -62,32 +75,57 @@ _MESH_AXES = re.compile(
 )
 
 
-def collectives_of(hlo: str) -> list[Collective]:
-    """Returns the collectives of a compiled program, in the order of its text."""
-    computations = _computations(hlo)
-    callers = {
-        name.strip(" %"): (owner, line)
-        for owner, lines in computations.items()
-        for line in lines
-        for called in _CALL.findall(line)
-        for name in called.strip("{}").split(",")
-    }
+def collectives_of_step(executable: jax.stages.Compiled) -> list[Collective]:
+    """Returns the collectives of a compiled step, whose last argument holds the batch."""
+    *state, data = executable.input_shardings[0]  # None of those that the step does not read
+    start = len(jax.tree.leaves(state))
+    rows = [start + i for i, s in enumerate(jax.tree.leaves(data)) if not s.is_fully_replicated]
+    return collectives_of(executable.as_text() or "", rows)
+
+
+def collectives_of(hlo: str, rows: Collection[int] = ()) -> list[Collective]:
+    """Returns the collectives of a compiled program, in the order of its text.
+
+    Args:
+        hlo: Text of the program.
+        rows: The parameters that hold rows of the batch, different ones on each device.
+    """
+    program = Program(hlo)
+    roles = program.roles(rows) if rows else {}
     found = []
-    for owner, lines in computations.items():
-        for line in lines:
-            match = _OPERATION.match(line)
-            if match is None or (match["kind"] == "send" and "ALL_REDUCE" not in line):
-                continue
-            found.append(_collective(match, owner, callers))
+    for one in program.instructions:
+        if one.collective:
+            role, num_early = roles.get(one, ("", 0))
+            chain, num_calls = program.chain(one), program.num_calls(one)
+            place = program.place(one) if role == "activations" else ("", "")
+            is_async = any("-start" in caller.kind for caller in chain)
+            found.append(_collective(chain, num_calls, role, num_early, is_async, *place))
     return found
 
 
+def moved_activations(collectives: Iterable[Collective]) -> list[str]:
+    """Returns text for people on what moves activations, by the lines of the model."""
+    found: dict[tuple[str, str], list[Collective]] = {}
+    for one in collectives:
+        if one.role == "activations":
+            found.setdefault((one.kind, one.line), []).append(one)
+    return [
+        f"{len(of)} {kind}, {format_bytes(total_bytes(of))}, {line}: {of[0].name}"
+        for (kind, line), of in found.items()
+    ]
+
+
 def collective_bytes(hlo: str) -> int:
-    """Returns the size of the arrays that a program sends through collectives.
+    """Returns the size of the arrays that one run of a program sends through collectives."""
+    return total_bytes(collectives_of(hlo))
+
+
+def total_bytes(collectives: Iterable[Collective]) -> int:
+    """Returns the size of the arrays that one run of a program sends through some collectives.
 
     A loop counts once if the compiler does not say how often it runs.
     """
-    return sum(c.num_bytes * (c.num_calls or 1) for c in collectives_of(hlo))
+    return sum(c.num_bytes * (c.num_calls or 1) for c in collectives)
 
 
 def num_aliased_outputs(hlo: str) -> int:
@@ -97,53 +135,26 @@ def num_aliased_outputs(hlo: str) -> int:
     return 0 if match is None else match[1].count("-alias)")
 
 
-def _computations(hlo: str) -> dict[str, list[str]]:
-    computations: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in hlo.splitlines():
-        match = _COMPUTATION.match(line)
-        if match is not None:
-            lines = computations[match["name"]] = []
-        else:
-            lines.append(line)
-    return computations
-
-
-def _num_calls(owner: str, callers: _Callers) -> int | None:
-    count = 1
-    while owner in callers:
-        owner, line = callers[owner]
-        if " while(" in line:
-            trips = _TRIP_COUNT.search(line)
-            if trips is None:
-                return None
-            count *= int(trips[1])
-    return count
-
-
-def _collective(match: re.Match[str], owner: str, callers: _Callers) -> Collective:
-    """Returns the collective in a line of the computation `owner`."""
-    num_calls = _num_calls(owner, callers)
-    kind, shape, attributes = match["kind"], match["shape"], match["attributes"]
-    arrays = [_num_bytes(array) for array in _ARRAY.finditer(shape)]
-    if kind == "send":
+def _collective(chain: Sequence[Instruction], *known: Any) -> Collective:
+    """Returns the collective that comes first in a chain of callers, with what is known of it."""
+    one, kind, attributes = chain[0], chain[0].collective, chain[0].attributes
+    arrays = [_num_bytes(array) for array in _ARRAY.finditer(one.shape)]
+    if one.kind == "send":
         # Between slices. The first element of the result of a send is the array that it sends.
         target = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', attributes)
         slices = () if target is None else tuple(int(i) - 1 for i in target[1].split(","))
-        return Collective("all-reduce", 1, arrays[0], (slices,), "slices", None, num_calls)
-    num_operands = len(match["operands"].split(", "))
+        return Collective(kind, 1, arrays[0], (slices,), "slices", None, *known)
+    num_operands = len(one.operands.split(", "))
     if len(arrays) == 2 * num_operands:  # the start returns its operands and its results
         arrays = arrays[num_operands:]
-    algorithm = _algorithm(match.string)
-    if algorithm is None and owner in callers:
-        algorithm = _algorithm(callers[owner][1])
+    algorithm = next(filter(None, (_algorithm(caller.attributes) for caller in chain[:2])), None)
     groups = _groups(attributes)
     num_bytes = sum(arrays)
     if kind == "reduce-scatter" and groups:  # the result is the part of one device
         num_bytes *= len(groups[0])
-    if owner.startswith("all-reduce-scatter"):
+    if one.computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # an all-reduce fused with picking each device's part
-    return Collective(kind, num_operands, num_bytes, groups, "slice", algorithm, num_calls)
+    return Collective(kind, num_operands, num_bytes, groups, "slice", algorithm, *known)
 
 
 def _num_bytes(array: re.Match[str]) -> int:
@@ -230,3 +241,16 @@ def _runs(group: tuple[int, ...]) -> Iterator[str]:
     for _, run in itertools.groupby(enumerate(group), lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in run]
         yield f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns text for people: `"1 array"`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_bytes(size: float) -> str:
+    """Returns a size as text for people: `"64.0 KiB"`."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} B"

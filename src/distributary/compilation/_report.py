@@ -11,9 +11,12 @@ import jax
 
 from distributary.compilation._collectives import (
     Collective,
-    collectives_of,
+    collectives_of_step,
+    counted,
+    format_bytes as _size,
+    moved_activations,
     num_aliased_outputs,
-    short_groups,
+    total_bytes,
 )
 from distributary.compilation._topologies import Topology
 from distributary.topology import REPLICA_AXIS
@@ -107,9 +110,8 @@ class Report:
         """Returns the report as text for people."""
         memory = self.memory
         rows = [
-            ("step", f"{self.step}, {_count(self.num_replicas, 'replica')}{self._unused()}"),
+            ("step", f"{self.step}, {counted(self.num_replicas, 'replica')}{self._unused()}"),
             *self._collective_rows(),
-            ("all-reduced", self._all_reduced()),
             ("memory", f"{_size(memory.total)} of {_size(memory.available)} per device:"),
             ("", f"{_size(memory.arguments)} arguments, {_size(memory.temporaries)} temporaries,"),
             ("", f"{_size(memory.code)} code, {_size(memory.outputs - memory.donated)} outputs"),
@@ -125,7 +127,7 @@ class Report:
         slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
         return (
             f"{self.topology}: {self.num_devices} x {self.device_kind}, "
-            f"{_count(self.num_hosts, 'host')}{slices} ({versions})"
+            f"{counted(self.num_hosts, 'host')}{slices} ({versions})"
         )
 
     def _unused(self) -> str:
@@ -136,20 +138,26 @@ class Report:
     def _collective_rows(self) -> list[tuple[str, str]]:
         if not self.collectives:
             return [("collectives", "none")]
-        rows: list[tuple[str, str]] = []
-        for collective, count in Counter(self.collectives).items():
-            text = (
-                f"{count} {collective.kind} of {_count(collective.num_operands, 'array')},"
-                f" {_size(collective.num_bytes)}, {short_groups(collective.groups)}"
-            )
-            if collective.network == "slices":
-                text += " across slices"
-            if collective.num_calls != 1:
-                text += f", {collective.num_calls or '?'} times in a loop"
-            if collective.algorithm is not None:
-                text += f", {collective.algorithm}"
-            rows.append(("" if rows else "collectives", text))
-        return rows
+        others = Counter(c for c in self.collectives if c.role != "activations")
+        texts = {
+            "collectives": [f"{count} {one}" for one, count in others.items()],
+            "activations": moved_activations(self.collectives),
+        }
+        rows = [
+            ("" if i else label, line)
+            for label, lines in texts.items()
+            for i, line in enumerate(lines or ["none"])
+        ]
+        return [*rows, ("all-reduced", self._all_reduced()), ("gradients", self._overlap())]
+
+    def _overlap(self) -> str:
+        sums = [c for c in self.collectives if c.role == "sum"]
+        early = sum(c.num_bytes * c.num_early for c in sums)
+        waiting = sum(c.num_bytes * c.num_early for c in sums if not c.is_async)
+        return (
+            f"{_size(early)} of {_size(total_bytes(sums))} start before the backward"
+            f" pass ends{f', which waits for {_size(waiting)}' if waiting else ''}"
+        )
 
     def _all_reduced(self) -> str:
         in_a_loop = any(collective.num_calls is None for collective in self.collectives)
@@ -159,7 +167,7 @@ class Report:
         return f"{text}; per device {_size(self.cross_slice_bytes)} across slices"
 
     def _state(self) -> str:
-        return f"{_count(self.num_state_arrays, 'state array')} ({_size(self.state_bytes)})"
+        return f"{counted(self.num_state_arrays, 'state array')} ({_size(self.state_bytes)})"
 
 
 def report_of(
@@ -183,7 +191,7 @@ def report_of(
         compile_seconds: Seconds that the compiler took.
     """
     hlo = executable.as_text() or ""
-    collectives = tuple(collectives_of(hlo))
+    collectives = tuple(collectives_of_step(executable))
     analysis: Any = executable.memory_analysis()
     costs: Any = executable.cost_analysis() or {}
     compiler = _COMPILERS[topology.kind]
@@ -218,24 +226,11 @@ def report_of(
 
 
 def _reduced_bytes(collectives: tuple[Collective, ...], network: str) -> int:
-    return sum(
-        c.num_bytes * (c.num_calls or 1)
+    return total_bytes(
+        c
         for c in collectives
         if c.kind in ("all-reduce", "reduce-scatter") and c.network == network
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _operations(flops: float | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distributary._late import late_names
 
 if TYPE_CHECKING:
-    from distributary.diagnosis._all_reduce import all_reduce_seconds, format_bytes
+    from distributary.diagnosis._all_reduce import all_reduce_seconds
     from distributary.diagnosis._check import Check, Json
     from distributary.diagnosis._examination import PARTS, Report, examine
     from distributary.diagnosis._links import Link, loopback
@@ -22,7 +22,6 @@ __all__ = [
     "Report",
     "all_reduce_seconds",
     "examine",
-    "format_bytes",
     "loopback",
 ]
 
@@ -31,7 +30,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "_all_reduce": "all_reduce_seconds format_bytes",
+            "_all_reduce": "all_reduce_seconds",
             "_check": "Check Json",
             "_examination": "PARTS Report examine",
             "_links": "Link loopback",

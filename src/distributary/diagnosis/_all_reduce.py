@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from distributary.compilation import format_bytes
 from distributary.diagnosis._check import Check, Json
 from distributary.topology import REPLICA_AXIS, num_local_replicas, put_stacked
 
@@ -93,14 +94,6 @@ def copy_bytes_per_second() -> float:
         np.copyto(target, source)
         seconds.append(time.perf_counter() - start)
     return _COPY_BYTES / min(seconds)
-
-
-def format_bytes(size: float) -> str:
-    """Returns a size as text for people: `"64 KiB"`."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} B"
 
 
 def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float], bool]:

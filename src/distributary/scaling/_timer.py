@@ -11,7 +11,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from distributary._types import Nest
-from distributary.compilation import ScriptEnded, StandIn, collectives_of
+from distributary.compilation import (
+    ScriptEnded,
+    StandIn,
+    collectives_of_step,
+    moved_activations,
+)
 from distributary.diagnosis import all_reduce_seconds
 from distributary.engine import placed_struct_of
 from distributary.errors import InvalidValueError
@@ -36,6 +41,7 @@ class Timing:
         num_reductions: Number of all-reduces in a step.
         reduced_bytes: Bytes that they reduce; reduce-scatters and all-gathers count half.
         reduction_seconds: Seconds that all-reduces of these sizes take alone.
+        activations: The collectives that move activations, as text for people.
         efficiency: Examples per second and replica, divided by those with the smallest number of
             replicas that was measured; None if the batch size is unknown.
     """
@@ -48,6 +54,7 @@ class Timing:
     num_reductions: int
     reduced_bytes: int
     reduction_seconds: float
+    activations: Sequence[str]
     efficiency: float | None = None
 
     @property
@@ -115,12 +122,14 @@ class StepTimer:
             )
         mesh = step.mesh
         sizes: list[int] = []
+        activations: list[str] = []
         reduction_seconds = 0.0
         if mesh is not None and mesh.size > 1:
-            hlo = step.call.lower(*step.specs).compile().as_text() or ""
-            for found in collectives_of(hlo):
+            collectives = collectives_of_step(step.call.lower(*step.specs).compile())
+            for found in collectives:
                 share = 1.0 if found.kind == "all-reduce" else 0.5
                 sizes += [round(share * found.num_bytes)] * (found.num_calls or 1)
+            activations = moved_activations(collectives)
             if sizes:
                 reduction_seconds = all_reduce_seconds(mesh, sizes, _NUM_REDUCTIONS)
         devices = jax.local_devices() if mesh is None else mesh.devices.flat
@@ -134,6 +143,7 @@ class StepTimer:
             num_reductions=len(sizes),
             reduced_bytes=sum(sizes),
             reduction_seconds=reduction_seconds,
+            activations=activations,
         )
 
     def _run(self, step: "_Step", *args: Nest) -> Nest:
