@@ -73,11 +73,6 @@ for _name, _function in {
     "error_of_rows": lambda y, p: jnp.max(jnp.abs(y - p), -1),
 }.items():
     _metric(f"function_{_name}", _named(_function, _name))
-_metric(
-    "weighted_root_mean_square",
-    _named(lambda y, p: jnp.sqrt(jnp.mean(jnp.square(y - p))), "root"),
-    weighted=True,
-)
 _metric("weighted_largest", _named(lambda y, p: jnp.max(p, -1), "largest"), weighted=True)
 
 
@@ -237,7 +232,11 @@ class _Several(keras.Metric):
         self.count.assign(self.count + ops.cast(ops.size(errors), self.count.dtype))
 
     def result(self):
-        return {"mean": self.total / self.count, "top": self.top, "gap": self.top - self.total}
+        return {
+            "mean": self.total / self.count,
+            "top": self.top * 1.0,
+            "gap": self.top - self.total,
+        }
 
 
 class _NotReset(keras.Metric):

@@ -180,7 +180,8 @@ def rows_joined():
     x = keras.Input((6,))
     both = kl.Concatenate(axis=0)([kl.Dense(5, "tanh")(x), kl.Dense(5)(x)])
     h = kl.BatchNormalization()(both)
-    halves = kl.Lambda(lambda z: ops.concatenate(ops.split(z, 2, 0), -1))(h)
+    join = lambda z: ops.concatenate(ops.split(z, 2, 0), -1)
+    halves = kl.Lambda(join, output_shape=(10,))(h)
     return compiled(keras.Model(x, kl.Dense(3)(halves)))
 
 

@@ -69,7 +69,8 @@ def _results(
         model(jax.tree.map(lambda array: array[:2], x))
     if rounding is not None:
         _change_a_little(model, rounding)
-    before = [np.array(v) for v in model.trainable_variables]
+    trained = list(model.trainable_variables)
+    before = [np.array(v) for v in trained]
     if case.train:
         history = case.train(model, x, y)
     else:
@@ -78,7 +79,7 @@ def _results(
         given = {"x": x, "y": y, "verbose": 0, "shuffle": False, **given}
         history = model.fit(**{k: v for k, v in given.items() if v is not None}).history
     results = {f"history/{key}": np.asarray(value, float) for key, value in history.items()}
-    after = [np.array(v) for v in model.trainable_variables]
+    after = [np.array(v) for v in trained]
     finite = all(np.isfinite(value).all() for value in after)
     if not case.stays and not (finite and _largest_change(before, after) > 1e-4):
         raise AssertionError(f"{case.name}: fit changed no weight, or to NaN, so it shows nothing")
