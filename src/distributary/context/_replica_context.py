@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
+
 from distributary._elsewhere import OF_REPLICA_CONTEXT
 from distributary._late import no_attribute
 from distributary._types import Nest
@@ -28,15 +30,8 @@ class ReplicaContext:
     def __init__(
         self,
         strategy: "Strategy",
-        replica_id_in_sync_group: "int | Callable[[], Any]",
-        *,
-        averages_gradients: bool = False,
-        has_whole_batch: bool = False,
+        replica_id_in_sync_group: "int | np.integer[Any] | Callable[[], Any]",
     ) -> None:
-        # Whether optimizers average over the replicas, as in steps of `fit`; else they sum.
-        self._averages_gradients = averages_gradients
-        # Whether the code computes on the rows of all replicas, with the same result on each.
-        self._has_whole_batch = has_whole_batch
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
 

@@ -25,12 +25,14 @@ Role = Literal["cross", "replica", "update"]
 class Mode:
     """One entry of the stack.
 
-    `update` is a cross-replica mode in which code runs once per component of a variable.
+    `update` is a cross-replica mode in which code runs once per component of a variable. In the
+    global view, one replica computes on the rows of all.
     """
 
     strategy: Any
     role: Role
     replica_context: "ReplicaContext | None" = None
+    is_global: bool = False
 
 
 class _ThreadState(threading.local):
@@ -93,6 +95,11 @@ def _leave(mode: Mode) -> None:
             " reverse order; a `with` statement does that by itself."
         )
     _state.modes.pop()
+
+
+def in_global_view() -> bool:
+    """Returns whether the code computes on the whole batch, as the only replica of a strategy."""
+    return any(mode.is_global for mode in _state.modes)
 
 
 def another_thread_in_scope() -> bool:

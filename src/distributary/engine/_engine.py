@@ -1,6 +1,5 @@
 """The engine of a strategy: traces a step once, and runs its program from then on."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, final
@@ -17,9 +16,10 @@ from distributary.engine._executable import Executable, VariableGoneError
 from distributary.engine._placement import Placement
 from distributary.engine._several_steps import several_steps
 from distributary.engine._step import RUN, Step, StepKind, call_on_replica, picked
-from distributary.errors import DistributaryWarning, InvalidTypeError, ReplicaMismatchError, shown
+from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
 from distributary.topology import num_logical_devices
 from distributary.tracing import (
+    GlobalProgram,
     Jaxpr,
     ReplicaProgram,
     Subject,
@@ -27,7 +27,6 @@ from distributary.tracing import (
     current_scope,
     in_role,
     refused_if_consumed,
-    user_stacklevel,
     walk,
 )
 from distributary.values import (
@@ -38,7 +37,7 @@ from distributary.values import (
     same_structure,
     stack_components,
 )
-from distributary.xla_cpu import with_exchanged_sums, with_joined_sums
+from distributary.xla_cpu import with_exchanged_sums
 
 __all__ = ["Engine", "Programs"]
 
@@ -67,7 +66,6 @@ class Engine:
         self._num_replicas = placement.num_replicas
         self.cache = ProgramCache("Strategy.run")
         self._fusible: ByIdentity[list[bool]] = ByIdentity(list)
-        self._warned_of: set[tuple[str, str]] = set()  # by kind; places of rows, and models
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, kind: StepKind
@@ -161,9 +159,8 @@ class Engine:
             return True
         args, kwargs = self._even_out(((element,), {}), place=True)
         step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
-        jaxprs = [pure.jaxpr for pure in self._replica_program(step, False).pures]
-        convolution = lax.conv_general_dilated_p
-        return not any(eqn.primitive is convolution for j in jaxprs for eqn in walk(j.eqns))
+        eqns = walk(self._program(step, False).jaxpr.eqns)
+        return not any(eqn.primitive is lax.conv_general_dilated_p for eqn in eqns)
 
     def lower(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, kind: StepKind
@@ -200,11 +197,8 @@ class Engine:
         self, function: Callable[..., Any], args: Any, kwargs: Any, kind: StepKind
     ) -> Executable:
         step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
-        program = self._program(step)
+        program = self._program(step, False)
         placement = self._placement
-        shardings = None
-        if any(step.on_host) and placement.takes_host_arrays:
-            shardings = [placement.stacked if is_host else None for is_host in step.on_host]
         name = str(getattr(function, "__name__", repr(function)))
         executable = Executable(
             program,
@@ -213,61 +207,56 @@ class Engine:
             kind.name or name,
             f"the program of {name}" if kind.name is None else f"a step of {kind.name}",
             self._strategy.extended.step_counts,
-            shardings,
+            step.shardings(placement),
         )
         executable.picks = step.picks
         step.release()
         return executable
 
-    def _program(self, step: Step, is_for_workers: bool = False) -> ReplicaProgram:
-        program = self._replica_program(step, is_for_workers)
-        if self._num_replicas > 1 and step.kind.role != "alone":
-            self._warn_of_rows(program, step)
-        return program
-
-    def _warn_of_rows(self, program: ReplicaProgram, step: Step) -> None:
-        """Warns once if a loss or a layer needs the rows of all replicas; each has only its own."""
-        from distributary.rows import findings_of_replica, warning_of
-
-        first = program.pures[0]
-        findings = findings_of_replica(
-            first.jaxpr,
-            program.is_batch,
-            len(first.captures),
-            self._num_replicas,
-            step.losses,
-            step.kind.batch_dim,
-        )
-        caller = step.kind.caller
-        for finding in findings:
-            # A model is warned about once, a loop once for each place.
-            subject = finding.kind, finding.where if step.kind.name is None else caller
-            if subject not in self._warned_of:
-                self._warned_of.add(subject)
-                warnings.warn(
-                    warning_of(finding, caller, self._num_replicas),
-                    DistributaryWarning,
-                    stacklevel=user_stacklevel(),
-                )
-
-    def _replica_program(self, step: Step, is_for_workers: bool) -> ReplicaProgram:
-        avals, placement, kind = step.avals, self._placement, step.kind
+    def _program(self, step: Step, is_for_workers: bool) -> ReplicaProgram | GlobalProgram:
+        placement, kind = self._placement, step.kind
         workers_mesh = placement.workers_mesh
-        num_replicas = 1 if kind.role == "alone" else self._num_replicas
-        if workers_mesh is not None and not is_for_workers and len(avals) == 1:
-            avals = avals * num_replicas
+        mesh = workers_mesh if is_for_workers else placement.mesh
         with refused_if_consumed(step.function, step.static, kind.caller):
+            if kind.role == "global":
+                return GlobalProgram(
+                    step.flat,
+                    step.avals[0],
+                    step.dims,
+                    mesh,
+                    keeps_rows=kind.results == "rows",
+                    is_staged=placement.home is not None,
+                    rewrite=self._rewritten_whole,
+                    subject=step.subject,
+                )
+            avals = step.avals
+            if workers_mesh is not None and not is_for_workers and len(avals) == 1:
+                avals = avals * self._num_replicas
             return ReplicaProgram(
                 step.flat,
                 avals,
                 step.varying,
-                num_replicas,
-                workers_mesh if is_for_workers else placement.mesh,
+                self._num_replicas,
+                mesh,
                 results=kind.results,
                 data=None if placement.home is None else step.data,
                 rewrite=self._rewritten,
                 subject=step.subject,
             )
+
+    def _rewritten_whole(
+        self, step: Callable[..., Any], jaxpr: Jaxpr, dims: Sequence[int | None]
+    ) -> Callable[..., Any]:
+        """Returns a step of the global view in a form that runs faster; see `GlobalProgram`."""
+        mesh = self._placement.mesh
+        if self._strategy.extended.variable_layout().kind is None and (
+            mesh is None or num_logical_devices(mesh) == 1
+        ):
+            from distributary.rows import with_sparse_gradients
+
+            in_any_order = self._placement.adds_in_any_order
+            step = with_sparse_gradients(step, [jaxpr], 1, in_any_order, mesh)
+        return step
 
     def _rewritten(
         self, replica: Callable[..., Any], jaxprs: Sequence[Jaxpr], mesh: Any
@@ -283,8 +272,6 @@ class Engine:
             replica = with_sparse_gradients(replica, jaxprs, num_meeting, in_any_order)
         if mesh is None:
             return replica
-        if self._placement.is_of_job and self._placement.is_on_cpus:
-            replica = with_joined_sums(replica)
         return with_exchanged_sums(replica, mesh)
 
     def _run_inside_function(
@@ -318,12 +305,13 @@ class Engine:
         with in_role(kind.role):
             result = call_on_replica(self._strategy, function, args, kwargs, kind)
         arrays, rebuild = split_result(result, kind.caller)
-        if self._num_replicas == 1:
+        num_replicas = self._strategy.extended.num_replicas
+        if num_replicas == 1:
             return result
 
         def wrap(value: Any) -> Any:
             wrapper = PerReplica.from_local if kind.role == "replica" else Mirrored
-            return wrapper(value, self._num_replicas)
+            return wrapper(value, num_replicas)
 
         return rebuild(arrays, wrap)
 

@@ -4,7 +4,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,16 @@ from distributary.topology import (
 )
 from distributary.tracing import (
     FunctionProgram,
+    GlobalProgram,
     Handle,
     ReplicaProgram,
+    aval_of,
     describe_value,
 )
 from distributary.variables import StateList, Variable, joined
 from distributary.xla_cpu import with_cpu_rewrites
+
+Program: TypeAlias = ReplicaProgram | GlobalProgram | FunctionProgram
 
 
 class VariableGoneError(Exception):
@@ -92,7 +96,7 @@ class Executable:
 
     def __init__(
         self,
-        program: ReplicaProgram | FunctionProgram,
+        program: Program,
         placement: Placement,
         rebuild: Callable[[Sequence[Any]], Any],
         name: str,
@@ -172,7 +176,9 @@ class Executable:
         options: Any = {} if shardings is None else {"in_shardings": (None, None, None, shardings)}
         # If a check fails, the variables keep their values.
         donated = () if self._keeps_state() else (1,)
-        jitted = jax.jit(with_cpu_rewrites(run, mesh), donate_argnums=donated, **options)
+        if not (isinstance(program, GlobalProgram) and program.is_partitioned):
+            run = with_cpu_rewrites(run, mesh)  # the others rewrite what each device computes
+        jitted = jax.jit(run, donate_argnums=donated, **options)
         self._call = for_target(jitted, mesh, ProgramKind(name, trains))
         # The processes of a job compile together on some platforms, so they do it in the order of
         # their programs, too. A target's programs are not compiled here.
@@ -423,14 +429,13 @@ def _holder_of(handle: Handle) -> Callable[[], Any]:
     return holder
 
 
-def _has_small_first_output(program: ReplicaProgram | FunctionProgram) -> bool:
+def _has_small_first_output(program: Program) -> bool:
     """Returns whether the first output is small, on all devices, and made by the program itself."""
-    if not isinstance(program, ReplicaProgram) or program.uneven or not program.num_outs:
+    if isinstance(program, FunctionProgram) or not program.num_outs:
         return False
-    jaxpr = program.pures[0].jaxpr
-    first = jaxpr.outvars[0]
-    is_made = program.split_outs[0] or any(first in eqn.outvars for eqn in jaxpr.eqns)
-    return is_made and first.aval.size * first.aval.dtype.itemsize <= _MAX_TOKEN_BYTES
+    aval = aval_of(program.jaxpr.outvars[0])
+    is_small = aval.size * aval.dtype.itemsize <= _MAX_TOKEN_BYTES
+    return is_small and program.has_first_output_everywhere
 
 
 def _first_output(result: Any) -> Any:

@@ -152,6 +152,11 @@ class Placement:
         """The dispatcher of programs on the mesh."""
         return dispatcher_for(() if self.mesh is None else tuple(self.mesh.devices.flat))
 
+    def of_rows(self, dim: int) -> NamedSharding:
+        """Returns the sharding of arrays of several replicas whose rows are along `dim`."""
+        assert self.stacked is not None
+        return _sharded_along(self.stacked.mesh, dim)
+
     def place_rows(self, value: PerReplica) -> PerReplica:
         """Puts every row of a stacked `PerReplica` on the device of its replica."""
         stacked = self.stacked
@@ -171,3 +176,8 @@ class Placement:
     def place_alone(self, value: Nest) -> Nest:
         """Puts the nest of a batch on the device of the only replica."""
         return value if self.replicated is None else put_replicated(value, self.replicated)
+
+
+@functools.lru_cache(maxsize=64)
+def _sharded_along(mesh: Mesh, dim: int) -> NamedSharding:
+    return NamedSharding(mesh, P(*[None] * dim, REPLICA_AXIS))

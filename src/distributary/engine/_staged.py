@@ -12,7 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from distributary.engine._arguments import struct_of
 from distributary.engine._placement import Placement
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing import Array, FunctionProgram, ReplicaProgram, cut_around_mesh
+from distributary.tracing import (
+    Array,
+    FunctionProgram,
+    GlobalProgram,
+    ReplicaProgram,
+    cut_around_mesh,
+)
 from distributary.xla_cpu import with_cpu_rewrites
 
 
@@ -211,7 +217,7 @@ class StagedProgram:
 
     def __init__(
         self,
-        program: ReplicaProgram | FunctionProgram,
+        program: ReplicaProgram | GlobalProgram | FunctionProgram,
         placement: Placement,
         shardings: Sequence[NamedSharding | None] | None,
     ) -> None:

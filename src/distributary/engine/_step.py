@@ -18,8 +18,10 @@ from distributary.engine._arguments import (
     split_result,
     struct_of,
 )
+from distributary.engine._global_batch import GlobalBatch
+from distributary.engine._placement import Placement
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
-from distributary.tracing import ReplicaProgram, Results, Subject, current_scope
+from distributary.tracing import GlobalProgram, ReplicaProgram, Results, Subject, current_scope
 from distributary.values import Mirrored, PerReplica, in_order, key_order
 
 __all__ = ["RUN", "RUNS", "UPDATE", "Step", "StepKind", "call_on_replica", "picked"]
@@ -32,23 +34,20 @@ class StepKind:
 
     Attributes:
         role: "replica" for the code of one replica, "update" for code that runs once per copy of a
-            variable, and "alone" for code that runs once for all replicas.
-        results: Form of the results, see `ReplicaProgram`.
+            variable, and "global" for code that sees the rows of all replicas.
+        results: Form of the results, see `ReplicaProgram`; of the role "global", "shared" makes
+            them whole on every device, and others stay sharded by rows.
         wraps: Whether results are distributed values; otherwise they are the program's arrays.
         name: Name of the step, for people; None for that of the function.
         caller: Name of what runs it, in messages.
-        batch_dim: Dim of a replica's arguments that counts the rows of a batch.
         autograph: Whether Python control flow is converted, see `Subject`.
-        is_loss: Returns whether a result, given its path in the nest of results, is a loss.
     """
 
-    role: Literal["replica", "update", "alone"] = "replica"
+    role: Literal["replica", "update", "global"] = "replica"
     results: Results = "per replica"
     wraps: bool = True
     name: str | None = None
     caller: str = "Strategy.run"
-    is_loss: Callable[[Any], bool] | None = None
-    batch_dim: int = 0
     autograph: bool | None = None
 
 
@@ -66,17 +65,18 @@ UPDATE = StepKind("update", "shared")
 class _Slot:
     """One argument of a step, in the form in which the replicas receive it."""
 
-    kind: Literal["static", "whole", "split", "uneven"]
+    kind: Literal["static", "whole", "split", "uneven", "rows"]
     content: Any = None  # the value of a static argument, else the tree of its arrays
     count: int = 0  # number of arrays that a replica receives
+    num_rows: Sequence[int | None] = ()  # for every array of a `GlobalBatch`
+    dim: int = 0  # along which these rows are
 
 
 def call_on_replica(
     strategy: Any, function: Callable[..., Any], args: Any, kwargs: Any, kind: StepKind
 ) -> Any:
     """Calls `function` as the code of the replica that is being traced."""
-    context = ReplicaContext(strategy, traced_replica_id) if kind.role == "replica" else None
-    mode = Mode(strategy, "update" if kind.role == "alone" else kind.role, context)
+    mode = mode_of(strategy, kind.role)
     converts = kind.autograph
     if converts is None:
         scope = current_scope()
@@ -85,6 +85,16 @@ def call_on_replica(
         function = converted(function)
     with entered(mode):
         return function(*args, **kwargs)
+
+
+def mode_of(strategy: Any, role: Literal["replica", "update", "global"]) -> Mode:
+    """Returns the mode of code that a strategy runs."""
+    if role == "update":
+        return Mode(strategy, "update")
+    is_global = role == "global"
+    # In the global view there is one replica, whose number Python code may look at.
+    context = ReplicaContext(strategy, np.int32(0) if is_global else traced_replica_id)
+    return Mode(strategy, "replica", context, is_global)
 
 
 def traced_replica_id() -> Any:
@@ -106,8 +116,7 @@ class Step:
         data: Whether the replicas compute everything that depends on it, for every such array.
             Among values that all replicas share, this is true for arrays with dims, and false for
             scalars.
-        on_host: Whether it is split over the replicas and comes as a NumPy array, for every such
-            array.
+        dims: The dim along which its rows are sharded, for every such array of a `GlobalBatch`.
         picks: Position among the flattened arguments, or one position per replica, for every such
             array. None if the arrays are the flattened arguments themselves.
     """
@@ -127,20 +136,20 @@ class Step:
         self.function = function
         self._rebuild: Callable[..., Any] | None = None
         self._constants: list[Any] | None = None
-        #: Numbers of the arrays among the results that are losses.
-        self.losses: list[int] = []
         outer, self._tree = jax.tree.flatten(
-            (args, kwargs), is_leaf=lambda x: isinstance(x, (PerReplica, Mirrored))
+            (args, kwargs), is_leaf=lambda x: isinstance(x, _CONTAINERS)
         )
         subject = Subject(function, self._tree, kind.name)
         #: Name of the step in messages.
         self.title = kind.caller if kind.name else f"{kind.caller}({subject})"
         for i, leaf in enumerate(outer):
-            if not isinstance(leaf, (PerReplica, Mirrored)) and not is_dynamic(leaf):
+            if not isinstance(leaf, _CONTAINERS) and not is_dynamic(leaf):
                 check_static(leaf, self.title, subject.arguments(len(outer))[i])
         self._slots: list[_Slot] = []
         self.varying: list[bool] = []
+        self.dims: list[int | None] = []
         self.avals: list[list[Any]] = []
+        num_rows: list[int | None] = []
         picks: list[Any] = []
         position = 0
         for leaf in outer:
@@ -153,12 +162,13 @@ class Step:
                 else:
                     picks.append(position + i)
                 self.varying.append(slot.kind in ("split", "uneven"))
+                num_rows.append(slot.num_rows[i] if slot.kind == "rows" else None)
+                self.dims.append(None if num_rows[-1] is None else slot.dim)
             position += len(flat)
         flat_leaves = jax.tree.leaves((args, kwargs))
         # The program moves the NumPy arrays among these to the replicas' devices.
-        self.on_host = [
-            varies and isinstance(pick, int) and isinstance(flat_leaves[pick], np.ndarray)
-            for pick, varies in zip(picks, self.varying, strict=True)
+        self._on_host = [
+            isinstance(pick, int) and isinstance(flat_leaves[pick], np.ndarray) for pick in picks
         ]
         identity = picks == list(range(len(flat_leaves)))
         self.picks = None if identity else picks
@@ -166,8 +176,10 @@ class Step:
         for replica in range(num_replicas if uneven else 1):
             self.avals.append(
                 [
-                    _aval_of(flat_leaves, pick, replica, varies)
-                    for pick, varies in zip(picks, self.varying, strict=True)
+                    _aval_of(flat_leaves, pick, replica, varies, dim, count)
+                    for pick, varies, dim, count in zip(
+                        picks, self.varying, self.dims, num_rows, strict=True
+                    )
                 ]
             )
 
@@ -206,10 +218,6 @@ class Step:
             array = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, numbers) else leaf
             result = in_order(jax.tree.map(array, result), key_order(result))
         outs, self._rebuild = split_result(result, self.title)
-        is_loss = self.kind.is_loss
-        if is_loss is not None:
-            paths = jax.tree.leaves_with_path(result)
-            self.losses = [i for i, (path, _) in enumerate(paths) if is_loss(path)]
         self._check_constants(result)
         return outs
 
@@ -237,16 +245,35 @@ class Step:
         """Arguments that are not data."""
         return [slot.content for slot in self._slots if slot.kind == "static"]
 
+    def shardings(self, placement: Placement) -> list[Any] | None:
+        """Returns the sharding of every NumPy array that the program moves to the devices.
+
+        Other arrays have None; there is no list if there are only others.
+        """
+        if not placement.takes_host_arrays:
+            return None
+        found: list[Any] = [
+            None
+            if not is_on_host
+            else placement.stacked
+            if varies
+            else None
+            if dim is None
+            else placement.of_rows(dim)
+            for is_on_host, varies, dim in zip(self._on_host, self.varying, self.dims, strict=True)
+        ]
+        return found if any(found) else None
+
     def release(self) -> None:
         """Drops the function and its arguments, so that a cached program keeps neither alive."""
         self.function = _released
         self._slots = []
 
-    def merger(self, program: ReplicaProgram) -> Callable[[Sequence[Any]], Any]:
+    def merger(self, program: ReplicaProgram | GlobalProgram) -> Callable[[Sequence[Any]], Any]:
         """Returns a function from the outputs of the program to the result of the run."""
         rebuild, num_replicas = self._rebuild, self._num_replicas
         assert rebuild is not None
-        if num_replicas == 1 or not self.kind.wraps:
+        if isinstance(program, GlobalProgram) or num_replicas == 1 or not self.kind.wraps:
             return rebuild
         if program.uneven or not all(program.split_outs):
             return lambda outs: self._merge(rebuild, program, outs)
@@ -280,6 +307,9 @@ class Step:
         return rebuild(outs, wrap)
 
 
+_CONTAINERS = (PerReplica, Mirrored, GlobalBatch)
+
+
 def _released(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a released step was traced")
 
@@ -290,6 +320,9 @@ def _slot_of(leaf: object, num_leaves: int, tree: object, num_replicas: int) -> 
             return _Slot("split", jax.tree.structure(leaf.payload), num_leaves)
         component = jax.tree.structure(leaf.payload[0])
         return _Slot("uneven", component, num_leaves // num_replicas)
+    if isinstance(leaf, GlobalBatch):
+        tree = jax.tree.structure(leaf.arrays)
+        return _Slot("rows", tree, num_leaves, leaf.num_rows, leaf.dim)
     if isinstance(leaf, Mirrored):
         return _Slot("whole", jax.tree.structure(leaf.value()), num_leaves)
     if is_dynamic(leaf):
@@ -301,11 +334,15 @@ def _slot_of(leaf: object, num_leaves: int, tree: object, num_replicas: int) -> 
     return _Slot("static", leaf, 0)
 
 
-def _aval_of(leaves: list[Any], pick: Any, replica: int, varies: bool) -> Any:
+def _aval_of(
+    leaves: list[Any], pick: Any, replica: int, varies: bool, dim: int | None, num_rows: int | None
+) -> Any:
     value = leaves[pick] if isinstance(pick, int) else leaves[pick[replica]]
     aval = struct_of(value)
     is_stacked = varies and isinstance(pick, int)
     shape = aval.shape[1:] if is_stacked else aval.shape
+    if dim is not None:
+        shape = (*shape[:dim], num_rows, *shape[dim + 1 :])
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
 

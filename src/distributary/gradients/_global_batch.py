@@ -11,7 +11,6 @@ from jax import lax
 from distributary._types import Nest
 from distributary.context import Mode, ReplicaContext, current_mode, entered, get_replica_context
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
-from distributary.tracing import Array
 
 
 def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,10 +19,10 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     Some losses are different on a part of the batch: a softmax over the other rows of the batch, a
     batch's variance, a product of two means. The returned function gathers the rows of all replicas
     before it calls `loss`, and gives every replica its part of the result. Losses, gradients and
-    therefore weights are those of one device with the whole batch. This holds in Keras' `fit` and
-    `evaluate`, in `train_step` and in `Strategy.run`, and also if the replicas have different
-    numbers of rows. Every replica computes the whole of `loss`; the computation before it stays
-    divided.
+    therefore weights are those of one device with the whole batch, also if the replicas have
+    different numbers of rows. Every replica computes the whole of `loss`; the computation before it
+    stays divided. Keras' `fit` and `evaluate` see the whole batch anyway: there, and with one
+    replica, the function is `loss`.
 
     Args:
         loss: From arrays with one row per example to a scalar, or to an array with one row per
@@ -33,11 +32,9 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
         A function like `loss`. Arrays in its positional arguments, which may be nests, are gathered
         along dim 0; scalars and keyword arguments reach `loss` unchanged. If `loss` returns an
-        array, you get the replica's own rows. A scalar is returned unchanged in a step of Keras,
-        which averages losses over the replicas; in `Strategy.run`, which sums them, it is divided
-        by the number of replicas. In `Strategy.run`, `model.compute_loss` divides what layers add
-        to the loss, too, so multiply a scalar by the number of replicas before you give it to
-        `add_loss` there. With one replica, and outside of replicas, the function is `loss`.
+        array, you get the replica's own rows. A scalar is divided by the number of replicas, over
+        which gradients are summed. `model.compute_loss` divides what layers add to the loss, too,
+        so multiply a scalar by the number of replicas before you give it to `add_loss`.
 
     Raises:
         InvalidTypeError: if `loss` cannot be called.
@@ -54,7 +51,7 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     def of_global_batch(*args: Any, **kwargs: Any) -> Any:
         context = get_replica_context()
-        if context is None or context.num_replicas_in_sync == 1 or context._has_whole_batch:
+        if context is None or context.num_replicas_in_sync == 1:
             return loss(*args, **kwargs)
         num_rows = _num_rows(name, args)
         own = jax.tree.map(lambda x: jnp.asarray(x) if jnp.ndim(x) else x, args)
@@ -69,12 +66,13 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
         mode = Mode(
             current_mode().strategy,
             "replica",
-            ReplicaContext(context.strategy, lambda: number, has_whole_batch=True),
+            ReplicaContext(context.strategy, lambda: number),
+            is_global=True,
         )
         with entered(mode):
             result = jnp.asarray(loss(*jax.tree.unflatten(tree, leaves), **kwargs))
         if result.ndim == 0:
-            return result if context._averages_gradients else _part(result, context)
+            return result / context.num_replicas_in_sync
         if result.shape[0] != owners.shape[0]:
             raise InvalidValueError(
                 f"global_batch_loss: {name} returned an array of shape {result.shape} for"
@@ -88,10 +86,6 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     of_global_batch.__name__ = name
     of_global_batch.__doc__ = loss.__doc__
     return of_global_batch
-
-
-def _part(result: Array, context: ReplicaContext) -> Array:
-    return result / context.num_replicas_in_sync
 
 
 def _num_rows(name: str, args: Nest) -> int:

@@ -17,9 +17,12 @@ from jax.sharding import PartitionSpec as P
 from distributary.context import current_mode, get_strategy, in_default_context
 from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.keras_bridge._keras_private import in_stateless_scope
-from distributary.keras_bridge._replica import aggregation_of_state, in_optimizer
+from distributary.keras_bridge._replica import (
+    aggregation_of_state,
+    in_optimizer,
+    replica_context,
+)
 from distributary.keras_bridge._variables import keeps_on_servers, place, planned_layout
-from distributary.rows import STATE
 from distributary.topology import shard_dim
 from distributary.tracing import Handle, current_scope
 from distributary.variables import ForeignVariable, across_replicas
@@ -122,25 +125,12 @@ def _stand_in(variable: Any) -> KerasVariable:
     return known
 
 
-def is_kept_as_sum(variable: object) -> bool:
-    """Returns whether programs see a variable as a sum over the replicas."""
-    return _stand_in(variable)._handle.summed
-
-
-def assign_agreed(variable: object, value: object, is_total: bool = False) -> None:
-    """Assigns a value that all replicas share, in a step.
-
-    Args:
-        variable: The Keras variable.
-        value: The value.
-        is_total: Whether it is the sum over the replicas, if the variable stands for one.
-    """
+def assign_agreed(variable: object, value: object) -> None:
+    """Assigns a value that all replicas share, in a step."""
     scope = current_scope()
     assert scope is not None
     stand_in = _stand_in(variable)
-    array = jnp.asarray(value, stand_in.dtype)
-    write = scope.write_total if is_total and stand_in._handle.summed else scope.write
-    write(stand_in._handle, array)
+    scope.write(stand_in._handle, jnp.asarray(value, stand_in.dtype))
 
 
 @final
@@ -171,8 +161,9 @@ def _is_replicas_own(variable: Any, stand_in: KerasVariable) -> bool:
     Gradients are combined before an optimizer applies them, so an optimizer assigns the same value
     everywhere.
     """
-    is_replica = current_mode().role == "replica" and stand_in._layout.num_replicas > 1
-    return is_replica and not (stand_in._handle.summed or in_optimizer() or variable.trainable)
+    return replica_context() is not None and not (
+        stand_in._handle.summed or in_optimizer() or variable.trainable
+    )
 
 
 def _agreed(variable: object, stand_in: KerasVariable, value: Any) -> Any:
@@ -187,13 +178,12 @@ def _agreed(variable: object, stand_in: KerasVariable, value: Any) -> Any:
     is_float = jnp.issubdtype(value.dtype, jnp.inexact)
 
     def combined(own: Any) -> Any:
-        with jax.named_scope(STATE):
-            return across_replicas(
-                own,
-                aggregation,
-                stand_in._layout.num_replicas,
-                lambda: context.replica_id_in_sync_group,
-            )
+        return across_replicas(
+            own,
+            aggregation,
+            context.num_replicas_in_sync,
+            lambda: context.replica_id_in_sync_group,
+        )
 
     scope = current_scope()
     if scope is None or not is_float or not keeps_on_servers(stand_in.strategy):

@@ -277,15 +277,6 @@ def next_own(batches: Any) -> Any:
     return batches.next_own() if hasattr(batches, "next_own") else next(batches)
 
 
-def own_rows(batch: object, share: WorkerShare, axis: int) -> Any:
-    """Returns this worker's rows, along dim `axis`, of a global batch."""
-
-    def own(array: Any) -> Any:
-        return array[(slice(None),) * axis + (share.rows(array.shape[axis]),)]
-
-    return jax.tree.map(own, batch)
-
-
 def _same_everywhere(batches: Iterator[Any], extended: Any) -> Iterator[Any]:
     for number, batch in enumerate(batches):
         if number == 0:

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 from jax import lax
 
 from distributary.collectives import ReduceOp
@@ -16,13 +15,10 @@ from distributary.context import current_mode, get_strategy
 from distributary.keras_bridge._optimizers import as_keras, dense
 from distributary.keras_bridge._replica import (
     in_optimizer,
-    in_trainer,
     is_away_from_variables,
     is_for_servers,
-    is_uneven,
     optimizing,
     replica_context,
-    weight_of_rows,
 )
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import push
@@ -36,11 +32,8 @@ def _must_combine() -> bool:
     return replica_context() is not None or is_for_servers() or is_away_from_variables()
 
 
-def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Combines the gradients of all replicas: mean in a step of `fit`, sum in `Strategy.run`.
-
-    Gradients of a scaled loss are summed in `fit`, too, see `scale_loss`.
-    """
+def _combined(gradients: Sequence[Any]) -> list[Any]:
+    """Sums the gradients of all replicas of `Strategy.run`."""
     given = [i for i, gradient in enumerate(gradients) if gradient is not None]
     present = [gradients[i] for i in given]
     if is_for_servers() and current_mode().role != "replica":
@@ -49,11 +42,7 @@ def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
         # Everything after a collective is computed where the variables lie.
         reduced = lax.psum(present, REPLICA_AXIS)
     else:
-        is_mean = in_trainer() and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
-        if in_trainer() and is_uneven():
-            present = [(value * weight_of_rows()).astype(value.dtype) for value in present]
-        reduced = get_strategy().extended.reduce_gradients(op, present)
+        reduced = get_strategy().extended.reduce_gradients(ReduceOp.SUM, present)
     result = list(gradients)
     for i, gradient in zip(given, reduced, strict=True):
         result[i] = gradient
@@ -79,23 +68,7 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _must_combine():
             return original(**given)
         with optimizing():
-            given["grads"] = _combined(args[0], given["grads"])
+            given["grads"] = _combined(given["grads"])
             return original(**given)
 
     return method
-
-
-def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Scales the loss of a replica as its part of the whole batch.
-
-    In a step of `fit`, the loss of a replica counts `num_replicas` times. Its gradients would be
-    larger than those of one device, and would leave the range of float16 sooner.
-    """
-
-    def scale_loss(self: object, loss: Any) -> Any:
-        context = replica_context()
-        if context is not None and in_trainer():
-            loss = loss / context.num_replicas_in_sync
-        return original(self, loss)
-
-    return scale_loss

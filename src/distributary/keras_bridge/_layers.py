@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from distributary.keras_bridge._replica import (
@@ -14,7 +13,6 @@ from distributary.keras_bridge._replica import (
     replica_context,
     total,
 )
-from distributary.rows import OWN_STATISTICS
 
 _logger = logging.getLogger(__name__)
 _noted: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
@@ -62,12 +60,7 @@ def batch_normalization_init(original: Callable[..., Any]) -> Callable[..., Any]
 def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Uses the mean and variance of the whole batch, with `synchronized=True`."""
 
-    def _moments(self: object, inputs: object, mask: object) -> Any:
-        # Both kinds of statistics relate rows on purpose, so there is no warning.
-        with jax.named_scope(OWN_STATISTICS):
-            return moments(self, inputs, mask)
-
-    def moments(self: Any, inputs: object, mask: object) -> Any:
+    def _moments(self: Any, inputs: object, mask: object) -> Any:
         if not self.synchronized:
             _note_own_statistics(self)
             return original(self, inputs, mask)

@@ -1,6 +1,7 @@
 """`fit`, `evaluate` and `predict` with parameter servers: each batch is a step of one worker."""
 
 import itertools
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -11,10 +12,15 @@ import numpy as np
 
 from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, RemoteValue
 from distributary.dispatch import progress
-from distributary.errors import InvalidValueError, UnsupportedError, shown
+from distributary.errors import (
+    DistributaryWarning,
+    InvalidValueError,
+    UnsupportedError,
+    shown,
+)
 from distributary.keras_bridge._data import UnknownSizes, check_given, current_call
 from distributary.keras_bridge._model_step import Kind, ModelStep, num_rows
-from distributary.keras_bridge._step_function import common_size
+from distributary.tracing import user_stacklevel
 from distributary.values import PerReplica, map_leaves
 
 _MAX_AHEAD_PER_WORKER = 32
@@ -42,7 +48,15 @@ class ServerSteps:
         self._trainer = trainer
         self._kind = kind
         self._strategy = strategy
-        self._num_replicas = strategy.num_replicas_in_sync
+        num_replicas = strategy.num_replicas_in_sync
+        if num_replicas > 1:
+            warnings.warn(
+                f"{trainer.name}: each worker of {shown(strategy)} has {num_replicas} devices, but"
+                " fit, evaluate and predict compute a worker's batch on one of them. Start one"
+                " worker for each device, or write the step for strategy.run.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
         self._step = ModelStep(trainer, kind, strategy)
         self._coordinator = ClusterCoordinator(strategy)
         self._counts = strategy.extended.step_counts
@@ -53,15 +67,9 @@ class ServerSteps:
         self._outputs: Any = None  # structure of the predictions
 
         def on_batch(batch: Any) -> Any:
-            if self._num_replicas == 1:
-                return strategy.run(self._step.alone, args=(batch,))
-            parts = _parts_of(batch, self._num_replicas)
-            if parts is None:  # one device computes the whole batch
-                return self._step.alone(_whole(batch))
-            result = strategy.run(self._step.of_replica, args=(parts,))
-            if self._kind == "predict":
-                return _whole(result)
-            return jax.tree.map(lambda own: own[0], map_leaves(lambda x: x.payload, result))
+            if num_replicas == 1:
+                return strategy.run(self._step, args=(batch,))
+            return self._step(_whole(batch))
 
         def on_next_batch(batches: Any) -> Any:
             return on_batch(next(batches))
@@ -154,22 +162,6 @@ class _Unfinished(Sequence[Any]):
 
     def __getitem__(self, index: object) -> Any:
         raise IndexError(index)
-
-
-def _parts_of(batch: object, num_replicas: int) -> Any:
-    """Splits a batch over the replicas; returns None if this is not possible."""
-    leaves = jax.tree.leaves(batch, is_leaf=_is_per_replica)
-    if all(_is_per_replica(leaf) for leaf in leaves):
-        return batch if all(leaf.form == "stacked" for leaf in leaves) else None
-    size = common_size(batch)
-    if not size or size % num_replicas:
-        return None
-
-    def split(rows: Any) -> PerReplica:
-        parts = jnp.reshape(rows, (num_replicas, size // num_replicas, *rows.shape[1:]))
-        return PerReplica.from_stacked(parts, num_replicas)
-
-    return jax.tree.map(split, batch)
 
 
 def _whole(nest: object) -> Any:

@@ -3,10 +3,8 @@
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
-from distributary.rows._scopes import MEANS, OWN_STATISTICS, STATE
 
 if TYPE_CHECKING:
-    from distributary.rows._relations import findings_of_replica, warning_of
     from distributary.rows._row_wise import (
         adds_rows,
         bind_rows,
@@ -19,17 +17,12 @@ if TYPE_CHECKING:
     from distributary.rows._sparse_gradients import with_sparse_gradients
 
 __all__ = [
-    "MEANS",
-    "OWN_STATISTICS",
-    "STATE",
     "adds_rows",
     "bind_rows",
-    "findings_of_replica",
     "numbers_of_other_rows",
     "row_operands",
     "rows_between",
     "takes_rows",
-    "warning_of",
     "with_rows",
     "with_sparse_gradients",
 ]
@@ -39,7 +32,6 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "_relations": "findings_of_replica warning_of",
             "_row_wise": (
                 "adds_rows bind_rows numbers_of_other_rows row_operands rows_between takes_rows"
                 " with_rows"

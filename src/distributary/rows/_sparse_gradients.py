@@ -54,6 +54,7 @@ from jax import Array, lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.lax import GatherScatterMode
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary._types import Nest
 from distributary.collectives import all_reduce_of_vectors
@@ -148,6 +149,7 @@ def with_sparse_gradients(
     jaxprs: Iterable[Jaxpr],
     num_replicas: int,
     is_in_any_order: bool,
+    mesh: Mesh | None = None,
 ) -> Callable[..., Nest]:
     """Returns `function` with gradients of tables as rows, where this is less work.
 
@@ -157,8 +159,10 @@ def with_sparse_gradients(
         jaxprs: What it evaluates.
         num_replicas: Number of replicas that meet in sums over the axis `"replica"`.
         is_in_any_order: Whether a scatter adds rows that have the same id in any order.
+        mesh: The devices over which XLA divides a program of the global view, each of which then
+            gets the ids and rows of all; None for other programs.
     """
-    rewriting = _Rewriting(num_replicas, is_in_any_order)
+    rewriting = _Rewriting(num_replicas, is_in_any_order, mesh)
     if not any(rewriting.concerns(jaxpr) for jaxpr in jaxprs):
         return function
     return with_pass(function, rewriting.run)
@@ -173,9 +177,10 @@ def _dense(value: _Value) -> Array:
 class _Rewriting:
     """The evaluation of one program; see `with_sparse_gradients` for the arguments."""
 
-    def __init__(self, num_replicas: int, is_in_any_order: bool) -> None:
+    def __init__(self, num_replicas: int, is_in_any_order: bool, mesh: Mesh | None) -> None:
         self._num_replicas = num_replicas
-        self._is_in_any_order = is_in_any_order and num_replicas > 1
+        self._mesh = None if mesh is None or mesh.size == 1 else mesh
+        self._is_in_any_order = is_in_any_order and (num_replicas > 1 or self._mesh is not None)
         # By the identity of what they are made from, which is kept so that it stays unique.
         self._ids: dict[tuple[int, int, bool], tuple[Array, Array]] = {}
         self._gathered: dict[int, tuple[Array, list[Array]]] = {}
@@ -256,7 +261,7 @@ class _Rewriting:
             if not self.concerns(body.jaxpr):
                 return body
             # Its arrays are others than those outside.
-            own = _Rewriting(self._num_replicas, self._is_in_any_order)
+            own = _Rewriting(self._num_replicas, self._is_in_any_order, self._mesh)
             made: ClosedJaxpr = jax.make_jaxpr(lambda *args: own.run(body, args))(*body.in_avals)
             # A loop would refuse a carry that is weakly typed only before or after it.
             kinds = [
@@ -286,13 +291,30 @@ class _Rewriting:
         rows = rows.transpose([*others, *window]).reshape(-1, *shape[1:])
         is_clipped = eqn.params["mode"] is GatherScatterMode.CLIP
         key = id(ids), shape[0], is_clipped
+        rows = self._whole(rows)
         if key not in self._ids:
             flat = ids.reshape(-1).astype(jnp.promote_types(ids.dtype, jnp.int32))
             known = jnp.clip(flat, 0, shape[0] - 1)
             if not is_clipped:
                 known = jnp.where(known == flat, flat, shape[0])
-            self._ids[key] = ids, known.astype(jnp.int32)
-        return [Added(zeros, [Term(self._ids[key][1], rows)])]
+            self._ids[key] = ids, self._whole(known.astype(jnp.int32))
+        term = Term(self._ids[key][1], rows)
+        if self._mesh is not None and self._is_in_any_order:
+            # Every device adds the rows for itself, so that the copies would differ. Here each sum
+            # is made by one device, which has some of the columns.
+            of_rows = self._row_ids_of([term], shape[0])
+            sums = self._constrained(of_rows.sums([term]), P(None, REPLICA_AXIS))
+            term = Term(of_rows.distinct, self._whole(sums), is_unique=True)
+        return [Added(zeros, [term])]
+
+    def _whole(self, array: Array) -> Array:
+        return self._constrained(array, P())
+
+    def _constrained(self, array: Array, spec: P) -> Array:
+        if self._mesh is None:
+            return array
+        constrained: Array = lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
+        return constrained
 
     def _all_reduced(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
         """Returns sums over the replicas, those of patches and vectors by themselves."""

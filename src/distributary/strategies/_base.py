@@ -98,7 +98,10 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas over which gradients are combined, counting all processes."""
+        """Number of replicas over which gradients are combined, counting all processes.
+
+        It is 1 in a step of Keras' `fit` and its relatives, which sees the whole batch.
+        """
         return self._extended.num_replicas
 
     @property

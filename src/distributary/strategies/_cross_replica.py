@@ -16,6 +16,7 @@ from distributary.collectives import (
     over_replicas,
     reduce_nest,
 )
+from distributary.context import in_global_view
 from distributary.dispatch import JobEvent, job_programs
 from distributary.engine import Placement
 from distributary.errors import (
@@ -65,13 +66,16 @@ class CrossReplica:
     ) -> None:
         self._strategy = strategy
         self._placement = placement
-        self._num_replicas = placement.num_replicas
         is_one_device = placement.num_replicas == 1 or placement.workers_mesh is not None
         # The mesh of programs that combine values; None on one device.
         self._mesh: Any = None if is_one_device else placement.mesh
         self._ops = ops
         self._options = options
         self._jitted: dict[Any, Any] = {}
+
+    @property
+    def _num_replicas(self) -> int:
+        return 1 if in_global_view() else self._placement.num_replicas
 
     def reduce(
         self, op: ReduceOp, value: object, axis: object, options: CommunicationOptions | None = None

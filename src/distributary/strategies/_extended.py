@@ -31,6 +31,7 @@ from distributary.context import (
     current_mode,
     entered,
     in_default_context,
+    in_global_view,
     require_cross_replica,
     tell_of_strategy,
 )
@@ -135,11 +136,10 @@ class StrategyExtended:
         self.placement = placement
         #: Further counts of the strategy, by name: each function returns a dataclass of numbers.
         self.statistics_sources: dict[str, Callable[[], Any]] = {}
-        self.num_replicas = placement.num_replicas
         #: Number of processes, and the number of this one.
         self.num_workers = 1 if workers is None else workers.num_workers
         self.worker_number = 0 if workers is None else workers.worker_number or 0
-        self._replicas_per_worker = self.num_replicas // self.num_workers
+        self._replicas_per_worker = placement.num_replicas // self.num_workers
         first_replica = placement.first_replica
         self._local_replicas = range(first_replica, first_replica + self._replicas_per_worker)
         self.step_counts = StepCounts()
@@ -151,7 +151,7 @@ class StrategyExtended:
         self.options = options or CommunicationOptions()
         self._layout = VariableLayout(
             strategy,
-            self.num_replicas,
+            placement.num_replicas,
             placement.stacked is not None,
             placement.of_variables,
             placement.stacked,
@@ -170,6 +170,11 @@ class StrategyExtended:
             report_progress(self)
 
     # Devices
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas; 1 for code that computes on the whole batch."""
+        return 1 if in_global_view() else self.placement.num_replicas
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -706,20 +711,20 @@ class StrategyExtended:
 
         args, kwargs = map_leaves(merged, (args, kwargs))
         role = in_role("cross") if current_scope() is not None else nullcontext()
-        with entered(Mode(self._strategy, "cross")), role:
+        with entered(Mode(self._strategy, "cross", is_global=in_global_view())), role:
             result = merge_fn(self._strategy, *args, **kwargs)
         return map_leaves(component, result)
 
     def _all_reduce(self, reduce_op: Any, value: Any, options: CommunicationOptions | None) -> Any:
         op = as_reduce_op(reduce_op, "all_reduce")
-        merged = self.options.merge(options)
-        reduced = reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
+        merged, num_replicas = self.options.merge(options), self.num_replicas
+        reduced = reduce_nest(self.cross_device_ops, op, value, num_replicas, merged)
         if current_scope() is None:
             return reduced
         # Everything after a collective is computed where the variables lie.
         if self._layout.kind is not None:
             return jax.tree.map(push, reduced)
-        if self.num_replicas == 1 and self.placement.home is not None:
+        if num_replicas == 1 and self.placement.home is not None:
             return jax.tree.map(lambda x: jax.lax.psum(x, REPLICA_AXIS), reduced)
         return reduced
 

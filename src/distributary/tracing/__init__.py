@@ -31,6 +31,7 @@ from distributary.tracing._feeds import (
     next_of,
     refuse_in_trace,
 )
+from distributary.tracing._global import GlobalProgram
 from distributary.tracing._jaxprs import (
     AnyJaxpr,
     Array,
@@ -98,6 +99,7 @@ __all__ = [
     "Equation",
     "Feeds",
     "FunctionProgram",
+    "GlobalProgram",
     "Handle",
     "Jaxpr",
     "LeaveTrace",

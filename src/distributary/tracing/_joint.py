@@ -18,16 +18,9 @@ become the program that every device runs:
       in (e, e) }
 
 With a single replica a collective becomes nothing at all, which is how one-device strategies run.
-
-In a step of `fit`, the loss of a replica is the mean over its own rows, and its gradients count as
-much as it has rows. What comes back through a collective is the gradient of the losses of several
-replicas, so there each of them has to count as much as its own replica:
-
-    b:f32[3] = reduce_scatter a             weight[i] * a[i], added up, and over weight[j]
 """
 
 import itertools
-import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias
 
@@ -50,30 +43,25 @@ from distributary.tracing._jaxprs import (
 )
 from distributary.tracing._markers import push
 
-# A replica yields an equation that needs the other replicas, with its operands and with the scopes
-# it is in, and is sent the results.
-Request: TypeAlias = tuple[Equation, list[Array], str]
+# A replica yields an equation that needs the other replicas, with its operands, and is sent the
+# results.
+Request: TypeAlias = tuple[Equation, list[Array]]
 Replica: TypeAlias = Generator[Request, list[Array], list[Array]]
 
 
 def evaluate_jointly(
-    jaxprs: Sequence[AnyJaxpr],
-    args: Sequence[Sequence[Array]],
-    weights: Sequence[float] | None = None,
-    scope: str = "",
+    jaxprs: Sequence[AnyJaxpr], args: Sequence[Sequence[Array]]
 ) -> list[list[Array]]:
     """Evaluates one jaxpr per replica and returns the outputs of each.
 
     Args:
         jaxprs: The program of each replica, in replica order, without markers.
         args: Values of the inputs, per replica.
-        weights: How much the gradients of each replica count afterwards; None if all count once.
-        scope: The scopes around the jaxprs.
 
     Raises:
         ReplicaMismatchError: if the replicas disagree on a collective or on its shapes.
     """
-    replicas = [_replica(jaxpr, own, scope) for jaxpr, own in zip(jaxprs, args, strict=True)]
+    replicas = [_replica(jaxpr, own) for jaxpr, own in zip(jaxprs, args, strict=True)]
     results: list[list[Array] | None] = [None] * len(replicas)
     replies: list[Any] = [None] * len(replicas)
     while True:
@@ -98,14 +86,14 @@ def evaluate_jointly(
                 " branches on the replica id or on the size of an uneven batch decide whether"
                 " all_reduce, all_gather or an aggregating assignment runs."
             )
-        replies = _join([r[0] for r in waiting], [r[1] for r in waiting], weights, waiting[0][2])
+        replies = _join([r[0] for r in waiting], [r[1] for r in waiting])
 
 
 def _name(eqn: Equation) -> str:
     return eqn.primitive.name
 
 
-def _replica(program: AnyJaxpr, args: Sequence[Array], scope: str) -> Replica:
+def _replica(program: AnyJaxpr, args: Sequence[Array]) -> Replica:
     jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -121,12 +109,11 @@ def _replica(program: AnyJaxpr, args: Sequence[Array], scope: str) -> Replica:
             continue
         for eqn in eqns:
             operands = [value(atom) for atom in eqn.invars]
-            inner = f"{scope}/{eqn.source_info.name_stack}"
             call = call_of(eqn)
             if call is not None:
-                results = yield from _replica(call, operands, inner)
+                results = yield from _replica(call, operands)
             else:
-                results = yield eqn, operands, inner
+                results = yield eqn, operands
             env.update(zip(eqn.outvars, results, strict=True))
     return [value(atom) for atom in jaxpr.outvars]
 
@@ -137,23 +124,7 @@ def _is_joined(eqn: Equation) -> bool:
     )
 
 
-def _is_backward(scope: str) -> bool:
-    """Returns whether an equation passes gradients back: JAX transposed it, and nothing since.
-
-    What JAX computes again on the way back, and gradients that are differentiated themselves, are
-    values like others.
-    """
-    last = re.search(r"\b(jvp|transpose)\(", scope)
-    is_transposed = last is not None and last[1] == "transpose"
-    return is_transposed and "rematted_computation" not in scope
-
-
-def _join(
-    eqns: list[Equation],
-    operands: list[list[Array]],
-    weights: Sequence[float] | None,
-    scope: str,
-) -> list[list[Array]]:
+def _join(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
     """Returns the results of one joined equation for every replica."""
     name = eqns[0].primitive.name
     if name == "axis_index":
@@ -173,7 +144,7 @@ def _join(
     if name in CONTROL_FLOW:
         # Conditions and predicates are the same on all replicas: the divergence analysis refuses
         # others.
-        body = lambda jaxprs, args, _: (evaluate_jointly(jaxprs, args, weights, scope), ())
+        body = lambda jaxprs, args, _: (evaluate_jointly(jaxprs, args), ())
         return evaluate_control_flow(eqns, operands, (), body)[0]
     rule = _RULES.get(name)
     if rule is None:
@@ -183,21 +154,9 @@ def _join(
         )
     _check_groups(eqns)
 
-    def joined(operands: list[list[Array]]) -> list[list[Array]]:
-        columns = zip(*operands, strict=True)
-        results = [rule(eqns[0].params, list(column)) for column in columns]
-        return [[column[i] for column in results] for i in range(len(eqns))]
-
-    if weights is None or not _is_backward(scope):
-        return joined(operands)
-    return _scaled(joined(_scaled(operands, weights)), [1 / weight for weight in weights])
-
-
-def _scaled(rows: list[list[Array]], factors: Sequence[float]) -> list[list[Array]]:
-    return [
-        [x * jnp.asarray(f, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in row]
-        for row, f in zip(rows, factors, strict=True)
-    ]
+    columns = zip(*operands, strict=True)
+    results = [rule(eqns[0].params, list(column)) for column in columns]
+    return [[column[i] for column in results] for i in range(len(eqns))]
 
 
 def _check_groups(eqns: list[Equation]) -> None:

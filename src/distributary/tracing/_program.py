@@ -111,10 +111,8 @@ class Pure:
     written: list[Handle]
     num_outs: int
     where: dict[Handle, str]  # the last assignment to each of `written`
-    totals: set[Handle]  # sums whose new value is that of all replicas already
     varying: list[bool]  # for every output; empty if nothing can vary
     checks: list[list[Exception]]  # see `TraceScope`
-    num_rows: int | None  # see `TraceScope`
 
     @property
     def has_effects(self) -> bool:
@@ -337,7 +335,6 @@ def purify(
         if eqn.primitive is write_p
     }
     # Constants the interpreter introduced become captures as well.
-    totals = {handle for handle in written if handle in scope.totals}
     return Pure(
         opened(jaxpr),
         [*jaxpr.consts, *consts],
@@ -345,10 +342,8 @@ def purify(
         written,
         num_outs,
         where,
-        totals,
         [],
         scope.checks,
-        scope.num_rows,
     )
 
 
@@ -356,7 +351,7 @@ def _struct(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def _description_of(traced: Sequence[Any]) -> Callable[[], list[Line]]:
+def description_of(traced: Sequence[Any]) -> Callable[[], list[Line]]:
     """Returns a function that describes jaxprs with markers; [] if no other process compares."""
     if job_programs.enter is None:
         return list
@@ -375,7 +370,7 @@ def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_repli
         _note_different_programs(pures, varying_args)
     for pure in pures:
         for handle, varying in zip(pure.written, pure.varying[pure.num_outs :], strict=True):
-            if varying and (not handle.may_vary or handle in pure.totals):
+            if varying and not handle.may_vary:
                 raise ReplicaDivergenceError(
                     f"Variable {handle.name!r} is mirrored, but the value assigned to it at"
                     f" {pure.where[handle]} can differ between replicas: its copies would drift"
@@ -482,6 +477,19 @@ class ReplicaProgram:
         ]
 
     @property
+    def jaxpr(self) -> Jaxpr:
+        """The program of the first replica."""
+        jaxpr: Jaxpr = self.pures[0].jaxpr
+        return jaxpr
+
+    @property
+    def has_first_output_everywhere(self) -> bool:
+        """True if every device computes its own first result."""
+        jaxpr = self.jaxpr
+        is_made = any(jaxpr.outvars[0] in eqn.outvars for eqn in jaxpr.eqns)
+        return not self.uneven and (self.split_outs[0] or is_made)
+
+    @property
     def has_effects(self) -> bool:
         """True if it does more than computing its outputs, such as calling the host."""
         return any(pure.has_effects for pure in self.pures)
@@ -491,12 +499,6 @@ class ReplicaProgram:
         """The errors with which each check of values in it has failed."""
         return [failed for pure in self.pures for failed in pure.checks]
 
-    @property
-    def is_batch(self) -> list[bool]:
-        """True for each input of the first replica's jaxpr that may differ between replicas."""
-        first = self.pures[0]
-        return [*[False] * (len(first.captures) + len(first.handles)), *self._varying_args]
-
     def _cut(self, pure: Pure, data: Sequence[bool]) -> Stages:
         varying = [
             *[False] * len(pure.captures),
@@ -505,7 +507,7 @@ class ReplicaProgram:
         ]
         of_replicas = [
             *[self.uneven and pure.varying[k] for k in range(self.num_outs)],
-            *[handle.may_vary and handle not in pure.totals for handle in pure.written],
+            *[handle.may_vary for handle in pure.written],
         ]
         required = [i for i, is_required in enumerate(of_replicas) if is_required]
         # With one replica, too, its own values must count as different from shared ones.
@@ -556,7 +558,7 @@ class ReplicaProgram:
         if self._num_replicas == 1 or self.uneven:
             return self._trace_each(function, avals, self._num_replicas == 1)
         closed, scope = trace(function, avals[0], "replica", self._axis_env, subject=self._subject)
-        self.describe = _description_of([closed])
+        self.describe = description_of([closed])
         pure = purify(closed, scope, avals[0], self._axis_env)
         check_on_cores(pure.jaxpr, self._mesh)
         return [pure]
@@ -595,7 +597,7 @@ class ReplicaProgram:
                 traced.append(closed)
                 pures.append(purify(closed, scope, own, self._axis_env, replica))
             if not stopped:
-                self.describe = _description_of(traced)
+                self.describe = description_of(traced)
                 return pures
             if not uneven.settle():
                 raise ReplicaMismatchError(
@@ -726,9 +728,7 @@ class ReplicaProgram:
         summed = [
             k
             for k, i in enumerate(self._stages[0].replica_outputs)
-            if i >= self.num_outs
-            and pure.written[i - self.num_outs].summed
-            and pure.written[i - self.num_outs] not in pure.totals
+            if i >= self.num_outs and pure.written[i - self.num_outs].summed
         ]
         totals = lax.psum([outs[k] for k in summed], REPLICA_AXIS) if summed else []
         for k, total in zip(summed, totals, strict=True):
@@ -752,14 +752,10 @@ class ReplicaProgram:
             made = _outputs(pure)
             outputs.append([made[k] for k in stages.replica_outputs])
 
-        num_rows = [pure.num_rows for pure in self.pures if pure.num_rows]
-        weights = [n * len(num_rows) / sum(num_rows) for n in num_rows]
-
         def body(values: dict[Any, Any]) -> list[Any]:
             outs = evaluate_jointly(
                 [stages.replica for stages in self._stages],
                 [[self._own(i, key, values[key]) for key in keys] for i, keys in enumerate(inputs)],
-                weights if len(weights) == len(inputs) else None,
             )
             made = []
             for keys, out in zip(outputs, outs, strict=True):
@@ -802,8 +798,7 @@ class ReplicaProgram:
         if isinstance(key, Handle):
             if key.per_replica:
                 return jnp.stack(values)
-            is_own = key.summed and key not in self.pures[0].totals
-            return sum(values[1:], values[0]) if is_own else values[0]
+            return sum(values[1:], values[0]) if key.summed else values[0]
         if not self.uneven or not self.split_outs[key]:
             return values[0]
         return self._parts_joined(values)
@@ -844,7 +839,7 @@ class FunctionProgram:
             closed, scope = trace(function, avals, "function", [], subject=subject)
         feeds.put_back(feeds.position)
         self._pure = purify(closed, scope, avals, [])
-        self.describe = _description_of([closed])
+        self.describe = description_of([closed])
         self._fed = feeds.handles
         self.strategies = scope.strategies
         fed = set(self._fed)

@@ -22,7 +22,7 @@ import jax.extend
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from distributary.errors import ContextError, ReplicaMismatchError, UnsupportedError
+from distributary.errors import ContextError, ReplicaMismatchError
 from distributary.topology import inside_jax_trace
 from distributary.tracing._jaxprs import Array
 from distributary.tracing._markers import (
@@ -112,9 +112,6 @@ class TraceScope:
         self._known = known or Known()
         self.created: list[str] = []
         self.writes: dict[int, tuple[Handle, tuple[Call, ...]]] = {}
-        self.totals: set[Handle] = set()  # see `write_total`
-        # How many rows its losses are means over, if its gradients count as much as it has rows.
-        self.num_rows: int | None = None
         self.recording: list[TapeRecord] = []
         self.strategies: list[Any] = []  # their replicas run inside the function
         # Keys: a tape's number among all tapes; values: its number in this trace, from 0.
@@ -164,21 +161,8 @@ class TraceScope:
             tape.note_read(handle, ids.size)
         return sparse_read_p.bind(ids, handle=handle)
 
-    def write_total(self, handle: Handle, value: Array) -> None:
-        """Records the new value of a sum, if it is that of all replicas and not this one's part.
-
-        It must be the last assignment of the step.
-        """
-        self.write(handle, value)
-        self.totals.add(handle)
-
     def write(self, handle: Handle, value: Array) -> None:
         """Records the new value of a variable."""
-        if handle in self.totals:
-            raise UnsupportedError(
-                f"Variable {handle.name!r} is assigned after the step has summed it over the"
-                " replicas. Assign it earlier in the step."
-            )
         serial = next(_write_serials)
         calls = tuple(_user_calls())
         self.writes[serial] = (handle, calls)

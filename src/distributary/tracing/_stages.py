@@ -309,4 +309,4 @@ def _written_out(
 
 
 def _is_on_mesh(eqn: Equation) -> bool:
-    return has_replicas([eqn])
+    return has_replicas([eqn]) or eqn.primitive.name == "sharding_constraint"

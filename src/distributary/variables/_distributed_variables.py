@@ -34,7 +34,7 @@ class AggregatedVariable(Variable):
     def _change_traced(
         self, scope: TraceScope, kind: str, value: ArrayInput | IndexedSlices
     ) -> jax.Array:
-        num_replicas = self._layout.num_replicas
+        num_replicas = scope.num_replicas
         if (
             _is_in_replica(scope)
             and num_replicas > 1
@@ -54,7 +54,7 @@ class AggregatedVariable(Variable):
         if not _is_in_replica(scope):
             return value
         return aggregation_rules.across_replicas(
-            value, self._aggregation, self._layout.num_replicas, scope.replica_id
+            value, self._aggregation, scope.num_replicas, scope.replica_id
         )
 
     def _check_scatter(self, kind: str) -> None:
@@ -138,6 +138,14 @@ class SyncOnReadVariable(DistributedVariable):
     def _initial_of_copy(self) -> Any:
         return self._value[0]
 
+    def _of_rows(self, state: Any) -> jax.Array:
+        """Returns the aggregated value of the state, for a step that sees the whole batch."""
+        return aggregation_rules.of_rows(state, self._aggregation, self._name)
+
+    def _parts_of(self, value: jax.Array) -> jax.Array:
+        """Returns state whose aggregated value is `value`."""
+        return aggregation_rules.parts_of(value, self._aggregation, self._layout.num_replicas)
+
     def _copies(self, state: jax.Array) -> tuple[Any, ...]:
         return PerReplica.from_stacked(state, self._layout.num_replicas).values
 
@@ -145,17 +153,17 @@ class SyncOnReadVariable(DistributedVariable):
         own = scope.read(self._handle)
         if scope.kind == "function":
             return self._copies(own)
-        num_replicas = self._layout.num_replicas
+        num_replicas = scope.num_replicas
         return (own,) if num_replicas == 1 else PerReplica.from_local(own, num_replicas).values
 
     def _read_traced(self, scope: TraceScope) -> jax.Array:
         value = scope.read(self._handle)
         if scope.kind == "function":
-            return aggregation_rules.of_rows(value, self._aggregation, self._name)
+            return self._of_rows(value)
         if current_mode().role == "cross":
             aggregation_rules.check_readable(self._aggregation, self._name)
             return aggregation_rules.across_replicas(
-                value, self._aggregation, self._layout.num_replicas, scope.replica_id
+                value, self._aggregation, scope.num_replicas, scope.replica_id
             )
         return value
 
@@ -199,11 +207,12 @@ class SyncOnReadVariable(DistributedVariable):
         if scope.kind == "replica" and current_mode().role != "cross":
             return super()._change_traced(scope, kind, value)
         self._check_cross_change(kind)
-        num = self._layout.num_replicas
+        is_replica = scope.kind == "replica"
+        num = scope.num_replicas if is_replica else self._layout.num_replicas
         converted = jnp.asarray(self._convert(kind, value), self._dtype)
         if kind == "assign":
             new = aggregation_rules.parts_of(converted, self._aggregation, num)
-            new = new[scope.replica_id()] if scope.kind == "replica" else new
+            new = new[scope.replica_id()] if is_replica else new
         else:
             new = combine(kind, scope.read(self._handle), converted)
         scope.write(self._handle, new)

@@ -1,14 +1,11 @@
 """Rewrites of programs that XLA:CPU runs slowly."""
 
 from distributary.xla_cpu._exchanged_sums import EXCHANGED, with_exchanged_sums
-from distributary.xla_cpu._joined_sums import JOINABLE, with_joined_sums
 from distributary.xla_cpu._rewrites import rewritten_for_cpus, with_cpu_rewrites
 
 __all__ = [
     "EXCHANGED",
-    "JOINABLE",
     "rewritten_for_cpus",
     "with_cpu_rewrites",
     "with_exchanged_sums",
-    "with_joined_sums",
 ]

@@ -1,0 +1,207 @@
+"""The program of a step of the global view: traced once on a whole batch, and partitioned by XLA.
+
+The step of `fit` sees the batch as on one device. Its rows are sharded over the replicas and every
+variable has a sharding, so XLA divides the program and adds the collectives. Six rows on four
+devices come in padded to eight, and
+
+    { lambda ; w:f32[2] x:f32[6,2]. let       { lambda ; w:f32[2] x:f32[8,2]. let
+        c:f32[6] = dot_general x w                y:f32[6,2] = slice[limit_indices=(6, 2)] x
+      in (c,) }                           ->      z:f32[6,2] = sharding_constraint[P("replica")] y
+                                                  c:f32[6] = dot_general z w
+                                                in (c,) }
+
+XLA pads `z` again, but inside of its own operations, so the step never sees that.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, final
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from distributary.topology import REPLICA_AXIS, shard_dim, shard_spec
+from distributary.tracing._description import Line
+from distributary.tracing._jaxprs import Array, computed_from
+from distributary.tracing._joint import evaluate_jointly
+from distributary.tracing._markers import Handle
+from distributary.tracing._mistakes import Subject
+from distributary.tracing._program import Pure, description_of, purify, trace
+from distributary.tracing._stages import cut, uncut
+
+#: Returns a function that computes the same as one of flat arrays, but faster, given the jaxpr that
+#: it evaluates and, for every array, the dim that counts the rows of the batch, or None.
+RewriteWhole: TypeAlias = Callable[
+    [Callable[..., list[Array]], Jaxpr, Sequence[int | None]], Callable[..., list[Array]]
+]
+
+
+@final
+class GlobalProgram:
+    """A step that sees the whole batch, as a function of global arrays.
+
+    Args:
+        function: From the arguments to a flat list of arrays.
+        avals: Shapes and dtypes of the arguments, without padding.
+        dims: For every argument, the dim along which its rows are sharded, or None.
+        mesh: Mesh with the axis `"replica"`; None leaves the device to JAX.
+        keeps_rows: Whether results stay sharded by rows where these divide; else every device has
+            the whole results.
+        is_staged: Whether what depends only on variables, and on sums that `all_reduce` has marked,
+            comes after the mesh, once; see `cut_around_mesh`.
+        rewrite: Makes the function run faster.
+        subject: What its user knows the function as.
+
+    Attributes:
+        describe: Returns the lines of the program, for a comparison with other workers.
+    """
+
+    describe: Callable[[], list[Line]]
+    #: Whether XLA divides the program, so that rewrites for one device do not fit.
+    uneven = False
+
+    def __init__(
+        self,
+        function: Callable[..., Sequence[Array]],
+        avals: Sequence[Any],
+        dims: Sequence[int | None],
+        mesh: Any,
+        *,
+        keeps_rows: bool,
+        is_staged: bool,
+        rewrite: RewriteWhole,
+        subject: Subject,
+    ) -> None:
+        axis_env = [(REPLICA_AXIS, 1)]
+        closed, scope = trace(function, avals, "replica", axis_env, subject=subject)
+        self.describe = description_of([closed])
+        pure = purify(closed, scope, avals, axis_env, 0)
+        self._pure: Pure = pure
+        self._rewrite = rewrite
+        self._mesh = None if mesh is None or mesh.size == 1 else mesh
+        self._keeps_rows = keeps_rows
+        self._is_staged = is_staged
+        self._avals = list(avals)
+        num_given = len(pure.captures) + len(pure.handles)
+        self._dims: list[int | None] = [*[None] * num_given, *dims]
+        self._stages = uncut(pure.jaxpr)
+        if is_staged:
+            varying = [dim is not None for dim in self._dims]
+            self._stages = cut(pure.jaxpr, varying, max(2, self.num_replicas))
+        self.handles = pure.handles
+        self.written = pure.written
+        self.read_only = [handle for handle in self.handles if handle not in self.written]
+        self.num_outs = pure.num_outs
+        self.captures = [pure.captures]
+        self.has_effects = pure.has_effects
+        self.checks = pure.checks
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The step on the whole batch."""
+        jaxpr: Jaxpr = self._pure.jaxpr
+        return jaxpr
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas that share the rows."""
+        return 1 if self._mesh is None else int(self._mesh.shape[REPLICA_AXIS])
+
+    @property
+    def is_partitioned(self) -> bool:
+        """True if XLA divides the program over several devices."""
+        return self._mesh is not None
+
+    @property
+    def has_first_output_everywhere(self) -> bool:
+        """True if every device computes the whole first result."""
+        jaxpr = self.jaxpr
+        is_made = any(jaxpr.outvars[0] in eqn.outvars for eqn in jaxpr.eqns)
+        return is_made and not self._keeps_rows
+
+    def __call__(
+        self,
+        captures: Sequence[Sequence[Array]],
+        written: Sequence[Array],
+        read_only: Sequence[Array],
+        args: Sequence[Array],
+    ) -> tuple[list[Array], list[Array]]:
+        """Runs the step.
+
+        Args:
+            captures: Arrays the function captured.
+            written: State of `self.written`.
+            read_only: State of `self.read_only`.
+            args: The arguments, padded to a multiple of the number of replicas.
+
+        Returns:
+            The new state of `self.written`, and the results.
+        """
+        pure, stages = self._pure, self._stages
+        state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
+        given = [_read(handle, state[handle]) for handle in pure.handles]
+        num_given = len(pure.captures) + len(given)
+        rows = map(self._rows, args, self._avals, self._dims[num_given:])
+        values = [*captures[0], *given, *rows]
+        run = self._rewrite(
+            lambda *own: evaluate_jointly([stages.replica], [own])[0],
+            stages.replica.jaxpr,
+            [self._dims[i] for i in stages.replica_inputs],
+        )
+        made = run(*(values[i] for i in stages.replica_inputs))
+        if self._is_staged:
+            made = [self._whole(value) for value in made]
+        results = stages.complete(values, made)
+        outs = [self._result(results[k]) for k in range(self.num_outs)]
+        divided = self._computed_from_parts()
+        new = []
+        for k, handle in enumerate(pure.written, self.num_outs):
+            value = results[k]
+            if pure.jaxpr.outvars[k] in divided and shard_dim(handle.parts) is None:
+                # XLA then gathers new weights and not the state they are computed from.
+                value = self._constrained(value, shard_spec(jnp.shape(value), self.num_replicas))
+            new.append(_written(handle, value))
+        return new, outs
+
+    def _rows(self, value: Array, aval: Any, dim: int | None) -> Array:
+        if dim is None or self._mesh is None:
+            return value
+        if value.shape != aval.shape:
+            value = lax.slice_in_dim(value, 0, aval.shape[dim], axis=dim)
+        return self._constrained(value, P(*[None] * dim, REPLICA_AXIS))
+
+    def _result(self, value: Any) -> Array:
+        value = jnp.asarray(value)  # some constants of JAX are no arrays
+        if not self._keeps_rows or not value.ndim or value.shape[0] % self.num_replicas:
+            return self._whole(value)
+        return self._constrained(value, P(REPLICA_AXIS))
+
+    def _whole(self, value: Any) -> Array:
+        return self._constrained(jnp.asarray(value), P())
+
+    def _constrained(self, value: Array, spec: P) -> Array:
+        if self._mesh is None:
+            return value
+        constrained: Array = lax.with_sharding_constraint(value, NamedSharding(self._mesh, spec))
+        return constrained
+
+    def _computed_from_parts(self) -> set[Any]:
+        """Returns what depends on state of which every device holds a part."""
+        jaxpr, first = self.jaxpr, len(self._pure.captures)
+        parts = [
+            jaxpr.invars[first + i]
+            for i, handle in enumerate(self._pure.handles)
+            if shard_dim(handle.parts) is not None
+        ]
+        return set(computed_from(jaxpr.eqns, parts)) if parts else set()
+
+
+def _read(handle: Handle, stored: Array) -> Array:
+    """Returns the value of a variable in the step: the aggregated one, if replicas have theirs."""
+    return handle.cell()._of_rows(stored) if handle.per_replica else stored
+
+
+def _written(handle: Handle, value: Array) -> Array:
+    """Returns what is stored as the new value of a variable."""
+    return handle.cell()._parts_of(value) if handle.per_replica else value
