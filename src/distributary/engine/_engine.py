@@ -37,7 +37,7 @@ from distributary.values import (
     same_structure,
     stack_components,
 )
-from distributary.xla_cpu import with_exchanged_sums
+from distributary.xla_cpu import with_exchanged_sums, with_partial_sums
 
 __all__ = ["Engine", "Programs"]
 
@@ -248,14 +248,14 @@ class Engine:
         self, step: Callable[..., Any], jaxpr: Jaxpr, dims: Sequence[int | None]
     ) -> Callable[..., Any]:
         """Returns a step of the global view in a form that runs faster; see `GlobalProgram`."""
-        mesh = self._placement.mesh
-        if self._strategy.extended.variable_layout().kind is None and (
-            mesh is None or num_logical_devices(mesh) == 1
-        ):
-            from distributary.rows import with_sparse_gradients
+        placement, mesh = self._placement, self._placement.mesh
+        if mesh is not None and num_logical_devices(mesh) > 1:
+            return step  # logical devices are left to XLA
+        from distributary.rows import with_sparse_gradients
 
-            in_any_order = self._placement.adds_in_any_order
-            step = with_sparse_gradients(step, [jaxpr], 1, in_any_order, mesh)
+        step = with_sparse_gradients(step, [jaxpr], 1, placement.adds_in_any_order, mesh)
+        if mesh is not None and mesh.size > 1 and placement.is_on_cpus:
+            step = with_partial_sums(step, dims, mesh)
         return step
 
     def _rewritten(

@@ -12,6 +12,7 @@ passes in order; each module opens with an example of what it does.
 from jax.extend.core import Jaxpr
 
 from distributary.tracing._consumed import refused_if_consumed
+from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow
 from distributary.tracing._description import describe_value
 from distributary.tracing._divergence import (
     OUTSIDE,
@@ -91,6 +92,7 @@ from distributary.tracing._stages import (
 )
 
 __all__ = [
+    "CONTROL_FLOW",
     "OUTSIDE",
     "AnyJaxpr",
     "Array",
@@ -122,6 +124,7 @@ __all__ = [
     "cut_around_mesh",
     "describe_value",
     "evaluate_all",
+    "evaluate_control_flow",
     "evaluate_one",
     "explained",
     "fed_by",

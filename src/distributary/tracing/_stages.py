@@ -22,17 +22,19 @@ into a stage for every replica and an update:
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import final
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from distributary.tracing._divergence import has_collective, varying_variables
 from distributary.tracing._jaxprs import (
+    CHECKPOINTS,
     Atom,
     Equation,
     call_of,
@@ -255,24 +257,31 @@ def _is_mixed(varying: frozenset[Var], eqn: Equation) -> bool:
     )
 
 
-def without_calls(jaxpr: Jaxpr, constants: Mapping[Var, Array]) -> tuple[Jaxpr, dict[Var, Array]]:
+def without_calls(
+    jaxpr: Jaxpr, constants: Mapping[Var, Array], *, with_barriers: bool = False
+) -> tuple[Jaxpr, dict[Var, Array]]:
     """Returns a jaxpr with the body of every called function in place of its call.
 
     Args:
         jaxpr: A jaxpr whose constants, if any, are its last inputs.
         constants: Values of these constants.
+        with_barriers: Whether to put a barrier before what a checkpoint computes once more, as JAX
+            does; without one, XLA may keep it instead.
 
     Returns:
         The jaxpr, and the values of its last inputs, of which there may now be more.
     """
     known = dict(constants)
     while any(call_of(eqn) is not None for eqn in jaxpr.eqns):
-        jaxpr = _written_out(jaxpr, known, lambda eqn: call_of(eqn) is not None)
+        jaxpr = _written_out(jaxpr, known, lambda eqn: call_of(eqn) is not None, with_barriers)
     return jaxpr, known
 
 
 def _written_out(
-    jaxpr: Jaxpr, constants: dict[Var, Array], choose: Callable[[Equation], bool]
+    jaxpr: Jaxpr,
+    constants: dict[Var, Array],
+    choose: Callable[[Equation], bool],
+    with_barriers: bool = False,
 ) -> Jaxpr:
     """Returns `jaxpr` with the functions that its chosen equations call in place of the calls.
 
@@ -280,6 +289,7 @@ def _written_out(
         jaxpr: A jaxpr without constants.
         constants: Receives the constants of the functions, which become inputs.
         choose: Returns whether to write out an equation; true only for calls of functions.
+        with_barriers: See `without_calls`.
     """
     known: dict[Var, Atom] = {}
     eqns: list[Equation] = []
@@ -293,6 +303,17 @@ def _written_out(
         if call is None:
             eqns.append(eqn.replace(invars=operands))
             continue
+        if with_barriers and eqn.primitive.name in CHECKPOINTS:
+            held = {v: Var(v.aval) for v in _held_back(eqn, operands)}
+            barrier = eqn.replace(
+                primitive=lax.optimization_barrier_p,
+                params={},
+                effects=set(),
+                invars=list(held),
+                outvars=list(held.values()),
+            )
+            eqns.extend([barrier] if held else [])
+            operands = [x if isinstance(x, Literal) else held.get(x, x) for x in operands]
         inner, values = open_jaxpr(call)
         consts = [Var(v.aval) for v in inner.constvars]
         constants.update(zip(consts, values, strict=True))
@@ -304,8 +325,18 @@ def _written_out(
             eqns.append(called.replace(invars=list(map(renamed, called.invars)), outvars=made))
             known.update(zip(called.outvars, made, strict=True))
         known.update(zip(eqn.outvars, map(renamed, inner.outvars), strict=True))
-    inputs = [*jaxpr.invars, *(v for v in constants if v not in set(jaxpr.invars))]
+    known_inputs = set(jaxpr.invars)
+    inputs = [*jaxpr.invars, *(v for v in constants if v not in known_inputs)]
     return jaxpr_of(inputs, [renamed(v) for v in jaxpr.outvars], eqns)
+
+
+def _held_back(eqn: Equation, operands: Sequence[Atom]) -> list[Var]:
+    """Returns the operands of a checkpoint that wait for each other, so that it computes late."""
+    if not eqn.params["differentiated"]:
+        return []
+    wait = eqn.params["prevent_cse"]
+    waiting = wait if isinstance(wait, tuple) else [wait] * len(operands)
+    return list(dict.fromkeys(variables_of(itertools.compress(operands, waiting))))
 
 
 def _is_on_mesh(eqn: Equation) -> bool:

@@ -1,6 +1,7 @@
 """Rewrites of programs that XLA:CPU runs slowly."""
 
 from distributary.xla_cpu._exchanged_sums import EXCHANGED, with_exchanged_sums
+from distributary.xla_cpu._partial_sums import with_partial_sums
 from distributary.xla_cpu._rewrites import rewritten_for_cpus, with_cpu_rewrites
 
 __all__ = [
@@ -8,4 +9,5 @@ __all__ = [
     "rewritten_for_cpus",
     "with_cpu_rewrites",
     "with_exchanged_sums",
+    "with_partial_sums",
 ]

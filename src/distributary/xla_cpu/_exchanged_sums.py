@@ -104,7 +104,7 @@ def _exchanged_sum(own: Array, num_replicas: int) -> Array:
     """
     num_swapping = 1 << (num_replicas.bit_length() - 1)
     others = [(num_swapping + i, i) for i in range(num_replicas - num_swapping)]
-    total = own
+    total = _rounded(own)
     # A replica that receives nothing gets zeros.
     if others:
         total = total + lax.ppermute(total, REPLICA_AXIS, others)
@@ -118,3 +118,18 @@ def _exchanged_sum(own: Array, num_replicas: int) -> Array:
         is_other = lax.axis_index(REPLICA_AXIS) >= num_swapping
         total = jnp.where(is_other, lax.ppermute(total, REPLICA_AXIS, back), total)
     return total
+
+
+def _rounded(value: Array) -> Array:
+    """Returns a value that LLVM does not fuse with the addition after it.
+
+    If the value is a product, one instruction would multiply and add, and round only once. What is
+    sent is rounded, so the replicas of a pair would add different numbers, and their copies of a
+    variable would drift apart. XLA:CPU drops barriers before it fuses. So the bits go through an
+    exclusive or with the lowest bit of `n * (n - 1)`: it is 0, and compilers do not know that.
+    """
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    bits = lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
+    one = jnp.ones((), bits.dtype)
+    return lax.bitcast_convert_type(bits ^ (bits * (bits - one) & one), value.dtype)

@@ -77,7 +77,7 @@ def fast_version(eqn: Equation, only_transposed: bool) -> _Fast | None:
     match eqn.primitive:
         case lax.dot_general_p if only_transposed:
             return _kernel_gradient_of_rows(eqn)
-        case lax.conv_general_dilated_p if not _is_explicit(eqn.params["out_sharding"]):
+        case lax.conv_general_dilated_p if not is_explicit(eqn.params["out_sharding"]):
             return (
                 _kernel_gradient_of_images(eqn)
                 or depthwise_convolution(eqn)
@@ -88,7 +88,7 @@ def fast_version(eqn: Equation, only_transposed: bool) -> _Fast | None:
     return None
 
 
-def _is_explicit(sharding: NamedSharding | None) -> bool:
+def is_explicit(sharding: NamedSharding | None) -> bool:
     """Returns whether the user has chosen a sharding for a result."""
     return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
 
@@ -96,7 +96,7 @@ def _is_explicit(sharding: NamedSharding | None) -> bool:
 def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
     params = eqn.params
     (of_first, of_second), (batch, _) = params["dimension_numbers"]
-    if len(of_first) < 2 or batch or _is_explicit(params["out_sharding"]):
+    if len(of_first) < 2 or batch or is_explicit(params["out_sharding"]):
         return None
     first, second = map(aval_of, eqn.invars)
     if second.size > first.size:
