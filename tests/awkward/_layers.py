@@ -550,7 +550,7 @@ for _name, _make, _x in [
     ("random_translation", lambda: kl.RandomTranslation(0.2, 0.2), "images"),
     ("random_zoom", lambda: kl.RandomZoom(0.3), "images"),
     ("random_contrast", lambda: kl.RandomContrast(0.4, value_range=(-3, 3)), "images"),
-    ("random_brightness", lambda: kl.RandomBrightness(0.4, value_range=(-3, 3)), "images"),
+    ("random_brightness", lambda: kl.RandomBrightness(0.1, value_range=(-3, 3)), "images"),
 ]:
     _of_layers(_name, _make, kind="random", x=_x)
 
