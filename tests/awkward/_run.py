@@ -83,6 +83,9 @@ def _results(
     finite = all(np.isfinite(value).all() for value in after)
     if not case.stays and not (finite and _largest_change(before, after) > 1e-4):
         raise AssertionError(f"{case.name}: fit changed no weight, or to NaN, so it shows nothing")
+    # Weights may share arrays with averages of them, which Keras gives away to evaluate.
+    for number, variable in enumerate(model.optimizer.variables if model.optimizer else ()):
+        results[f"optimizer/{number} {variable.path}"] = _as_array(variable)
     if quick:
         x, y = jax.tree.map(lambda array: array[:7], (x, y))
     if case.evaluate:
@@ -93,8 +96,6 @@ def _results(
             results[f"predict{jax.tree_util.keystr(path)}"] = np.asarray(leaf)
     for number, variable in enumerate(model.variables):
         results[f"variables/{number} {variable.path}"] = _as_array(variable)
-    for number, variable in enumerate(model.optimizer.variables if model.optimizer else ()):
-        results[f"optimizer/{number} {variable.path}"] = _as_array(variable)
     return results
 
 
