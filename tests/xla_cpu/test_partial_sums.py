@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from distributary.tracing import walk
 from distributary.xla_cpu import with_partial_sums
 
 RNG = np.random.default_rng(0)
@@ -19,16 +20,10 @@ def _normal(*shape):
 
 
 def _trained(loss):
-    """A step that takes parameters and data: the loss, and parameters after one step of SGD."""
-
-    def step(*args):
-        return jax.value_and_grad(loss)(*args)
-
-    return step
+    return jax.value_and_grad(loss)
 
 
 W, V, B = _normal(6, 8), _normal(8, 3), _normal(8)
-SCALE = _normal(8)
 TABLE = _normal(20, 6)
 KERNEL = _normal(3, 3, 4, 8)
 WIDE = _normal(3, 3, 32, 32)
@@ -140,6 +135,14 @@ def _half(w, x):
     return _mean((h @ low(w["v"])).astype(jnp.float32))
 
 
+def _cancelling(w, x):
+    """Sums of 16 bits of which the parts are large and the whole is small."""
+    large = jnp.where(jnp.arange(x.shape[0]) < x.shape[0] // 2, 300.0, -300.0)[:, None]
+    low = (x + large + jnp.sum(w)).astype(jnp.bfloat16)
+    ones = jnp.ones((x.shape[0], 2), jnp.bfloat16)
+    return (low.T @ ones).T.astype(jnp.float32), lax.reduce_sum(low, (0,))
+
+
 def _all_pairs(w, x):
     h = x @ w
     return _mean(jax.nn.softmax(h @ h.T) @ h)
@@ -186,15 +189,12 @@ def _accumulated(w, x):
 
 
 def _steps(w, x):
-    """Steps one after the other, `x` is [steps, batch, features]."""
+    """Steps one after the other; `x` is [steps, batch, time, features]."""
 
     def step(carry, x):
         w, total = carry
-        loss, g = jax.value_and_grad(_lstm_of_row)(w, x)
+        loss, g = jax.value_and_grad(_lstm)(w, x)
         return (jax.tree.map(lambda w, g: w - 0.1 * g, w, g), total + loss), loss
-
-    def _lstm_of_row(w, x):
-        return _lstm(w, x[:, None, :].repeat(3, 1))
 
     return lax.scan(step, (w, 0.0), x)
 
@@ -269,6 +269,7 @@ STEPS = {
     "counts": (_counts, [], [_x, "ids"]),
     "orders": (_orders, [], [_x]),
     "various": (_various, [], [_x, "ids"]),
+    "steps": (_steps, [RNN], [lambda n: _normal(3, n, 4, 6)]),
 }
 
 
@@ -280,7 +281,8 @@ def _case(name, num_rows):
     ]
     leaves, tree = jax.tree.flatten((*params, *arrays))
     num_params = len(jax.tree.leaves(params))
-    dims = [None if i < num_params else 0 for i in range(len(leaves))]
+    of_rows = 1 if name == "steps" else 0
+    dims = [None if i < num_params else of_rows for i in range(len(leaves))]
     return (lambda *flat: step(*jax.tree.unflatten(tree, flat))), leaves, dims
 
 
@@ -289,6 +291,11 @@ def _mesh(num_replicas):
 
 
 def _compiled(step, args, dims, mesh):
+    program, args = _lowered(step, args, dims, mesh)
+    return program.compile(), args
+
+
+def _lowered(step, args, dims, mesh):
     """The program of a step; rows that do not divide are padded and cut off inside."""
 
     def padded(x, dim):
@@ -309,7 +316,7 @@ def _compiled(step, args, dims, mesh):
         NamedSharding(mesh, P() if dim is None else P(*[None] * dim, "replica")) for dim in dims
     ]
     args = list(map(jax.device_put, map(padded, args, dims), shardings))
-    return jax.jit(cut, in_shardings=shardings).lower(*args).compile(), args
+    return jax.jit(cut, in_shardings=shardings).lower(*args), args
 
 
 def _results(step, args, dims, mesh):
@@ -335,9 +342,158 @@ def _check(step, args, dims, mesh, rtol=2e-5):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(("num_rows", "num_replicas"), [(8, 4), (6, 4), (3, 4), (8, 2), (5, 2)])
 @pytest.mark.parametrize("name", STEPS)
-def test_results_are_those_of_one_device(name, num_rows, num_replicas):
+def test_results_are_those_of_one_device(name):
+    step, args, dims = _case(name, 8)
+
+    _check(step, args, dims, _mesh(2), 1e-2 if name == "bfloat16" else 2e-5)
+
+
+@pytest.mark.parametrize("num_rows", [3, 6])  # some devices have no row; the last ones have fewer
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("classes", "convolution", "without_padding", "depthwise", "embedding"),
+        *("weighted", "counts", "orders", "various"),
+    ],
+)
+def test_rows_that_do_not_divide_count_once(name, num_rows):
     step, args, dims = _case(name, num_rows)
 
-    _check(step, args, dims, _mesh(num_replicas), 1e-2 if name == "bfloat16" else 2e-5)
+    _check(step, args, dims, _mesh(4))
+
+
+def test_sums_of_16_bits_are_rounded_once():
+    step, args, dims = lambda x: _cancelling(jnp.zeros(()), x), [_x(64) * 16], [0]
+    low = np.where(np.arange(64) < 32, 300.0, -300.0)[:, None] + args[0]
+    expected = np.asarray(jnp.asarray(low, jnp.bfloat16), np.float64).sum(0)
+
+    program, arrays = _lowered(with_partial_sums(step, dims, _mesh(2)), args, dims, _mesh(2))
+    # Without this, XLA keeps more bits inside of a program, and hides where it rounds.
+    exact = program.compile(compiler_options={"xla_allow_excess_precision": False})
+    of_product, total = exact(*arrays)
+
+    np.testing.assert_allclose(of_product, [expected, expected], rtol=1e-2)
+    np.testing.assert_allclose(np.float64(total), expected, rtol=1e-2)
+
+
+def _collectives(program):
+    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    text = program.as_text()
+    return {name: text.count(f" {name}(") for name in names if f" {name}(" in text}
+
+
+# XLA adds up the kernels of an LSTM in every turn of its loop.
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dense", 1),
+        ("classes", 1),
+        ("attention", 1),
+        ("convolution", 1),
+        ("embedding", 1),
+        ("lstm", 1),
+        ("steps", 2),  # in every step, and of the losses after it
+        ("layers", 1),
+        ("checkpoint", 1),
+        ("clipped", 1),
+        ("bfloat16", 1),
+        ("batchnorm", 5),  # two statistics that need each other, and their gradients
+    ],
+)
+def test_sums_are_added_up_together(name, expected):
+    step, args, dims = _case(name, 8)
+    mesh = _mesh(2)
+
+    program, _ = _compiled(with_partial_sums(step, dims, mesh), args, dims, mesh)
+
+    assert _collectives(program) == {"all-reduce": expected}
+
+
+def test_loops_add_up_only_what_they_add_to():
+    def step(w, x):
+        def turn(carry, factor):
+            total, unread, read = carry
+            g = jax.grad(lambda w: _mean(jnp.tanh(x @ w) * factor))(w)
+            return (total + g, unread, -read), jnp.sum(read)
+
+        return lax.scan(turn, (jnp.zeros(w.shape), w, w), jnp.arange(3.0))
+
+    _, inside = _names(with_partial_sums(step, [None, 0], _mesh(2)), [W, _x(8)])
+
+    assert inside.count("psum") == 1
+
+
+def test_xla_adds_up_in_every_turn_of_a_loop_otherwise():
+    step, args, dims = _case("lstm", 8)
+
+    program, _ = _compiled(step, args, dims, _mesh(2))
+
+    assert _collectives(program)["all-reduce"] > 1
+
+
+def _names(step, args):
+    """The operations inside of each `shard_map`, and those outside."""
+    outside, inside = [], []
+    for eqn in jax.make_jaxpr(step)(*args).jaxpr.eqns:
+        body = eqn.params.get("jaxpr") if eqn.primitive.name == "shard_map" else None
+        found = [eqn] if body is None else walk(body.eqns)
+        (outside if body is None else inside).extend(one.primitive.name for one in found)
+    return outside, inside
+
+
+def _pooled_large(kernel, x):
+    return _mean(_pooled(jnp.sin(_convolved(kernel, x, "VALID"))))
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_what_each_device_computes_is_rewritten(is_on, monkeypatch):
+    if not is_on:
+        monkeypatch.setenv("DISTRIBUTARY_CPU_REWRITES", "0")
+    args, dims = [WIDE, _x(8, 17, 17, 32)], [None, 0]
+    step = with_partial_sums(_trained(_pooled_large), dims, _mesh(2))
+
+    outside, inside = _names(step, args)
+
+    assert ("select_and_scatter_add" in outside) is not is_on
+    assert ("conv_general_dilated" in outside) is not is_on
+    assert "select_and_scatter_add" not in inside
+    assert ("slice" in inside) is is_on
+
+
+def test_kernels_of_sequences_are_fast_products():
+    def loss(w, x):
+        return _mean(jnp.tanh(x @ w))
+
+    step = with_partial_sums(_trained(loss), [None, 0], _mesh(2))
+
+    outside, inside = _names(step, [W, _x(8, 5, 6)])
+
+    assert "optimization_barrier" in inside
+    assert "optimization_barrier" not in outside
+
+
+def test_effects_stay_in_order():
+    def step(w, x):
+        total = jnp.sum(jnp.tanh(x @ w))
+        jax.debug.callback(lambda x: None, jnp.sin(total))
+        jax.debug.callback(lambda x: None, x)
+        return w + total
+
+    def ndims(step):
+        eqns = walk(jax.make_jaxpr(step)(W, _x(8)).jaxpr.eqns)
+        return [
+            len(eqn.invars[0].aval.shape) for eqn in eqns if eqn.primitive.name == "debug_callback"
+        ]
+
+    assert ndims(with_partial_sums(step, [None, 0], _mesh(2))) == ndims(step) == [0, 2]
+
+
+def test_checkpoints_compute_once_more():
+    step, args, dims = _case("checkpoint", 8)
+
+    def num_products(step):
+        program, _ = _compiled(step, args, dims, _mesh(2))
+        return program.as_text().count(" tanh(")
+
+    assert num_products(with_partial_sums(step, dims, _mesh(2))) == num_products(step)

@@ -73,6 +73,8 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.random.SeedGenerator", "next", _layers.next_seed),
     ("keras.layers.BatchNormalization", "__init__", _layers.batch_normalization_init),
     ("keras.layers.BatchNormalization", "_moments", _layers.batch_normalization_moments),
+    ("keras.layers.BatchNormalization", "call", _layers.batch_normalization_call),
+    ("keras.src.backend.jax.nn", "moments", _layers.moments),
 )
 # On other backends, there is nothing to distribute. Creating a model or variable in a scope raises
 # an error.

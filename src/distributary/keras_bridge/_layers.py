@@ -1,12 +1,17 @@
-"""Layers that behave differently on replicas: random numbers and batch statistics."""
+"""Random numbers and batch statistics of layers, in a step of several replicas."""
 
 import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import keras
+import numpy as np
 
+from distributary.context import current_mode, in_global_view
+from distributary.errors import UnsupportedError
 from distributary.keras_bridge._replica import (
     is_for_servers,
     is_uneven,
@@ -57,21 +62,28 @@ def batch_normalization_init(original: Callable[..., Any]) -> Callable[..., Any]
     return __init__
 
 
-def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Uses the mean and variance of the whole batch, with `synchronized=True`."""
+def moments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `synchronized=True` do nothing where one replica has all rows anyway."""
 
-    def _moments(self: Any, inputs: object, mask: object) -> Any:
-        if not self.synchronized:
-            _note_own_statistics(self)
+    def moments(x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Any:
+        return original(x, axes, keepdims, synchronized and replica_context() is not None)
+
+    return moments
+
+
+def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Uses the mean and variance of the whole batch in `Strategy.run`, with `synchronized=True`."""
+
+    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+        context = replica_context()
+        if context is None or not self.synchronized:
+            _note_own_statistics(self, context)
             return original(self, inputs, mask)
         self.synchronized = False
         try:
             mean, variance = original(self, inputs, mask)
         finally:
             self.synchronized = True
-        context = replica_context()
-        if context is None:
-            return mean, variance
         wide = jnp.promote_types(mean.dtype, jnp.float32)
         count = _count(self, inputs, mask, wide)
         weight: Any = 1.0 / context.num_replicas_in_sync
@@ -90,14 +102,71 @@ def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., A
     return _moments
 
 
-def _note_own_statistics(layer: Any) -> None:
-    context = replica_context()
+def batch_normalization_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Normalizes each replica's part of a whole batch by itself, if the strategy asks for it."""
+
+    def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        num_parts = _num_parts(self, inputs, training, mask)
+        if num_parts == 1:
+            return original(self, inputs, training=training, mask=mask)
+        dtype = keras.backend.result_type(inputs.dtype, "float32")
+        num_rows = inputs.shape[0]
+        each = -(-num_rows // num_parts)
+        # Rows are divided as on the devices; XLA keeps the parts where they are.
+        rows = keras.ops.cast(inputs, dtype)
+        rows = jnp.pad(rows, [(0, num_parts * each - num_rows), *[(0, 0)] * (rows.ndim - 1)])
+        parts = rows.reshape(num_parts, each, *rows.shape[1:])
+        counts = np.clip(num_rows - each * np.arange(num_parts), 0, each)
+        present = np.arange(each) < counts[:, None]
+        present = present.reshape(num_parts, each, *[1] * (parts.ndim - 2))
+        shape = [num_parts, *[1] * (parts.ndim - 1)]
+        shape[self.axis if self.axis < 0 else self.axis + 1] = inputs.shape[self.axis]
+        axes = tuple([i + 1 for i in self._reduction_axes])
+        entries = np.maximum(counts * (inputs.size // num_rows // inputs.shape[self.axis]), 1)
+        entries = entries.reshape(num_parts, *[1] * (parts.ndim - 1)).astype(dtype)
+        mean = jnp.sum(jnp.where(present, parts, 0), axes, keepdims=True) / entries
+        squares = jnp.square(jnp.where(present, parts - mean, 0))
+        variance = jnp.sum(squares, axes, keepdims=True) / entries
+        weights = (counts / num_rows).astype(dtype)
+        for moving, own in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            of_all = jnp.tensordot(weights, own.reshape(num_parts, -1), 1)
+            old = keras.ops.cast(moving, dtype)
+            moving.assign(old * self.momentum + of_all * (1.0 - self.momentum))
+        scale = jax.lax.rsqrt(variance + self.epsilon)
+        if self.scale:
+            scale *= keras.ops.cast(self.gamma, dtype).reshape(shape[1:])
+        made = (parts - mean) * scale
+        if self.center:
+            made += keras.ops.cast(self.beta, dtype).reshape(shape[1:])
+        made = made.reshape(rows.shape)[:num_rows]
+        return keras.ops.cast(made, self.compute_dtype)
+
+    return call
+
+
+def _num_parts(layer: Any, inputs: Any, training: Any, mask: Any) -> int:
+    """Returns of how many parts of a batch a layer takes statistics."""
+    if not (training and layer.trainable and in_global_view()) or not inputs.shape[0]:
+        return 1
+    strategy = current_mode().strategy
+    if not strategy.extended.experimental_batch_statistics_of_replicas:
+        return 1
+    if mask is not None or layer.renorm or layer.axis in (0, -len(inputs.shape)):
+        raise UnsupportedError(
+            f"{layer.name}: experimental_batch_statistics_of_replicas is for BatchNormalization"
+            " without a mask, without renorm and with another axis than that of the rows. Leave"
+            " the option out; statistics are then those of the whole batch."
+        )
+    return int(strategy.extended.placement.num_replicas)
+
+
+def _note_own_statistics(layer: Any, context: Any) -> None:
     if context is not None and context.strategy not in _noted:
         _noted.add(context.strategy)
         _logger.warning(
-            "%s: batch normalization uses the statistics of each replica's part of the batch, as"
-            " with tf.distribute and torch. BatchNormalization(synchronized=True) uses those of the"
-            " whole batch.",
+            "%s: in Strategy.run, batch normalization uses the statistics of each replica's part of"
+            " the batch, as with tf.distribute and torch. BatchNormalization(synchronized=True)"
+            " uses those of the whole batch.",
             layer.name,
         )
 

@@ -144,6 +144,10 @@ class StrategyExtended:
         self._local_replicas = range(first_replica, first_replica + self._replicas_per_worker)
         self.step_counts = StepCounts()
         self._shard_optimizer_state = shard_optimizer_state
+        #: Whether `BatchNormalization` normalizes each replica's part of a batch by itself in Keras'
+        #: `fit`, as in tf.distribute, which saves a collective per layer and pass. Set it before the
+        #: first step. If False, the statistics are those of the whole batch, as on one device.
+        self.experimental_batch_statistics_of_replicas = False
         devices = placement.devices
         platform = devices[0].platform if devices else "cpu"
         ops = cross_device_ops or default_cross_device_ops(platform, self.num_workers)

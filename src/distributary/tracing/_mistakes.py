@@ -348,14 +348,6 @@ def _of_variable(case: _Case) -> str:
     )
 
 
-def _of_stateful(case: _Case) -> str:
-    return (
-        f"{case.subject}: a stateful RNN keeps a state for every row of one whole batch, but each"
-        " replica has a part of the batch. Write stateful=False, or train it with"
-        ' distributary.OneDeviceStrategy("CPU:0").'
-    )
-
-
 _METHODS = {
     "numpy": "Return the array from the step, and convert it after run: np.asarray(result).",
     "tolist": "Return the array from the step, and convert it after run.",
@@ -418,7 +410,6 @@ _RULES: list[tuple[type[BaseException], str, _Explanation, type[DistributaryErro
     (Exception, "from (a )?different trace level", _of_nnx, ContextError),
     (TypeError, "must be Tensor, not", _of_torch, InvalidTypeError),
     (ValueError, "Triggering __jax_array__", _of_variable, InvalidTypeError),
-    (ValueError, "If an RNN is stateful", _of_stateful, InvalidValueError),
 ]
 
 

@@ -78,6 +78,24 @@ def dims_of(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:
     return made if isinstance(made, list) else [made] * len(eqn.outvars)
 
 
+def dims_of_windows(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:
+    """Returns how to divide the operands of an operation with windows that are in one row each.
+
+    Returns:
+        The dims; [] if this is no such operation.
+    """
+    params = eqn.params
+    match eqn.primitive.name:
+        case "conv_general_dilated" if dims[0] == params["dimension_numbers"].lhs_spec[0]:
+            return [dims[0], None]
+        case "select_and_scatter_add":
+            _, dim = _first(dims) if any(d is not None for d in dims) else (0, None)
+            names = ("window_dimensions", "window_strides", "padding")
+            if dim is not None and [params[name][dim] for name in names] == [1, 1, (0, 0)]:
+                return [dim, dim]
+    return []
+
+
 def _is_linear(eqn: Equation, parts: Sequence[bool]) -> bool:
     operands, result = list(map(aval_of, eqn.invars)), aval_of(eqn.outvars[0])
     match eqn.primitive.name:
@@ -86,13 +104,10 @@ def _is_linear(eqn: Equation, parts: Sequence[bool]) -> bool:
         case name if name in _ADDITIONS:
             return all(parts)
         case "convert_element_type":
-            kinds = [
-                jnp.finfo(x.dtype) if jnp.issubdtype(x.dtype, np.floating) else None
-                for x in (operands[0], result)
-            ]
-            return operands[0].dtype == result.dtype or (
-                None not in kinds and is_wide(operands[0].dtype) and kinds[0].bits <= kinds[1].bits
-            )
+            before, after = operands[0].dtype, result.dtype
+            are_floating = all(jnp.issubdtype(x, np.floating) for x in (before, after))
+            is_exact = are_floating and is_wide(before) and before.itemsize <= after.itemsize
+            return before == after or is_exact
         case "mul":
             return sum(parts) == 1 and _is_number(eqn.invars[parts.index(False)])
         case "div":
@@ -131,8 +146,8 @@ def _images(eqn: Equation, states: Sequence[Any]) -> list[Share] | None:
 
 def _contracted(states: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> list[Share] | None:
     """Returns the two dims with rows if they are contracted with each other."""
-    matching = [
-        list(pair)
+    matching: list[list[Share]] = [
+        [*pair]
         for pair in pairs
         if all(state in (dim, None) for state, dim in zip(states, pair, strict=True))
     ]
@@ -302,10 +317,6 @@ def _unstacked(eqn: Equation, dims: Sequence[Dim]) -> Dim:
     return None if dim == eqn.params["axis"] else dim - (eqn.params["axis"] < dim)
 
 
-def _none(eqn: Equation, dims: Sequence[Dim]) -> Dim:
-    return None
-
-
 _REDUCTIONS = """
     argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
     reduce_xor squeeze
@@ -322,7 +333,6 @@ _DIMS: dict[str, Callable[[Equation, Sequence[Dim]], Dim | list[Dim]]] = {
     "gather": _gathered,
     "optimization_barrier": _each,
     "reshape": _reshaped,
-    "sort": _alike,
     "stack": _stacked,
     "transpose": _transposed,
     "unstack": _unstacked,
