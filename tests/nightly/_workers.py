@@ -32,7 +32,7 @@ __all__ = [
 PROGRAMS = Path(__file__).parents[1] / "multiprocess" / "programs"
 
 
-def outputs_of_two(program: str, *arguments: object, seconds: float) -> list[str]:
+def outputs_of_two(program: str, *arguments: object, seconds: float, devices: int = 1) -> list[str]:
     """Runs a program of tests/multiprocess in two workers, and returns what each has printed.
 
     A worker that does not end in time is killed, with all that it has started.
@@ -53,7 +53,7 @@ def outputs_of_two(program: str, *arguments: object, seconds: float) -> list[str
                         **os.environ,
                         "TF_CONFIG": json.dumps(task),
                         "JAX_PLATFORMS": "cpu",
-                        "JAX_NUM_CPU_DEVICES": "1",
+                        "JAX_NUM_CPU_DEVICES": str(devices),
                     },
                     stdin=subprocess.DEVNULL,
                     stdout=output,
