@@ -226,7 +226,7 @@ class Engine:
                     step.avals[0],
                     step.dims,
                     mesh,
-                    keeps_rows=kind.results == "rows",
+                    keeps_rows=kind.results != "shared",
                     is_staged=placement.home is not None,
                     rewrite=self._rewritten_whole,
                     subject=step.subject,

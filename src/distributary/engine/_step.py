@@ -35,9 +35,8 @@ class StepKind:
     Attributes:
         role: "replica" for the code of one replica, "update" for code that runs once per copy of a
             variable, and "global" for code that sees the rows of all replicas.
-        results: Form of the results, see `ReplicaProgram`; of the role "global", "shared" makes
-            them whole on every device, and others stay sharded by rows.
-        wraps: Whether results are distributed values; otherwise they are the program's arrays.
+        results: Form of the results, see `ReplicaProgram`. Of the role "global", they are arrays:
+            "shared" makes them whole on every device, else they stay sharded by rows.
         name: Name of the step, for people; None for that of the function.
         caller: Name of what runs it, in messages.
         autograph: Whether Python control flow is converted, see `Subject`.
@@ -45,7 +44,6 @@ class StepKind:
 
     role: Literal["replica", "update", "global"] = "replica"
     results: Results = "per replica"
-    wraps: bool = True
     name: str | None = None
     caller: str = "Strategy.run"
     autograph: bool | None = None
@@ -270,7 +268,7 @@ class Step:
         """Returns a function from the outputs of the program to the result of the run."""
         rebuild, num_replicas = self._rebuild, self._num_replicas
         assert rebuild is not None
-        if isinstance(program, GlobalProgram) or num_replicas == 1 or not self.kind.wraps:
+        if isinstance(program, GlobalProgram) or num_replicas == 1:
             return rebuild
         columns = [*zip(*self._constants.values(), strict=True)]
         if any(value != column[0] for column in columns for value in column):

@@ -58,8 +58,7 @@ class StepFunction:
         keeps_rows = kind == "predict" and self._share.num_workers == 1 and self._steps == 1
         self._kind_of_step = StepKind(
             "global",
-            "rows" if keeps_rows else "shared",
-            False,
+            "per replica" if keeps_rows else "shared",
             f"{trainer.name}.{_METHODS[kind]}",
             trainer.name,
         )

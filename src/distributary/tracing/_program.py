@@ -80,7 +80,7 @@ from distributary.tracing._scope import (
 from distributary.tracing._stages import Stages, cut, uncut
 
 # The form of a program's outputs, see `ReplicaProgram`.
-Results = Literal["per replica", "shared", "rows"]
+Results = Literal["per replica", "shared"]
 # See `ReplicaProgram`.
 Rewrite: TypeAlias = Callable[[Callable[..., Any], Sequence[Jaxpr], Any], Callable[..., Any]]
 _MAX_TRACES = 10
@@ -432,8 +432,8 @@ class ReplicaProgram:
         num_replicas: Number of replicas.
         mesh: Mesh with the axis `"replica"`; one replica on one device needs it only with
             `data`.
-        results: The form of the outputs. "per replica" stacks the values of the replicas, "rows"
-            joins them along dim 0, and "shared" is "per replica" only for outputs that can differ.
+        results: The form of the outputs. "per replica" stacks the values of the replicas, and
+            "shared" is "per replica" only for outputs that can differ.
         data: For every argument, whether the replicas compute everything that depends on it. What
             depends only on other arguments, on variables and on collectives then comes after the
             replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
@@ -463,7 +463,6 @@ class ReplicaProgram:
         self._subject = subject
         self._varying_args = list(varying)
         self._rewrite = rewrite
-        self._joins_rows = results == "rows"
         self._num_replicas = num_replicas
         self._mesh: Any = mesh
         self.uneven = len(avals) > 1
@@ -725,7 +724,7 @@ class ReplicaProgram:
         self._sum_states(outs)
         out_split = self._outputs_split()
         for k, i in enumerate(outputs):
-            if out_split[i] and not (self._joins_rows and i < self.num_outs):
+            if out_split[i]:
                 # `asarray`, because some constants of JAX are no arrays.
                 outs[k] = jnp.asarray(outs[k])[None]
         return outs
@@ -819,8 +818,6 @@ class ReplicaProgram:
 
     def _parts_joined(self, values: Sequence[Array]) -> Any:
         """Joins an output's values on all replicas; a list if they cannot be one array."""
-        if self._joins_rows:
-            return jnp.concatenate(values)
         equal = len({(value.shape, value.dtype) for value in values}) == 1
         return jnp.stack(values) if equal else list(values)
 
