@@ -220,7 +220,10 @@ class Step:
         return outs
 
     def _note_constants(self, result: object) -> None:
-        """Notes the Python values of one of the replicas that are traced one by one."""
+        """Notes the Python values of one of the replicas that are traced one by one.
+
+        Strings may differ. Numbers may not: where they are those of all replicas, they are one.
+        """
         scope = current_scope()
         if scope is None or scope.uneven is None:
             return
@@ -228,7 +231,7 @@ class Step:
         constants = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, kinds)]
         self._constants[scope.uneven.replica] = constants
         first = self._constants[0]
-        if len(constants) != len(first):
+        if [_or_text(value) for value in constants] != [_or_text(value) for value in first]:
             raise ReplicaMismatchError(
                 f"{self.title}: the function returned the Python values {first} on one replica and"
                 f" {constants} on another. Return arrays, jnp.asarray(value), for what differs"
@@ -308,12 +311,14 @@ class Step:
 _CONTAINERS = (PerReplica, Mirrored, GlobalBatch)
 
 
+def _or_text(value: object) -> object:
+    """Returns a Python value; the class of text, which can be another on each replica."""
+    return type(value) if isinstance(value, (str, bytes)) else value
+
+
 def _joined(values: Sequence[Any]) -> Any:
     """Returns the Python value of all replicas, as one if it is the same."""
-    if all(value == values[0] for value in values):
-        return values[0]
-    is_text = any(isinstance(value, (str, bytes)) for value in values)
-    return PerReplica(values if is_text else [*map(jnp.asarray, values)])
+    return values[0] if all(value == values[0] for value in values) else PerReplica(values)
 
 
 def _released(*args: Any, **kwargs: Any) -> Any:
