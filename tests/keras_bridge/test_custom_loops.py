@@ -78,6 +78,7 @@ _OPTIMIZERS = {
     "accumulating": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
     "adafactor": lambda: keras.optimizers.Adafactor(0.05),
     "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "schedule-free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),  # assigns when it is built
     "averaging": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
     "schedule": lambda: keras.optimizers.SGD(
         keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)

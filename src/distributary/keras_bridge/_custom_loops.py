@@ -16,7 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from distributary.context import current_mode, get_strategy, in_default_context
 from distributary.errors import ContextError, UnsupportedError, shown
-from distributary.keras_bridge._keras_private import in_stateless_scope
+from distributary.keras_bridge._keras_private import (
+    get_stateless_scope,
+    in_stateless_scope,
+    initialize_all_variables,
+    set_global_attribute,
+)
 from distributary.keras_bridge._replica import (
     aggregation_of_state,
     in_optimizer,
@@ -24,7 +29,7 @@ from distributary.keras_bridge._replica import (
 )
 from distributary.keras_bridge._variables import keeps_on_servers, place, planned_layout
 from distributary.topology import shard_dim
-from distributary.tracing import Handle, current_scope
+from distributary.tracing import Handle, current_scope, outside_of_trace
 from distributary.variables import ForeignVariable, across_replicas
 
 
@@ -157,6 +162,25 @@ class TracedVariables(keras.StatelessScope):
     def __exit__(self, *exc_info: Any) -> None:
         with jax.ensure_compile_time_eval():  # for the variables that were created in the trace
             super().__exit__(*exc_info)
+
+
+def build_optimizer(optimizer: Any, variables: list[Any]) -> None:
+    """Builds an optimizer in a step as if nothing were traced; the step is then traced once more.
+
+    What it assigns while it is built is for its first step only.
+    """
+    trace, scope = current_scope(), get_stateless_scope()
+    if optimizer.built or trace is None or not isinstance(scope, TracedVariables):
+        return
+    set_global_attribute("stateless_scope", None)
+    try:
+        with outside_of_trace(), keras.name_scope(optimizer.name, caller=optimizer):
+            initialize_all_variables()
+            optimizer.build(variables)
+            optimizer.built = True
+    finally:
+        set_global_attribute("stateless_scope", scope)
+    trace.created.append(optimizer.name)
 
 
 def _is_replicas_own(variable: Any, stand_in: KerasVariable) -> bool:

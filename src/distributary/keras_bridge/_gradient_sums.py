@@ -12,6 +12,7 @@ from jax import lax
 
 from distributary.collectives import ReduceOp
 from distributary.context import current_mode, get_strategy
+from distributary.keras_bridge._custom_loops import build_optimizer
 from distributary.keras_bridge._optimizers import as_keras, dense
 from distributary.keras_bridge._replica import (
     in_optimizer,
@@ -63,6 +64,8 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
             given["trainable_variables"] = [as_keras(variable) for variable in variables]
             pairs = zip(given["grads"], given["trainable_variables"], strict=False)
             given["grads"] = [dense(gradient, variable) for gradient, variable in pairs]
+            if not is_for_servers():
+                build_optimizer(args[0], given["trainable_variables"])
         if args[0].built:
             tell_new_state(args[0])
         if not _must_combine():
