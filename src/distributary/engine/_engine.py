@@ -227,7 +227,7 @@ class Engine:
                     step.dims,
                     mesh,
                     keeps_rows=kind.results != "shared",
-                    is_staged=placement.home is not None,
+                    data=None if placement.home is None else step.data,
                     rewrite=self._rewritten_whole,
                     subject=step.subject,
                 )

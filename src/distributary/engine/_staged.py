@@ -52,6 +52,7 @@ class Staged:
         inputs: Places of the inputs.
         outputs: Places where the outputs are wanted.
         placement: The mesh of the replicas, and where the variables lie.
+        is_rewritten: Whether the first stage has the forms that its devices run fast.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Staged:
         inputs: Sequence[Place],
         outputs: Sequence[Place],
         placement: Placement,
+        is_rewritten: bool = False,
     ) -> None:
         mesh, home, storage = placement.mesh, placement.home, placement.storage
         assert mesh is not None
@@ -84,7 +86,7 @@ class Staged:
             for k, i in enumerate(self._stages.replica_outputs)
             if self._outputs[i].sharding is storage
         ]
-        self._first = self._compiled_first(mesh)
+        self._first = self._compiled_first(mesh, is_rewritten)
         self._second = self._compiled_second()
 
     def _consts(self, closed: Any, inputs: list[int], sharding: Any) -> dict[int, Array]:
@@ -92,7 +94,7 @@ class Staged:
         placed = jax.device_put([closed.consts[i] for i in used], sharding)
         return dict(zip(used, placed, strict=True))
 
-    def _compiled_first(self, mesh: Any) -> Any:
+    def _compiled_first(self, mesh: Any, is_rewritten: bool) -> Any:
         stages, stage = self._stages, self._stages.replica
         if not stage.jaxpr.outvars and not stage.eqns:
             return None
@@ -106,7 +108,7 @@ class Staged:
         places = [self._inputs[i].sharding for i in stages.replica_inputs]
         once = set(stages.replica_inputs).difference(stages.update_inputs, self._fetched)
         return jax.jit(
-            with_cpu_rewrites(run, mesh),
+            run if is_rewritten else with_cpu_rewrites(run, mesh),
             in_shardings=[self._replicated if s is self._storage else s for s in places],
             out_shardings=[
                 *(None if s is self._storage else s for s in wanted),
@@ -275,5 +277,6 @@ class StagedProgram:
             is_whole = is_whole or (result.ndim and result.shape[0] % num_replicas)
             outputs += [Place(None if is_whole else stacked) for _ in jax.tree.leaves(result)]
         self._tree = jax.tree.structure(shapes)
-        self._staged = Staged(closed, inputs, outputs, self._placement)
+        is_rewritten = isinstance(program, GlobalProgram) and program.is_partitioned
+        self._staged = Staged(closed, inputs, outputs, self._placement, is_rewritten)
         return self._staged

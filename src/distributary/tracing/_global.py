@@ -48,8 +48,9 @@ class GlobalProgram:
         mesh: Mesh with the axis `"replica"`; None leaves the device to JAX.
         keeps_rows: Whether results stay sharded by rows where these divide; else every device has
             the whole results.
-        is_staged: Whether what depends only on variables, and on sums that `all_reduce` has marked,
-            comes after the mesh, once; see `cut_around_mesh`.
+        data: For every argument, whether the mesh computes everything that depends on it. What
+            depends only on other arguments, on variables, and on sums that `all_reduce` has marked
+            then comes after it, once; see `cut_around_mesh`. None leaves everything to the mesh.
         rewrite: Makes the function run faster.
         subject: What its user knows the function as.
 
@@ -58,8 +59,6 @@ class GlobalProgram:
     """
 
     describe: Callable[[], list[Line]]
-    #: Whether XLA divides the program, so that rewrites for one device do not fit.
-    uneven = False
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class GlobalProgram:
         mesh: Any,
         *,
         keeps_rows: bool,
-        is_staged: bool,
+        data: Sequence[bool] | None,
         rewrite: RewriteWhole,
         subject: Subject,
     ) -> None:
@@ -79,15 +78,15 @@ class GlobalProgram:
         pure = purify(closed, scope, avals, axis_env, 0)
         self._pure: Pure = pure
         self._rewrite = rewrite
-        self._mesh = None if mesh is None or mesh.size == 1 else mesh
+        self._mesh = None if mesh is None or (mesh.size == 1 and data is None) else mesh
         self._keeps_rows = keeps_rows
-        self._is_staged = is_staged
+        self._is_staged = data is not None
         self._avals = list(avals)
         num_given = len(pure.captures) + len(pure.handles)
         self._dims: list[int | None] = [*[None] * num_given, *dims]
         self._stages = uncut(pure.jaxpr)
-        if is_staged:
-            varying = [dim is not None for dim in self._dims]
+        if data is not None:
+            varying = [*[False] * num_given, *data]
             self._stages = cut(pure.jaxpr, varying, max(2, self.num_replicas))
         self.handles = pure.handles
         self.written = pure.written
@@ -111,7 +110,7 @@ class GlobalProgram:
     @property
     def is_partitioned(self) -> bool:
         """True if XLA divides the program over several devices."""
-        return self._mesh is not None
+        return self._mesh is not None and self._mesh.size > 1
 
     @property
     def has_first_output_everywhere(self) -> bool:
