@@ -1,0 +1,192 @@
+"""`fit` sees the whole batch: its numbers are those of one device."""
+
+import contextlib
+import logging
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.compat import tensorflow as tf
+
+X = np.random.default_rng(0).normal(size=(22, 6, 6, 2)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(22, 3)).astype(np.float32)
+
+
+def _model(cls=keras.Model, layers=(), **options):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6, 6, 2))
+    x = inputs
+    for layer in layers:
+        x = layer()(x)
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    model = cls(inputs, keras.layers.Dense(3)(x))
+    model.compile(options.pop("optimizer", "adam"), options.pop("loss", "mse"), **options)
+    return model
+
+
+def _losses(model, epochs=2):
+    return model.fit(X, Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0).history["loss"]
+
+
+def _both(strategy, run):
+    """Returns what `run` returns without a strategy, and under one."""
+    with strategy.scope():
+        ours = run()
+    return run(), ours
+
+
+class _Divides(keras.Model):
+    """A step for TensorFlow, with a loss divided by the number of replicas."""
+
+    def train_step(self, data):
+        x, y = data
+
+        def loss():
+            errors = keras.ops.mean(keras.ops.square(self(x, training=True) - y), axis=-1)
+            return tf.nn.compute_average_loss(errors)
+
+        value, gradients = dist.value_and_grad(loss, self.trainable_variables)()
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": value / dist.get_strategy().num_replicas_in_sync}
+
+
+class _Contrastive(keras.Model):
+    """A loss over all pairs of rows, whose author gathers the rows of all replicas."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        context = dist.get_replica_context()
+        rows = y_pred if context is None else context.all_gather(y_pred, axis=0)
+        logits = keras.ops.matmul(y_pred, keras.ops.transpose(rows))
+        labels = keras.ops.arange(keras.ops.shape(y_pred)[0])
+        losses = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+        return keras.ops.mean(losses)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("cls", [_Divides, _Contrastive])
+def test_steps_that_speak_of_replicas_are_right_unchanged(cls, num_replicas, strategy_of):
+    expected, got = _both(strategy_of(num_replicas), lambda: _losses(_model(cls)))
+
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
+
+
+def test_the_first_fit_of_a_step_for_tensorflow_says_what_it_sees(strategy_of, caplog):
+    with caplog.at_level(logging.WARNING), strategy_of(2).scope():
+        model = _model(_Divides)
+        _losses(model)
+        _losses(model)
+
+    told = [
+        record.getMessage() for record in caplog.records if "whole batch" in record.getMessage()
+    ]
+    assert len(told) == 1
+    assert "num_replicas_in_sync is 1" in told[0]
+
+
+def test_a_layer_that_cannot_be_compiled_trains_as_in_keras(strategy_of):
+    crop = [lambda: keras.layers.RandomCrop(4, 4, seed=0)]
+
+    expected, got = _both(strategy_of(2), lambda: _losses(_model(layers=crop)))
+
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
+
+
+def test_fit_goes_on_with_another_optimizer(strategy_of):
+    def run():
+        model = _model()
+        losses = _losses(model)
+        model.optimizer = keras.optimizers.SGD(0.2)
+        model.optimizer.build(model.trainable_variables)
+        return losses + _losses(model)
+
+    expected, got = _both(strategy_of(2), run)
+
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
+
+
+def test_synchronized_moments_are_those_of_the_batch(strategy_of):
+    def loss(y, p):
+        mean, variance = keras.ops.moments(p, axes=0, synchronized=True)
+        return keras.ops.sum(keras.ops.square(mean - y)) + keras.ops.sum(variance)
+
+    def plain(y, p):
+        mean, variance = keras.ops.moments(p, axes=0)
+        return keras.ops.sum(keras.ops.square(mean - y)) + keras.ops.sum(variance)
+
+    with strategy_of(2).scope():
+        got = _losses(_model(loss=loss))
+
+    np.testing.assert_allclose(got, _losses(_model(loss=plain)), rtol=2e-5)
+
+
+class _Outputs(keras.Model):
+    def train_step(self, state, data):
+        out, others = self.stateless_call(state[0], state[1], data[0], training=True)
+        return {"out": out}, (state[0], others, state[2], state[3])
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((8,), -1), ((5, 5, 4), -1), ((4, 5, 5), 1)], ids=["rows", "last", "first"]
+)
+@pytest.mark.parametrize("num_rows", [9, 7, 2])
+def test_statistics_of_replicas_are_an_option(num_rows, shape, axis, strategy_of):
+    strategy = strategy_of(3)
+    strategy.extended.experimental_batch_statistics_of_replicas = True
+    x = np.random.default_rng(0).normal(1, 3, size=(num_rows, *shape)).astype(np.float32)
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(axis=axis)
+        inputs = keras.Input(shape)
+        model = _Outputs(inputs, layer(inputs))
+        model.compile("sgd", "mse")
+
+    got = model.train_on_batch(x, x, return_dict=True)["out"]
+
+    each = -(-num_rows // 3)
+    axes = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
+    parts = [x[i : i + each] for i in range(0, num_rows, each)]
+    means = [part.mean(axes, keepdims=True) for part in parts]
+    deviations = [np.sqrt(part.var(axes, keepdims=True) + layer.epsilon) for part in parts]
+    expected = [(p - m) / d for p, m, d in zip(parts, means, deviations, strict=True)]
+    np.testing.assert_allclose(got, np.concatenate(expected), atol=2e-5)
+    moving = sum(m.ravel() * len(p) for m, p in zip(means, parts, strict=True)) / num_rows
+    np.testing.assert_allclose(layer.moving_mean, 0.01 * moving, atol=1e-6)
+
+
+def test_statistics_of_replicas_refuse_what_they_cannot_do(strategy_of):
+    strategy = strategy_of(2)
+    strategy.extended.experimental_batch_statistics_of_replicas = True
+    with strategy.scope():
+        model = _model(layers=[lambda: keras.layers.BatchNormalization(renorm=True)])
+
+    with pytest.raises(dist.errors.UnsupportedError, match="without renorm"):
+        _losses(model)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("make", ["mirrored", "central", "sharded"])
+def test_dropout_and_statistics_are_those_of_one_device(make, steps_per_execution, strategy_of):
+    layers = [
+        lambda: keras.layers.Conv2D(4, 3, activation="relu"),
+        keras.layers.BatchNormalization,
+        lambda: keras.layers.Dropout(0.3),
+    ]
+    devices = ["cpu:0", "cpu:1", "cpu:2"]
+    strategy = {
+        "mirrored": lambda: strategy_of(3),
+        "central": lambda: dist.CentralStorageStrategy(devices),
+        "sharded": lambda: dist.MirroredStrategy(devices, experimental_shard_optimizer_state=True),
+    }[make]()
+
+    def run(scope):
+        with scope:
+            model = _model(layers=layers, steps_per_execution=steps_per_execution)
+        losses = _losses(model)
+        return losses, model.get_weights(), model.predict(X, batch_size=8, verbose=0)
+
+    expected, got = run(contextlib.nullcontext()), run(strategy.scope())
+
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
