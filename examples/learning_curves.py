@@ -17,11 +17,13 @@ def draw(history, required_accuracy, path, losses=None):
         label = "train (augmented)"
         if name == "loss" and losses and len(losses) > 1:
             # From the thickest line to the thinnest, so that equal ones show.
-            for width, (number, values) in zip(range(3 * len(losses), 0, -3), losses.items()):
-                axes.plot(epochs, values, linewidth=width, label=f"{label}, {number} device(s)")
+            for i, (number, values) in enumerate(losses.items()):
+                style = {"color": f"C{2 * i}", "linewidth": 3 * (len(losses) - i)}
+                devices = f"{number} device{'s' * (number > 1)}"
+                axes.plot(epochs, values, label=f"{label}, {devices}", **style)
         else:
             axes.plot(epochs, history[name], label=label)
-        axes.plot(epochs, history[f"val_{name}"], label="test")
+        axes.plot(epochs, history[f"val_{name}"], color="C1", label="test")
         axes.set(xlabel="epoch", xlim=(0, len(epochs) + 1))
         axes.grid(alpha=0.3)
     final = history["val_accuracy"][-1]
