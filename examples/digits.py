@@ -79,7 +79,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=64, help="global, default %(default)s")
     parser.add_argument("--learning-rate", type=float, default=0.002, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    parser.add_argument("--devices", type=int, nargs="+", default=[], help="default: all at once")
+    parser.add_argument("--devices", type=int, nargs="+", default=[], help="in turn, default all")
     options = parser.parse_args()
     start_seconds = time.perf_counter()
 
