@@ -5,14 +5,25 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 
-def draw(history, required_accuracy, path):
-    """Draws loss and accuracy per epoch, by the names Keras gives them in a `History`."""
+def draw(history, required_accuracy, path, losses=None):
+    """Draws loss and accuracy per epoch, by the names Keras gives them in a `History`.
+
+    `losses` has the train loss of every number of devices, if there are several.
+    """
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     epochs = np.arange(1, len(history["loss"]) + 1)
     for axes, name in ((loss, "loss"), (accuracy, "accuracy")):
-        axes.plot(epochs, history[name], label="train (augmented)")
-        axes.plot(epochs, history[f"val_{name}"], label="test")
+        label = "train (augmented)"
+        if name == "loss" and losses and len(losses) > 1:
+            # From the thickest line to the thinnest, so that equal ones show.
+            for i, (number, values) in enumerate(losses.items()):
+                style = {"color": f"C{2 * i}", "linewidth": 3 * (len(losses) - i)}
+                devices = f"{number} device{'s' * (number > 1)}"
+                axes.plot(epochs, values, label=f"{label}, {devices}", **style)
+        else:
+            axes.plot(epochs, history[name], label=label)
+        axes.plot(epochs, history[f"val_{name}"], color="C1", label="test")
         axes.set(xlabel="epoch", xlim=(0, len(epochs) + 1))
         axes.grid(alpha=0.3)
     final = history["val_accuracy"][-1]

@@ -33,10 +33,8 @@ run. The columns "loss" and "weights" have the largest differences of a row.
 
 ## What is the same in all rows
 
-- **Rates of dropout are zero**, because every replica draws its own numbers. Models in which
-  they cannot be zero are marked.
-- **Batch normalization** has `synchronized=True`. Without it, every replica uses the statistics of
-  its own rows, as in PyTorch, and the log says so: see [Keras models](keras.md#what-is-computed).
+- **Rates of dropout are zero**, and **batch normalization** has `synchronized=True`. Neither is
+  needed any more. Models with other random numbers are marked.
 - **The optimizer** is SGD with momentum, unless the name of the row has another one. Adam divides a
   gradient by its size. Where a gradient is zero but for rounding, such as that of a bias before a
   normalization, each run takes steps of the full learning rate in a direction of its own. So some
