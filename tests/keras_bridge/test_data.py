@@ -302,8 +302,7 @@ def test_batches_of_varying_sizes_equal_one_device(strategy_of):
 
 def test_batches_smaller_than_the_number_of_replicas_equal_one_device(strategy_of):
     x, y = _arrays(7)
-    with pytest.warns(UserWarning, match="batches of 2 examples do not divide by 4 replicas"):
-        models = _assert_equals_one_device(strategy_of(4), lambda: (x, y), batch_size=2)
+    models = _assert_equals_one_device(strategy_of(4), lambda: (x, y), batch_size=2)
 
     results = [model.predict(x, batch_size=2, verbose=0) for model in models]
     assert results[0].shape == (7, 1)

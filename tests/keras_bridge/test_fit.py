@@ -171,21 +171,18 @@ def test_jit_compile_false_warns_and_is_right(strategy_of):
     _assert_one_step_equals_one_device(model)
 
 
-def test_a_warning_once_when_every_batch_is_uneven(strategy_of):
+def test_batches_that_do_not_divide_equal_one_device(strategy_of):
     model, reference = small.model(strategy_of(2)), small.model()
 
-    with pytest.warns(DistributaryWarning, match="batches of 3 examples do not divide") as caught:
-        history = small.fit(model, *small.data(9), batch_size=3)
-    small.fit(model, *small.data(9), batch_size=3)  # silent: warnings are errors
+    history = small.fit(model, *small.data(9), batch_size=3)
 
-    assert [(w.category, w.filename) for w in caught] == [(DistributaryWarning, small.__file__)]
     _assert_equal_history(history, small.fit(reference, *small.data(9), batch_size=3))
 
 
-def test_an_uneven_last_batch_does_not_warn_in_any_number_of_epochs(strategy_of):
+def test_an_uneven_last_batch_is_right_in_any_number_of_epochs(strategy_of):
     model, reference = small.model(strategy_of(2)), small.model()
 
-    history = small.fit(model, *small.data(7), epochs=3)  # warnings are errors
+    history = small.fit(model, *small.data(7), epochs=3)
 
     _assert_equal_history(history, small.fit(reference, *small.data(7), epochs=3))
     small.assert_equal_weights(model, reference)
@@ -194,8 +191,7 @@ def test_an_uneven_last_batch_does_not_warn_in_any_number_of_epochs(strategy_of)
 def test_epochs_of_a_single_uneven_batch_are_right(strategy_of):
     model, reference = small.model(strategy_of(2)), small.model()
 
-    with pytest.warns(DistributaryWarning, match="batches of 3 examples do not divide"):
-        history = small.fit(model, *small.data(3), epochs=3)
+    history = small.fit(model, *small.data(3), epochs=3)
 
     _assert_equal_history(history, small.fit(reference, *small.data(3), epochs=3))
 
@@ -281,7 +277,7 @@ def test_own_train_test_and_predict_steps_equal_one_device(strategy_of):
             np.testing.assert_allclose(got[name], expected[name], **small.CLOSE)
 
 
-def test_an_output_without_rows_of_the_batch_is_warned_of(strategy_of):
+def test_an_output_without_rows_of_the_batch_comes_once_for_each_batch(strategy_of):
     class Model(keras.Model):
         def __init__(self):
             super().__init__()
@@ -294,11 +290,10 @@ def test_an_output_without_rows_of_the_batch_is_warned_of(strategy_of):
         model = Model()
         model.compile()
 
-    with pytest.warns(DistributaryWarning, match=r"1 rows for the 3 rows of a replica"):
-        rows, kernels = model.predict(small.data(6)[0], verbose=0)
+    rows, kernels = model.predict(small.data(6)[0], batch_size=4, verbose=0)
 
     assert len(rows) == 6
-    assert len(kernels) == 2  # one of each replica
+    assert len(kernels) == 2
 
 
 class _GuideSteps(_CustomSteps):
@@ -348,7 +343,6 @@ class _OwnMeans(keras.Model):
 
 
 # With three replicas, every batch of 4 rows is uneven.
-@pytest.mark.filterwarnings("ignore:small. batches of 4 examples do not divide by 3 replicas")
 @pytest.mark.parametrize(
     ("rows", "num_replicas"), [(15, 2), (16, 3), (14, 3), (15, 4), (14, 4), (13, 4)]
 )

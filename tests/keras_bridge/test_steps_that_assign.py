@@ -70,7 +70,6 @@ def test_what_layers_add_to_the_loss_counts_once(regularizers, strategy_of):
         np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*do not divide by 3 replicas")
 @pytest.mark.parametrize(
     ("num_replicas", "options"),
     [(1, {}), (2, {}), (3, {}), (2, {"steps_per_execution": 2}), (2, {"run_eagerly": True})],

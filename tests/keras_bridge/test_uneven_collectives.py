@@ -121,9 +121,6 @@ def _synchronized():
     return [kl.BatchNormalization(synchronized=True)]
 
 
-_UNEVEN = pytest.mark.filterwarnings("ignore:.*do not divide by 4 replicas")
-
-
 # Batches of 8 and 5 rows, so that two replicas have an even and an uneven one.
 @pytest.mark.parametrize(
     "build",
@@ -171,7 +168,6 @@ def test_an_uneven_batch_trains_as_on_one_device(build, train_twice, assert_same
     assert_same_training(alone, distributed, unchanged=("bias", "beta"))
 
 
-@_UNEVEN
 @pytest.mark.parametrize("loss", [contrastive, spread_by_jax])
 def test_replicas_of_few_rows_train_as_on_one_device(loss, train_twice, assert_same_training):
     alone, distributed = train_twice(
