@@ -104,10 +104,11 @@ class StepFunction:
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs), state
 
     def _begin_loop(self, iterator: Any) -> None:
-        variables = [weakref.ref(v) for part in self._step.variables() for v in part]
-        if self._variables != variables:  # another optimizer, or other layers
-            self._variables = variables
+        variables = [v for part in self._step.variables() for v in part]
+        known = {id(reference()) for reference in self._variables}
+        if not known <= set(map(id, variables)):  # another optimizer, or other layers
             self._programs.clear()
+        self._variables = list(map(weakref.ref, variables))
         self._loop = None if isinstance(iterator, DatasetBatches) else Loop(self._counts)
         try:
             self._loops_over = weakref.ref(iterator)

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.topology import REPLICA_AXIS, shard_dim, shard_spec
 from distributary.tracing._description import Line
-from distributary.tracing._jaxprs import Array, computed_from
+from distributary.tracing._jaxprs import Array, computed_from, variables_of
 from distributary.tracing._joint import evaluate_jointly
 from distributary.tracing._markers import Handle
 from distributary.tracing._mistakes import Subject
@@ -157,7 +157,8 @@ class GlobalProgram:
         new = []
         for k, handle in enumerate(pure.written, self.num_outs):
             value = results[k]
-            if pure.jaxpr.outvars[k] in divided and shard_dim(handle.parts) is None:
+            is_divided = not divided.isdisjoint(variables_of([pure.jaxpr.outvars[k]]))
+            if is_divided and shard_dim(handle.parts) is None:
                 # XLA then gathers new weights and not the state they are computed from.
                 value = self._constrained(value, shard_spec(jnp.shape(value), self.num_replicas))
             new.append(_written(handle, value))
