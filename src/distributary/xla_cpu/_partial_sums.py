@@ -179,10 +179,13 @@ class _Evaluation:
         stacks = self._add_up(
             whole, [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if part], env
         )
-        return [
-            stacks[v] if v in stacks else self._stack(_value(v, env)) if part else _value(v, env)
-            for v, part in zip(jaxpr.outvars, are_parts, strict=True)
-        ]
+        made = []
+        for v, part in zip(jaxpr.outvars, are_parts, strict=True):
+            if not isinstance(v, Literal) and v in stacks:
+                made.append(stacks[v])
+            else:
+                made.append(self._stack(_value(v, env)) if part else _value(v, env))
+        return made
 
     def _evaluated(self, eqn: Equation, env: dict[Atom, _Value], dims: dict[Atom, State]) -> bool:
         """Adds the results of an equation to `env` and `dims` if it can be evaluated."""
