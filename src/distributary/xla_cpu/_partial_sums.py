@@ -159,12 +159,13 @@ class _Evaluation:
         )
         for v, (value, state) in zip(jaxpr.invars, given, strict=True):
             env[v] = self._part(value, v) if is_part(state) else value
-            dims[v] = state
+            dims[v] = None if is_part(state) else state
         are_parts = list(map(is_part, results))
         whole = [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if not part]
         todo: Sequence[Equation] = jaxpr.eqns
         while todo:
             later: list[Equation] = []
+            wanted: list[Atom] = []
             for eqn in todo:
                 # Effects happen in order.
                 waits = bool(eqn.effects) and any(other.effects for other in later)
@@ -175,6 +176,8 @@ class _Evaluation:
                 # What is computed from the same parts later must not compute them again.
                 used = [v for eqn in later for v in eqn.invars if _is_pending(v, env)]
                 self._add_up([*wanted, *whole], used, env)
+            # Parts that an equation waits for have been added up, so each round evaluates some.
+            assert len(later) < len(todo) or wanted, "no equation can be evaluated"
             todo = later
         stacks = self._add_up(
             whole, [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if part], env
@@ -213,7 +216,8 @@ class _Evaluation:
         else:
             made = self._controlled(eqn, operands, plan, env)
             env.update(zip(eqn.outvars, made, strict=True))
-            dims.update(zip(eqn.outvars, plan.results, strict=True))
+            results = [None if is_part(state) else state for state in plan.results]
+            dims.update(zip(eqn.outvars, results, strict=True))
         return True
 
     # Sums
