@@ -183,11 +183,12 @@ class _Evaluation:
             whole, [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if part], env
         )
         made = []
-        for v, part in zip(jaxpr.outvars, are_parts, strict=True):
-            if not isinstance(v, Literal) and v in stacks:
-                made.append(stacks[v])
+        for out, part in zip(jaxpr.outvars, are_parts, strict=True):
+            if not isinstance(out, Literal) and out in stacks:
+                made.append(stacks[out])
             else:
-                made.append(self._stack(_value(v, env)) if part else _value(v, env))
+                value = _value(out, env)
+                made.append(self._stack(value) if part else value)
         return made
 
     def _evaluated(self, eqn: Equation, env: dict[Atom, _Value], dims: dict[Atom, State]) -> bool:
@@ -216,8 +217,8 @@ class _Evaluation:
         else:
             made = self._controlled(eqn, operands, plan, env)
             env.update(zip(eqn.outvars, made, strict=True))
-            results = [None if is_part(state) else state for state in plan.results]
-            dims.update(zip(eqn.outvars, results, strict=True))
+            for v, state in zip(eqn.outvars, plan.results, strict=True):
+                dims[v] = None if is_part(state) else state
         return True
 
     # Sums
