@@ -22,7 +22,9 @@ def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(name, tm
 
     output = process.stdout
     assert process.returncode == 0, output + process.stderr
-    assert process.stderr == ""
+    # On a slow machine, compiling takes long enough to be told.
+    told = [line for line in process.stderr.splitlines() if not line.startswith("Compiling a step")]
+    assert not told
     assert output.startswith("<MirroredStrategy: 2 replicas on CPU:0, CPU:1; XLA all-reduce"), (
         output
     )
