@@ -570,7 +570,7 @@ for _name, _make, _x in [
     ("transposed_convolution", lambda: kl.Conv2DTranspose(2, 3, strides=2), "images"),
     ("transposed_convolution_1d", lambda: kl.Conv1DTranspose(2, 3), "series"),
     ("max_pooling", kl.MaxPooling2D, "images"),
-    ("average_pooling", kl.AveragePooling2D, "images"),
+    ("average_pooling", lambda: kl.AveragePooling2D(3, strides=2), "images"),
     ("adaptive_pooling", lambda: kl.AdaptiveAveragePooling2D(4), "images"),
     ("global_max_pooling", kl.GlobalMaxPooling2D, "images"),
     ("global_average_pooling", kl.GlobalAveragePooling1D, "series"),
@@ -593,7 +593,7 @@ for _name, _make, _x in [
         "series",
     ),
     ("conv_lstm_1d", lambda: kl.ConvLSTM1D(2, 2), "images"),
-    ("einsum_dense", lambda: kl.EinsumDense("btc,cd->btd", (None, 5), bias_axes="d"), "series"),
+    ("einsum_dense", lambda: kl.EinsumDense("btc,cd->btd", (6, 5), bias_axes="d"), "series"),
     ("prelu", lambda: kl.PReLU(shared_axes=[1, 2]), "images"),
     ("activity", lambda: kl.ActivityRegularization(l1=0.01, l2=0.02), "vectors"),
     (
@@ -612,7 +612,7 @@ for _name, _make, _x in [
     ("repeat_and_permute", lambda: kl.RepeatVector(4), "vectors"),
     ("category_encoding", lambda: kl.Discretization([-1.0, 0.0, 1.0]), "vectors"),
     ("lora", lambda: _with_lora(), "vectors"),
-    ("maximum_of_pieces", lambda: kl.Dense(6, "glu"), "vectors"),
+    ("threshold", lambda: kl.Dense(6, "hard_shrink"), "vectors"),
     ("lambda_of_rows", lambda: kl.Lambda(lambda x: x - ops.mean(x, 0)), "vectors"),
     ("reshape_of_example", lambda: kl.Reshape((-1, 2)), "vectors"),
 ]:
@@ -681,7 +681,22 @@ def _stateful_recurrence():
     return compiled(keras.Model(inputs, kl.Dense(3)(x)))
 
 
-add("stateful_recurrence", "state", _stateful_recurrence, x="series", rows=36, predict=False)
+def _on_full_batches(model, x, y):
+    history = model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0).history
+    tested = model.evaluate(x, y, batch_size=12, verbose=0, return_dict=True)
+    return {**history, **{f"tested {key}": [value] for key, value in tested.items()}}
+
+
+add(
+    "stateful_recurrence",
+    "state",
+    _stateful_recurrence,
+    x="series",
+    rows=36,
+    train=_on_full_batches,
+    evaluate=False,
+    predict=False,
+)
 
 
 def _product_begins(key, x):
