@@ -781,18 +781,6 @@ def if_in_a_layer(strategy):
     model.fit(BATCH, BATCH[:, :1], verbose=0)
 
 
-@told("stateful", "RNN")
-def stateful_rnn(strategy):
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((5, 3), batch_size=8), keras.layers.LSTM(2, stateful=True)]
-        )
-        model.compile("sgd", "mse")
-    model.fit(
-        np.ones((16, 5, 3), np.float32), np.ones((16, 2), np.float32), batch_size=8, verbose=0
-    )
-
-
 # Names and arguments of tf.distribute, and of others
 
 
