@@ -66,7 +66,8 @@ def _check(reports, weight_bytes, num_weights, state_bytes, flops):
     reduced = {c["network"]: c["groups"] for c in slices["collectives"] if "reduce" in c["kind"]}
     assert reduced == {"slice": [list(range(8))], "slices": [[0, 1]]}
     assert 1 < slices["all_reduced_bytes"] / weight_bytes < 1.1
-    assert 1 <= slices["cross_slice_bytes"] / (weight_bytes / 8) < 1.1
+    # In `fit`, XLA divides the sums between slices, and pads some.
+    assert 1 <= slices["cross_slice_bytes"] / (weight_bytes / 8) < 1.16
     # All of them at once, here and there. What goes by itself is the loss and metrics.
     whole, parts = (
         c for c in slices["collectives"] if "reduce" in c["kind"] and c["num_bytes"] > 1024

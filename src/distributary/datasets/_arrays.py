@@ -33,7 +33,14 @@ class Slices(NumberedNode):
         return len(self.leaves[0])
 
     def row(self, number: int) -> Nest:
-        return self.structure.unflatten([native(leaf[number]) for leaf in self.leaves])
+        # The element of an array of objects can be anything.
+        rows = [leaf[number] for leaf in self.leaves]
+        return self.structure.unflatten(
+            [
+                row if leaf.dtype.hasobject else native(row)
+                for row, leaf in zip(rows, self.leaves, strict=True)
+            ]
+        )
 
     def rows(self, numbers: np.ndarray) -> Block:
         return self.structure.unflatten(
