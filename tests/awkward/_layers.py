@@ -699,13 +699,13 @@ add(
 )
 
 
-def _product_begins(key, x):
-    kernel = 0.3 * jax.random.normal(key, (x.shape[-1], 4))
+def _product_begins(rng, inputs):
+    kernel = 0.3 * jax.random.normal(rng, (inputs.shape[-1], 4))
     return {"kernel": kernel}, {"mean": jnp.zeros(4)}
 
 
-def _centred_product(params, state, x, training):
-    product = x @ params["kernel"]
+def _centred_product(params, state, inputs, training):
+    product = inputs @ params["kernel"]
     mean = jnp.mean(product, 0) if training else state["mean"]
     return product - mean, {"mean": 0.8 * state["mean"] + 0.2 * mean if training else mean}
 
@@ -758,7 +758,11 @@ class _Implicit(kl.Layer):
         return lax.fori_loop(0, 6, turn, jnp.zeros_like(x))
 
 
-_of_layers("jax_layer", lambda: kl.JaxLayer(_centred_product, init_fn=_product_begins))
+_of_layers(
+    "jax_layer",
+    lambda: kl.JaxLayer(_centred_product, init_fn=_product_begins),
+    excluded="asks TensorFlow for shapes",
+)
 _of_layers("attention_to_other_rows", _RowsOfOthers)
 _of_layers("hyper_network", _HyperNetwork)
 _of_layers("fast_weights", _FastWeights)

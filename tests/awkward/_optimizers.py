@@ -107,14 +107,8 @@ add("loss_scale_of_one_row", "optimizers", _overflows_of_one_row, stays=True)
 
 def _several_optimizers():
     model = net()
-    first, second = model.layers[0], model.layers[-1]
-    optimizer = ko.MultiOptimizer(
-        [
-            ko.OptimizerMap(ko.SGD(0.05), first.variables),
-            ko.OptimizerMap(ko.Adam(0.02), second.variables),
-        ]
-    )
-    return compiled(model, "mse", optimizer)
+    of_head = {f"{model.layers[-1].path}/.*": ko.Adam(0.02)}
+    return compiled(model, "mse", ko.MultiOptimizer(ko.OptimizerMap(ko.SGD(0.05), of_head)))
 
 
 def _norm(gradients):
@@ -208,12 +202,13 @@ class _Lookahead(ko.Optimizer):
 
     def update_step(self, gradient, variable, learning_rate):
         slow = self.slow[self.order[variable.path]]
+        before = ops.convert_to_tensor(slow)
         momentum = self.momenta[self.order[variable.path]]
         self.assign(momentum, 0.9 * momentum + gradient)
         fast = variable - ops.cast(learning_rate, variable.dtype) * momentum
         back = (self.iterations + 1) % 3 == 0
-        mean = 0.5 * (fast + slow)
-        self.assign(slow, ops.where(back, mean, slow))
+        mean = 0.5 * (fast + before)
+        self.assign(slow, ops.where(back, mean, before))
         self.assign(variable, ops.where(back, mean, fast))
 
 

@@ -40,7 +40,7 @@ def train(
         strategy: The strategy in whose scope the model is made, or None for plain Keras.
         steps_per_execution: Steps in one program.
         quick: Evaluates and predicts with one batch only, that no number of replicas divides.
-        rounding: Number of a draw of signs: weights begin two units of the last place away.
+        rounding: Number of a draw of signs: weights begin a unit of their last place away.
         **options: Further arguments of `fit`.
 
     Returns:
@@ -114,7 +114,8 @@ def _change_a_little(model: Any, number: int) -> None:
     random = np.random.default_rng(number)
     for variable in model.trainable_variables:
         value = np.array(variable)
-        by = 1 + 2 * float(jnp.finfo(value.dtype).eps) * random.choice([-1.0, 1.0], value.shape)
+        eps = max(float(jnp.finfo(dtype).eps) for dtype in (value.dtype, model.compute_dtype))
+        by = 1 + eps * random.choice([-1.0, 1.0], value.shape)
         variable.assign((np.asarray(value, float) * by).astype(value.dtype))
 
 
