@@ -47,6 +47,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("Trainer", "train_on_batch", _models.in_scope),
     ("Trainer", "test_on_batch", _models.in_scope),
     ("Trainer", "predict_on_batch", _models.in_scope),
+    ("BaseTrainer", "_symbolic_build", _models.symbolic_build),
     ("Trainer", "_make_function", _models.make_function),
     ("Trainer", "_get_jax_state", _models.get_jax_state),
     ("keras.src.backend.jax.trainer.JAXEpochIterator", "_get_iterator", _models.get_iterator),

@@ -15,10 +15,12 @@ import numpy as np
 from distributary.context import (
     check_same_strategy,
     current_mode,
+    entered,
     get_strategy,
     has_strategy,
     in_default_context,
 )
+from distributary.engine import mode_of
 from distributary.errors import ContextError, DistributaryWarning, shown
 from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import Call, DatasetAdapter, batches_of, current_call
@@ -270,6 +272,19 @@ def store_state_per_call(trainer: Any) -> None:
 
     for name in defaults:
         setattr(trainer, name, kept(name))
+
+
+def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Builds a model with the step in the context in which it runs: the only replica's."""
+
+    def _symbolic_build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(self)
+        if strategy is None or keeps_on_servers(strategy):
+            return original(self, *args, **kwargs)
+        with entered(mode_of(strategy, "global")):
+            return original(self, *args, **kwargs)
+
+    return _symbolic_build
 
 
 def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
