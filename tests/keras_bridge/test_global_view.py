@@ -86,10 +86,14 @@ def test_the_first_fit_of_a_step_for_tensorflow_says_what_it_sees(strategy_of, c
     assert "num_replicas_in_sync is 1" in told[0]
 
 
-def test_a_layer_that_cannot_be_compiled_trains_as_in_keras(strategy_of):
-    crop = [lambda: keras.layers.RandomCrop(4, 4, seed=0)]
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_a_layer_that_cannot_be_compiled_trains_as_in_keras(steps_per_execution, strategy_of):
+    options = {
+        "layers": [lambda: keras.layers.RandomCrop(4, 4, seed=0)],
+        "steps_per_execution": steps_per_execution,
+    }
 
-    expected, got = _both(strategy_of(2), lambda: _losses(_model(layers=crop)))
+    expected, got = _both(strategy_of(2), lambda: _losses(_model(**options)))
 
     np.testing.assert_allclose(got, expected, rtol=2e-5)
 

@@ -104,7 +104,7 @@ class Engine:
             key = (tree, tuple(map(signature_of, leaves, repeat(kind.caller))), kind)
         except InvalidTypeError as error:
             raise argument_error(error, leaves, Subject(function, tree, kind.name)) from None
-        if kind.name is None:  # batches of Keras are copies already
+        if kind.role != "global":  # batches of Keras are copies already
             leaves = own_arrays(leaves, kind.caller)
         executable = programs.get(key)
         if executable is not None:

@@ -172,7 +172,7 @@ class Executable:
         options: Any = {} if shardings is None else {"in_shardings": (None, None, None, shardings)}
         # If a check fails, the variables keep their values.
         donated = () if self._keeps_state() else (1,)
-        if not (isinstance(program, GlobalProgram) and program.is_partitioned):
+        if not program.is_partitioned:
             run = with_cpu_rewrites(run, mesh)  # the others rewrite what each device computes
         jitted = jax.jit(run, donate_argnums=donated, **options)
         self._call = for_target(jitted, mesh, ProgramKind(name, trains))

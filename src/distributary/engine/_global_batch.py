@@ -8,7 +8,7 @@ import numpy as np
 
 from distributary._types import Nest
 from distributary.engine._placement import Placement
-from distributary.topology import local_copy, local_devices, put_rows
+from distributary.topology import local_copy, local_devices, num_local_replicas, put_rows
 
 __all__ = ["GlobalBatch", "global_batch"]
 
@@ -55,9 +55,7 @@ def global_batch(batch: Nest, placement: Placement, dim: int, is_own: bool) -> G
     """
     num_replicas, stacked = placement.num_replicas, placement.stacked
     assert stacked is not None
-    num_own = num_replicas
-    if placement.is_of_job:
-        num_own = len(local_devices(stacked)) * num_replicas // stacked.mesh.size
+    num_own = num_local_replicas(stacked) if placement.is_of_job else num_replicas
     first = placement.first_replica
     leaves, tree = jax.tree.flatten(batch)
     num_rows: list[int | None] = []

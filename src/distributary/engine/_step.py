@@ -250,15 +250,11 @@ class Step:
         """
         if not placement.takes_host_arrays:
             return None
-        found: list[Any] = [
-            None
-            if not is_on_host
-            else placement.stacked
-            if varies
-            else None
-            if dim is None
-            else placement.of_rows(dim)
-            for is_on_host, varies, dim in zip(self._on_host, self.varying, self.dims, strict=True)
+        # Values of replicas are `[replica, *shape]`.
+        dims = [0 if varies else d for varies, d in zip(self.varying, self.dims, strict=True)]
+        found = [
+            placement.of_rows(dim) if is_on_host and dim is not None else None
+            for is_on_host, dim in zip(self._on_host, dims, strict=True)
         ]
         return found if any(found) else None
 
@@ -274,7 +270,7 @@ class Step:
         if isinstance(program, GlobalProgram) or num_replicas == 1:
             return rebuild
         columns = [*zip(*self._constants.values(), strict=True)]
-        if any(value != column[0] for column in columns for value in column):
+        if columns:
             rebuild = functools.partial(rebuild, constants=[*map(_joined, columns)])
         if program.uneven or not all(program.split_outs):
             return lambda outs: self._merge(rebuild, program, outs)

@@ -109,39 +109,44 @@ def batch_normalization_call(original: Callable[..., Any]) -> Callable[..., Any]
         num_parts = _num_parts(self, inputs, training, mask)
         if num_parts == 1:
             return original(self, inputs, training=training, mask=mask)
-        dtype = keras.backend.result_type(inputs.dtype, "float32")
-        num_rows = inputs.shape[0]
-        each = -(-num_rows // num_parts)
-        # Rows are divided as on the devices; XLA keeps the parts where they are.
-        rows = keras.ops.cast(inputs, dtype)
-        rows = jnp.pad(rows, [(0, num_parts * each - num_rows), *[(0, 0)] * (rows.ndim - 1)])
-        parts = rows.reshape(num_parts, each, *rows.shape[1:])
-        counts = np.clip(num_rows - each * np.arange(num_parts), 0, each)
-        present = np.arange(each) < counts[:, None]
-        present = present.reshape(num_parts, each, *[1] * (parts.ndim - 2))
-        shape = [num_parts, *[1] * (parts.ndim - 1)]
-        shape[self.axis if self.axis < 0 else self.axis + 1] = inputs.shape[self.axis]
-        axes = tuple([i + 1 for i in self._reduction_axes])
-        entries = np.maximum(counts * (inputs.size // num_rows // inputs.shape[self.axis]), 1)
-        entries = entries.reshape(num_parts, *[1] * (parts.ndim - 1)).astype(dtype)
-        mean = jnp.sum(jnp.where(present, parts, 0), axes, keepdims=True) / entries
-        squares = jnp.square(jnp.where(present, parts - mean, 0))
-        variance = jnp.sum(squares, axes, keepdims=True) / entries
-        weights = (counts / num_rows).astype(dtype)
-        for moving, own in ((self.moving_mean, mean), (self.moving_variance, variance)):
-            of_all = jnp.tensordot(weights, own.reshape(num_parts, -1), 1)
-            old = keras.ops.cast(moving, dtype)
-            moving.assign(old * self.momentum + of_all * (1.0 - self.momentum))
-        scale = jax.lax.rsqrt(variance + self.epsilon)
-        if self.scale:
-            scale *= keras.ops.cast(self.gamma, dtype).reshape(shape[1:])
-        made = (parts - mean) * scale
-        if self.center:
-            made += keras.ops.cast(self.beta, dtype).reshape(shape[1:])
-        made = made.reshape(rows.shape)[:num_rows]
-        return keras.ops.cast(made, self.compute_dtype)
+        return _normalized_parts(self, inputs, num_parts)
 
     return call
+
+
+def _normalized_parts(layer: Any, inputs: Any, num_parts: int) -> Any:
+    """Returns what a layer makes of a batch in parts, and updates its moving averages."""
+    dtype = keras.backend.result_type(inputs.dtype, "float32")
+    num_rows = inputs.shape[0]
+    each = -(-num_rows // num_parts)
+    # Rows are divided as on the devices; XLA keeps the parts where they are.
+    rows = keras.ops.cast(inputs, dtype)
+    rows = jnp.pad(rows, [(0, num_parts * each - num_rows), *[(0, 0)] * (rows.ndim - 1)])
+    parts = rows.reshape(num_parts, each, *rows.shape[1:])
+    counts = np.clip(num_rows - each * np.arange(num_parts), 0, each)
+    present = np.arange(each) < counts[:, None]
+    present = present.reshape(num_parts, each, *[1] * (parts.ndim - 2))
+    shape = [num_parts, *[1] * (parts.ndim - 1)]
+    shape[layer.axis if layer.axis < 0 else layer.axis + 1] = inputs.shape[layer.axis]
+    axes = tuple([i + 1 for i in layer._reduction_axes])
+    entries = np.maximum(counts * (inputs.size // num_rows // inputs.shape[layer.axis]), 1)
+    entries = entries.reshape(num_parts, *[1] * (parts.ndim - 1)).astype(dtype)
+    mean = jnp.sum(jnp.where(present, parts, 0), axes, keepdims=True) / entries
+    squares = jnp.square(jnp.where(present, parts - mean, 0))
+    variance = jnp.sum(squares, axes, keepdims=True) / entries
+    weights = (counts / num_rows).astype(dtype)
+    for moving, own in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+        of_all = jnp.tensordot(weights, own.reshape(num_parts, -1), 1)
+        old = keras.ops.cast(moving, dtype)
+        moving.assign(old * layer.momentum + of_all * (1.0 - layer.momentum))
+    scale = jax.lax.rsqrt(variance + layer.epsilon)
+    if layer.scale:
+        scale *= keras.ops.cast(layer.gamma, dtype).reshape(shape[1:])
+    made = (parts - mean) * scale
+    if layer.center:
+        made += keras.ops.cast(layer.beta, dtype).reshape(shape[1:])
+    made = made.reshape(rows.shape)[:num_rows]
+    return keras.ops.cast(made, layer.compute_dtype)
 
 
 def _num_parts(layer: Any, inputs: Any, training: Any, mask: Any) -> int:

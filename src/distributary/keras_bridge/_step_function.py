@@ -127,7 +127,7 @@ class StepFunction:
 
     def _run(self, batch: Nest, count: int = 1) -> Nest:
         """Runs one step on a batch, or `count` steps on as many stacked batches."""
-        if self._eager and not is_own(batch):
+        if self._eager and not isinstance(batch, OwnRows):
             return self._run_eagerly(batch)
         data, num_examples = self._laid_out(batch, count)
         step = self._step
@@ -141,7 +141,7 @@ class StepFunction:
             )
         except TracedValueError:
             # Keras does not compile models with a layer that says that it cannot be compiled.
-            if self._trainer.jit_compile or is_own(batch) or count > 1:
+            if self._trainer.jit_compile or isinstance(batch, OwnRows) or count > 1:
                 raise
             self._eager = True
             return self._run_eagerly(batch)
@@ -157,13 +157,14 @@ class StepFunction:
     def _laid_out(self, batch: Nest, count: int) -> tuple[Nest, int]:
         """Returns a batch as the step gets it, and how many rows this process computes."""
         dim = int(count > 1)
+        is_own = isinstance(batch, OwnRows)
         rows: Nest = batch.rows if isinstance(batch, OwnRows) else batch
         num_examples = count * num_rows(rows, dim)
         if self._num_replicas == 1:
             return rows, num_examples
-        if not is_own(batch) and self._share.num_workers > 1:
+        if not is_own and self._share.num_workers > 1:
             num_examples = -(-num_examples // self._share.num_workers)
-        return global_batch(rows, self._placement, dim, is_own(batch)), num_examples
+        return global_batch(rows, self._placement, dim, is_own), num_examples
 
     def _run_eagerly(self, batch: Nest) -> Nest:
         # Operations of a single worker need arrays of its own. All workers compute the same.
@@ -183,14 +184,9 @@ class StepFunction:
 
     def _fuses(self, stacked: Nest) -> bool:
         """Returns whether several steps become one program."""
-        if self._eager:
-            return False
+        if self._eager or not self._trainer.jit_compile:
+            return False  # a layer may be impossible to compile, see `_run`
         if self._fusible is None:
             data, _ = self._laid_out(jax.tree.map(lambda x: x[0], stacked), 1)
             self._fusible = self._engine.fuses(self._step, data, self._kind_of_step)
         return self._fusible
-
-
-def is_own(batch: Nest) -> bool:
-    """Returns whether a batch has only this worker's rows."""
-    return isinstance(batch, OwnRows)

@@ -104,7 +104,10 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(value, jax.core.Tracer):
                 initializer = lambda shape, dtype: jnp.asarray(value, dtype)
                 shape, dtype = value.shape, value.dtype
-        original(self, initializer, shape, dtype, *args, **kw)
+        try:
+            original(self, initializer, shape, dtype, *args, **kw)
+        except WorkerMismatchError as error:
+            raise error.with_traceback(None) from None  # whose frames tell nothing to users
         if scope is not None:
             scope.created.append(self.path)
 
@@ -133,7 +136,7 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             assign(self, value)
         except WorkerMismatchError as error:
-            raise error.with_traceback(None) from None  # whose frames tell nothing to users
+            raise error.with_traceback(None) from None  # as in `init`
 
     def assign(self: Any, value: Any) -> None:
         strategy = _strategy_of_new(self)

@@ -447,6 +447,7 @@ class ReplicaProgram:
     """
 
     describe: Callable[[], list[Line]]
+    is_partitioned = False  # see `GlobalProgram`
 
     def __init__(
         self,
@@ -838,6 +839,8 @@ class FunctionProgram:
         checks: The errors with which each check of values in it has failed.
         describe: Returns the lines of the program, for a comparison with other workers.
     """
+
+    is_partitioned = False  # see `GlobalProgram`
 
     def __init__(
         self,

@@ -527,7 +527,7 @@ for name in sys.argv[2:]:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         is_of_keras = any("/keras/" in file for file in files) or name in _IN_KERAS
         ours = [file for file in files if file.startswith(_OURS)]
-        assert len(ours) <= 3 or not is_of_keras, traceback.format_exc()
+        assert len(ours) <= 2 or not is_of_keras, traceback.format_exc()
     except ValueError as error:
         if not isinstance(error, dist.errors.DistributaryError):
             raise
