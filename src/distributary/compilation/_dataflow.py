@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, final
@@ -186,17 +186,8 @@ class Program:
         root = self._root[self._entry]
         elements = range(len(self._operands(root))) if root.kind == "tuple" else [None]
         reads = dict(_walk([(root, element) for element in elements], self._sources))
-        readers = defaultdict[_Value, list[_Value]](list)
-        for value, sources in reads.items():
-            for source in sources:
-                readers[source].append(value)
-        given = [
-            value
-            for one in self._named[self._entry].values()
-            if one.kind == "parameter"
-            and int(one.operands) in rows
-            and (value := (one, None)) in reads
-        ]
+        readers = _readers(reads)
+        given = [value for value in self._parameters(rows) if value in reads]
         touched = _reached(given, readers.__getitem__)
         computed = _reached((v for v in touched if v[0].combines), readers.__getitem__)
         on_rows = _reached(
@@ -211,19 +202,29 @@ class Program:
         moving = {v[0] for v in found if v in needed or v in on_rows}
         sums = [v for v in found if v[0] not in moving]
         behind = _reached(sums, forward)
-        end: dict[str, int] = {}
-        for value in combining:
-            for one in self.chain(value[0]) if value in behind else ():
-                end[one.computation] = max(one.position, end.get(one.computation, 0))
+        ends = self._ends([v[0] for v in combining if v in behind])
         roles = dict.fromkeys(moving, ("activations", 0))
         waited_for = {v[0] for v in sums if v in needed_again}
         for one, _ in sums:
             early = num_calls = self.num_calls(one) or 1
-            if all(x.position >= end.get(x.computation, 0) for x in self.chain(one)):
+            if all(x.position >= ends.get(x.computation, 0) for x in self.chain(one)):
                 # In the backward pass of a loop over layers, all rounds but the last start early.
                 early = 0 if one in waited_for else num_calls - 1
             roles[one] = ("sum", early)
         return roles
+
+    def _parameters(self, numbers: Collection[int]) -> list[_Value]:
+        entry = self._named[self._entry].values()
+        parameters = [one for one in entry if one.kind == "parameter"]
+        return [(one, None) for one in parameters if int(one.operands) in numbers]
+
+    def _ends(self, instructions: Iterable[Instruction]) -> dict[str, int]:
+        """Returns where the last of some instructions, or what calls it, is in each computation."""
+        ends: dict[str, int] = {}
+        for instruction in instructions:
+            for one in self.chain(instruction):
+                ends[one.computation] = max(one.position, ends.get(one.computation, 0))
+        return ends
 
     def _sources(self, value: _Value) -> Sequence[_Value]:
         """Returns the values that a value is computed of."""
@@ -252,6 +253,14 @@ class Program:
     def _operands(self, one: Instruction) -> list[Instruction]:
         named = self._named[one.computation]
         return [named[name] for name in _NAME.findall(one.operands)]
+
+
+def _readers(reads: Mapping[_Value, Sequence[_Value]]) -> dict[_Value, list[_Value]]:
+    readers = defaultdict[_Value, list[_Value]](list)
+    for value, sources in reads.items():
+        for source in sources:
+            readers[source].append(value)
+    return readers
 
 
 def _is_back(value: _Value, source: _Value) -> bool:

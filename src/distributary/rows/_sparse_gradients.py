@@ -28,7 +28,8 @@ rule for patches, or takes the whole value, which a patch makes when it is asked
 update has to be recognized, and what reads the gradient in another way, such as a product of
 matrices, gets what it got before.
 
-- An all-reduce of a patch gathers its ids and rows.
+- An all-reduce of a patch gathers its ids and rows. In a program of the whole batch, which XLA
+  divides, every device gets them all.
 - Linear operations work on the rows to add (`_linear`).
 - Other operations that work row by row need the sum for each row (`_row_by_row`).
 - A sum over all rows of a patch of zeros, for the norm of a gradient, is that of its rows.
