@@ -1,4 +1,4 @@
-"""What layers keep besides weights: means over rows are combined, sums over rows are warned of."""
+"""What layers keep besides weights: that of one device in `fit`, combined by `run`."""
 
 import warnings
 
@@ -48,7 +48,7 @@ def _over_all_replicas(x):
 
 
 # By name: the update, the shape and the dtype of the state.
-_SUMS = {
+_STATES = {
     "a sum": (lambda s, x: s + ops.sum(x, 0), (6,), "float32"),
     "a moving average of counts": (
         lambda s, x: 0.99 * s + 0.01 * ops.sum(_nearest(x), 0),
@@ -72,8 +72,6 @@ _SUMS = {
     ),
     "a sum of squares": (lambda s, x: s + ops.sum(x * x), (), "float32"),
     "a sum of the rows' means": (lambda s, x: s + ops.sum(ops.mean(x, 1)), (), "float32"),
-}
-_MEANS = {
     "a mean": (lambda s, x: 0.9 * s + 0.1 * ops.mean(x, 0), (6,), "float32"),
     "the mean of everything": (lambda s, x: s + ops.mean(x), (), "float32"),
     "a sum, divided": (lambda s, x: ops.sum(x, 0) / ops.shape(x)[0], (6,), "float32"),
@@ -98,41 +96,27 @@ _MEANS = {
 }
 
 
-def _fitted(strategy, update, shape, dtype, x=_X, y=_Y, batch_size=8):
-    """Returns what a layer keeps after a step of `fit`, and the warnings."""
+def _fitted(strategy, update, shape, dtype, num_rows=8):
+    """Returns what a layer keeps on each device after two steps of `fit`."""
     with strategy.scope():
         layer = Keeping(update, shape, dtype)
         model = keras.Sequential([keras.Input((6,)), layer, kl.Dense(3)], name="keeper")
         model.compile(keras.optimizers.SGD(0.05), "mse")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.fit(x, y, batch_size=batch_size, verbose=0)
-    found = [str(w.message) for w in caught if issubclass(w.category, DistributaryWarning)]
-    return np.asarray(layer.state.value), found
+    x, y = _X[:num_rows], _Y[:num_rows]
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return [np.asarray(shard.data) for shard in layer.state.value.addressable_shards]
 
 
-@pytest.mark.parametrize("case", _SUMS)
-def test_a_sum_over_rows_is_warned_of(case, strategy_of):
-    state, found = _fitted(strategy_of(2), *_SUMS[case])
+@pytest.mark.parametrize("num_rows", [8, 7])
+@pytest.mark.parametrize("case", _STATES)
+def test_fit_keeps_what_one_device_keeps(case, num_rows, strategy_of):
+    (expected,) = _fitted(strategy_of(1), *_STATES[case], num_rows)
 
-    assert len(found) == 1
-    assert found[0].startswith("keeper: a layer keeps a sum over rows of the batch, by ")
-    assert f" at {__file__}:" in found[0]
-    assert "all_reduce('SUM', value)" in found[0]
-    expected, quiet = _fitted(strategy_of(1), *_SUMS[case])
-    assert quiet == []
-    assert not np.allclose(state, expected, rtol=1e-3)
+    copies = _fitted(strategy_of(2), *_STATES[case], num_rows)
 
-
-@pytest.mark.parametrize("case", _MEANS)
-def test_a_mean_over_rows_is_that_of_one_device_and_says_nothing(case, strategy_of):
-    state, found = _fitted(strategy_of(2), *_MEANS[case])
-
-    assert found == []
-    if case != "second moments":  # whose divisor is one less than the number of a replica's rows
-        np.testing.assert_allclose(
-            state, _fitted(strategy_of(1), *_MEANS[case])[0], rtol=1e-5, atol=1e-6
-        )
+    assert len(copies) == 2
+    for copy in copies:
+        np.testing.assert_allclose(copy, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("layer", [
@@ -153,31 +137,11 @@ def test_layers_of_keras_say_nothing(layer, strategy_of):
         model.fit(_X, _Y, batch_size=8, shuffle=False, verbose=0)
 
 
-def test_an_uneven_batch_is_warned_of_too(strategy_of):
-    found = _fitted(strategy_of(2), *_SUMS["a sum"], _X[:7], _Y[:7])[1]
-
-    assert len(found) == 1
-    assert "about 1/2 of the sum on one device" in found[0]
-
-
-def test_own_loops_are_warned_of_too(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        layer = Keeping(*_SUMS["a sum"])
-        layer.build((None, 6))
-    data = strategy.experimental_distribute_dataset(
-        dist.data.Dataset.from_tensor_slices(_X).batch(8)
-    )
-
-    with pytest.warns(DistributaryWarning, match="a layer keeps a sum over rows"):
-        strategy.run(layer, args=(next(iter(data)),))
-
-
-@pytest.mark.parametrize("method", ["fit", "run"])
-def test_an_aggregation_of_state_is_followed_or_refused(method, strategy_of):
+@pytest.mark.parametrize("aggregation", ["only_first_replica", "mean", "sum"])
+def test_an_aggregation_of_state_counts_for_run_and_not_for_fit(aggregation, strategy_of):
     strategy = strategy_of(2)
 
-    def step(aggregation):
+    def step(method):
         with strategy.scope():
             layer = Keeping(lambda s, x: s + ops.mean(x, 0))
             model = keras.Sequential([keras.Input((6,)), layer, kl.Dense(3)])
@@ -190,9 +154,12 @@ def test_an_aggregation_of_state_is_followed_or_refused(method, strategy_of):
             strategy.run(layer, args=(next(iter(strategy.experimental_distribute_dataset(data))),))
         return np.asarray(layer.state.value)
 
-    np.testing.assert_allclose(step("only_first_replica"), _X[:4].mean(0), rtol=1e-5)
-    np.testing.assert_allclose(step("mean"), _X.mean(0), rtol=1e-5, atol=1e-7)
-    with pytest.raises(
-        InvalidValueError, match=r"has aggregation 'sum'.*all_reduce\('SUM', value\)"
-    ):
-        step("sum")
+    np.testing.assert_allclose(step("fit"), _X.mean(0), rtol=1e-5, atol=1e-7)
+    if aggregation == "sum":
+        with pytest.raises(
+            InvalidValueError, match=r"has aggregation 'sum'.*all_reduce\('SUM', value\)"
+        ):
+            step("run")
+    else:
+        rows = _X if aggregation == "mean" else _X[:4]
+        np.testing.assert_allclose(step("run"), rows.mean(0), rtol=1e-5, atol=1e-7)
