@@ -230,7 +230,8 @@ class Step:
         kinds = (bool, int, float, complex, str, bytes)
         constants = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, kinds)]
         self._constants[scope.uneven.replica] = constants
-        first = self._constants[0]
+        # A replica that waits in a collective ends after others.
+        first = next(iter(self._constants.values()))
         if [_or_text(value) for value in constants] != [_or_text(value) for value in first]:
             raise ReplicaMismatchError(
                 f"{self.title}: the function returned the Python values {first} on one replica and"
@@ -269,7 +270,7 @@ class Step:
         assert rebuild is not None
         if isinstance(program, GlobalProgram) or num_replicas == 1:
             return rebuild
-        columns = [*zip(*self._constants.values(), strict=True)]
+        columns = [*zip(*(self._constants[i] for i in sorted(self._constants)), strict=True)]
         if columns:
             rebuild = functools.partial(rebuild, constants=[*map(_joined, columns)])
         if program.uneven or not all(program.split_outs):
