@@ -29,7 +29,7 @@ def _reports(compile_all, program, *more, one_slice=ONE_SLICE):
     return outcome.reports
 
 
-def _check(reports, weight_bytes, num_weights, state_bytes, flops):
+def _check(reports, weight_bytes, num_weights, state_bytes, flops, is_fit=False):
     """Checks a step on every topology; `flops` counts its large products over all replicas."""
     for report in reports:
         chip = report["topology"].removeprefix("2x").partition(":")[0]
@@ -66,15 +66,12 @@ def _check(reports, weight_bytes, num_weights, state_bytes, flops):
     reduced = {c["network"]: c["groups"] for c in slices["collectives"] if "reduce" in c["kind"]}
     assert reduced == {"slice": [list(range(8))], "slices": [[0, 1]]}
     assert 1 < slices["all_reduced_bytes"] / weight_bytes < 1.1
-    # In `fit`, XLA divides the sums between slices, and pads some.
+    # `run` sums all gradients at once, here and there. In `fit`, XLA keeps large ones apart,
+    # divides these between the devices of a slice, and pads some.
     assert 1 <= slices["cross_slice_bytes"] / (weight_bytes / 8) < 1.16
-    # All of them at once, here and there. What goes by itself is the loss and metrics.
-    whole, parts = (
-        c for c in slices["collectives"] if "reduce" in c["kind"] and c["num_bytes"] > 1024
-    )
-    assert (whole["network"], parts["network"]) == ("slice", "slices")
-    assert 0 <= whole["num_bytes"] - 8 * parts["num_bytes"] <= 32  # the loss may go with them
-    assert 8 * parts["num_bytes"] >= weight_bytes
+    large = [c for c in slices["collectives"] if "reduce" in c["kind"] and c["num_bytes"] > 1024]
+    for network, most in (("slice", 2), ("slices", 3)):
+        assert 1 <= sum(c["network"] == network for c in large) <= (most if is_fit else 1)
 
 
 def test_a_keras_mlp_is_reduced_at_once_and_updated_in_place(compile_all):
@@ -85,7 +82,7 @@ def test_a_keras_mlp_is_reduced_at_once_and_updated_in_place(compile_all):
 
     scalars = 4 + 4 * 4 + 8  # iterations, two metrics, seed of the dropout
     products = 2 * 784 * 256 + 3 * 256 * 10  # the gradient of the images is not computed
-    _check(reports, MLP_BYTES, 4, 3 * MLP_BYTES + scalars, 2 * 160 * products)
+    _check(reports, MLP_BYTES, 4, 3 * MLP_BYTES + scalars, 2 * 160 * products, is_fit=True)
 
 
 def test_a_transformer_is_reduced_at_once_and_updated_in_place(compile_all):

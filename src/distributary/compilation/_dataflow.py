@@ -35,6 +35,8 @@ _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
     r"|collective-broadcast)(?:-start)?"
 )
+# What names a transfer between slices, where it is sent and where it is received.
+_RENDEZVOUS = re.compile('_xla_host_transfer_rendezvous="([^"]*)"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _PACKAGE = Path(__file__).parents[1]
 # `1 "model.py"`, or `1 {file_name_id=1 ... line=271 ...}`.
@@ -103,6 +105,7 @@ class Program:
         self.caller: dict[str, Instruction] = {}
         self._named: dict[str, dict[str, Instruction]] = {}
         self._root: dict[str, Instruction] = {}
+        self._sent: dict[str, Instruction] = {}
         self._entry = computation = table = ""
         # Columns of the rows of tables, by the name of the table and the number of the row.
         self._tables: dict[tuple[str, str], list[str]] = {}
@@ -119,6 +122,8 @@ class Program:
                 if made.root:
                     self._root[computation] = made
                 self.caller |= dict.fromkeys(_called(made), made)
+                if made.kind == "send":
+                    self._sent |= dict.fromkeys(_RENDEZVOUS.findall(made.attributes), made)
             elif not computation and (match := _TABLE_ROW.match(line)) is not None:
                 self._tables[table, match["number"]] = _COLUMN.findall(match["columns"])
             elif not computation and line.isalpha():
@@ -240,6 +245,9 @@ class Program:
             return [(operands[0], element), (self._root[called[-1]], element)]
         if one.kind == "get-tuple-element":
             return [(operands[0], int(one.attributes.partition("index=")[2].partition(",")[0]))]
+        if one.kind == "recv":
+            sent = map(self._sent.get, _RENDEZVOUS.findall(one.attributes))
+            return [(send, None) for send in sent if send is not None]
         if one.kind == "tuple" and element is not None:
             return [(operands[element], None)]
         if one.kind in ("copy", "opt-barrier", "bitcast"):
