@@ -65,7 +65,6 @@ from distributary.tracing import (
     has_replicas,
     per_device,
     purify,
-    refused_if_consumed,
     trace,
 )
 from distributary.values import PerReplica
@@ -362,7 +361,7 @@ def _traced(
         rebuilds[:] = [rebuild]
         return outs
 
-    with fed_by(closure), refused_if_consumed(function, (), "ClusterCoordinator.schedule"):
+    with fed_by(closure):
         closed, scope = trace(
             flat,
             avals,

@@ -180,7 +180,6 @@ class ClusterCoordinator:
         key = tree, tuple([_signature_of(leaf) for leaf in leaves])
         for i in dynamic:
             leaves[i] = None  # `call` keeps the other arguments, but not the arrays
-        # A partial, because `refused_if_consumed` can see what it holds.
         call = functools.update_wrapper(functools.partial(_call, fn, leaves, dynamic, tree), fn)
         function = self._function(fn, call, key, arrays)
         own = [copy_of(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]

@@ -104,7 +104,7 @@ def own_arrays(leaves: Sequence[Any], what: str) -> list[Any]:
 
 
 def check_static(value: object, step: str, argument: str) -> None:
-    """Raises if an argument that is not data holds data of another library, or its model.
+    """Raises if an argument that is not data gives data: of another library, or of an iterator.
 
     Such a value would become a constant of the program, the same for all batches and replicas.
 
@@ -129,6 +129,12 @@ def check_static(value: object, step: str, argument: str) -> None:
         raise InvalidTypeError(
             f"{step}: {argument} is {kind.__name__}, a {library} model or object, but steps compute"
             " with JAX. Write the model with Keras (KERAS_BACKEND=jax), Flax or functions of JAX."
+        )
+    if isinstance(value, Iterator) and kind.__module__ in ("builtins", "itertools", "_csv"):
+        raise InvalidTypeError(
+            f"{step}: {argument} is a Python iterator ({kind.__name__}). The function is"
+            " compiled, so every call would compute with what the first one takes from it. Pass"
+            " next(iterator), or iter(dataset) of a distributary.data.Dataset."
         )
     if hasattr(kind, "toarray"):
         raise InvalidTypeError(

@@ -26,7 +26,6 @@ from distributary.tracing import (
     TraceScope,
     current_scope,
     in_role,
-    refused_if_consumed,
     walk,
 )
 from distributary.values import (
@@ -219,32 +218,31 @@ class Engine:
         placement, kind = self._placement, step.kind
         workers_mesh = placement.workers_mesh
         mesh = workers_mesh if is_for_workers else placement.mesh
-        with refused_if_consumed(step.function, step.static, kind.caller):
-            if kind.role == "global":
-                return GlobalProgram(
-                    step.flat,
-                    step.avals[0],
-                    step.dims,
-                    mesh,
-                    keeps_rows=kind.results != "shared",
-                    data=None if placement.home is None else step.data,
-                    rewrite=self._rewritten_whole,
-                    subject=step.subject,
-                )
-            avals = step.avals
-            if workers_mesh is not None and not is_for_workers and len(avals) == 1:
-                avals = avals * self._num_replicas
-            return ReplicaProgram(
+        if kind.role == "global":
+            return GlobalProgram(
                 step.flat,
-                avals,
-                step.varying,
-                self._num_replicas,
+                step.avals[0],
+                step.dims,
                 mesh,
-                results=kind.results,
+                keeps_rows=kind.results != "shared",
                 data=None if placement.home is None else step.data,
-                rewrite=self._rewritten,
+                rewrite=self._rewritten_whole,
                 subject=step.subject,
             )
+        avals = step.avals
+        if workers_mesh is not None and not is_for_workers and len(avals) == 1:
+            avals = avals * self._num_replicas
+        return ReplicaProgram(
+            step.flat,
+            avals,
+            step.varying,
+            self._num_replicas,
+            mesh,
+            results=kind.results,
+            data=None if placement.home is None else step.data,
+            rewrite=self._rewritten,
+            subject=step.subject,
+        )
 
     def _rewritten_whole(
         self, step: Callable[..., Any], jaxpr: Jaxpr, dims: Sequence[int | None]

@@ -35,7 +35,6 @@ from distributary.tracing import (
     TraceScope,
     current_scope,
     is_recording,
-    refused_if_consumed,
     shorten,
 )
 
@@ -246,9 +245,7 @@ class Function:
                 check_static(leaf, str(names), names.arguments(len(leaves))[i])
         structure = jax.tree.structure(jax.tree.unflatten(tree, data))
         subject = Subject(self.python_function, structure, autograph=self._autograph)
-        with refused_if_consumed(self.python_function, static, "distributary.function"):
-            program = FunctionProgram(flat, avals, feeds, subject)
-        return program, results[0]
+        return FunctionProgram(flat, avals, feeds, subject), results[0]
 
     def _build(self, leaves: list[Any], tree: object, strategy: Any, feeds: Feeds) -> Executable:
         is_data = list(map(is_dynamic, leaves))

@@ -11,7 +11,6 @@ passes in order; each module opens with an example of what it does.
 
 from jax.extend.core import Jaxpr
 
-from distributary.tracing._consumed import refused_if_consumed
 from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow
 from distributary.tracing._description import describe_value
 from distributary.tracing._divergence import (
@@ -165,7 +164,6 @@ __all__ = [
     "purify",
     "push",
     "refuse_in_trace",
-    "refused_if_consumed",
     "register_around_traces",
     "script_line",
     "shape_of",
