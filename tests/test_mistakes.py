@@ -37,7 +37,12 @@ def told(*parts: str) -> Callable[[Mistake], Mistake]:
 # Python decides by a traced value
 
 
-@told("train_step: `if` at test_mistakes.py", "`batch['x']`", "jnp.where", "jax.lax.cond")
+@told(
+    "train_step: `if`, `while`, `assert` or max() at test_mistakes.py",
+    "`batch['x']`",
+    "jnp.where",
+    "jax.lax.cond",
+)
 def if_of_a_batch(strategy):
     def train_step(batch):
         if batch["x"].mean() > 0:
@@ -57,7 +62,7 @@ def while_of_a_batch(strategy):
     strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
 
 
-@told("train_step", "`batch`", "Return the value")
+@told("train_step", "`batch`", "return it")
 def assert_of_a_batch(strategy):
     def train_step(batch):
         assert jnp.isfinite(batch).all()
@@ -179,7 +184,7 @@ def nonzero_of_a_batch(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-@told("train_step", "`batch`", "jnp.log")
+@told("train_step", "`batch`", "jnp.log for np.log")
 def numpy_function_of_a_batch(strategy):
     def train_step(batch):
         return np.log(batch)
@@ -289,7 +294,7 @@ def a_number_into_an_item_of_numpy(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-@told("train_step: an item of a NumPy array at test_mistakes.py", "`batch`", ".at[i].set(value)")
+@told("train_step: a function of NumPy at test_mistakes.py", "`batch`", ".at[i].set(value)")
 def rows_into_items_of_numpy(strategy):
     def train_step(batch):
         padded = np.zeros((16, 3))

@@ -11,7 +11,6 @@ The error keeps only those frames of its traceback that are code of the user.
 """
 
 import inspect
-import linecache
 import os
 import re
 import traceback
@@ -37,6 +36,7 @@ from distributary.tracing._markers import REPLICA_ID, Handle, read_p, sparse_rea
 _INTERNAL = ("distributary.", "jax.", "jax_", "keras.src.", "malt.", "contextlib")
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", ".pyx")
 _MAX_NAMES = 3
+_UNKNOWN = "an unknown line"
 
 
 @final
@@ -121,249 +121,72 @@ Kind = Literal["replica", "function"]
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Case:
-    """An error together with what its message needs.
+class _Mistake:
+    """A kind of error in a step, and what to say in its place.
+
+    In texts, `{1}` is the first group of the pattern, and `{after}` how to get a number after the
+    step.
 
     Attributes:
-        error: The error.
-        subject: The name of the step.
-        kind: Whether a step of a replica or a `distributary.function` is traced.
-        where: File and line.
-        line: The text of the line.
-        depends: Names of what the value depends on.
+        error: Kind of the error.
+        pattern: Pattern of its text.
+        remedy: What to write instead.
+        what: The Python code that needs the value of an array; else what is wrong.
+        raised: Kind of the error that is raised in its place.
+        cause: Kind of the error that it was raised from.
     """
 
-    error: BaseException
-    subject: str
-    kind: Kind
-    where: str
-    line: str
-    depends: tuple[str, ...]
+    error: type[BaseException]
+    pattern: str
+    what: str
+    remedy: str
+    raised: type[DistributaryError] = TracedValueError
+    cause: type[BaseException] | None = None
 
-    def value_of(self) -> str:
-        """Returns what the value depends on, as a part of a sentence."""
-        names = [*dict.fromkeys(self.depends)]
-        if not names:
-            return "the value of an array"
-        rest = len(names) - _MAX_NAMES
-        shown = names if rest <= 0 else [*names[:_MAX_NAMES], f"{rest} more"]
-        last = shown.pop()
-        return "a value computed from " + (f"{', '.join(shown)} and {last}" if shown else last)
+    def text(
+        self, error: BaseException, step: str, where: str, value: str, kind: Kind
+    ) -> str | None:
+        """Returns the message for an error, or None if it is of another kind.
 
-    def needs(self, what: str, remedy: str) -> str:
-        """Returns the message for Python code that needs the value of an array."""
-        traced = "step" if self.kind == "replica" else "function"
+        Args:
+            error: The error.
+            step: Name of the step.
+            where: File and line.
+            value: What the value depends on that the error is about.
+            kind: Whether a step of a replica or a `distributary.function` is traced.
+        """
+        found = re.search(self.pattern, str(error)) if isinstance(error, self.error) else None
+        if found is None or (self.cause and not isinstance(error.__cause__, self.cause)):
+            return None
+        what, remedy = (
+            text.format("", *found.groups(), after=_AFTER[kind], where=where)
+            for text in (self.what, self.remedy)
+        )
+        if self.raised is not TracedValueError:
+            return f"{step}: {what} {remedy}"
+        traced = "step" if kind == "replica" else "function"
         return (
-            f"{self.subject}: {what} at {self.where} needs {self.value_of()}, but there are no"
-            f" values yet while the {traced} is traced: its Python runs once, for all batches and"
-            f" replicas. {remedy}"
+            f"{step}: {what} at {where} needs {value}, but there are no values yet while the"
+            f" {traced} is traced: its Python runs once, for all batches and replicas. {remedy}"
         )
 
 
 _REPLICA_ID = "the replica id"
-
-
-def _of_bool(case: _Case) -> str:
-    if re.search(r"\bwhile\b", case.line):
-        return case.needs(
-            "`while`",
-            "Write jax.lax.while_loop(condition, body, start), or jax.lax.fori_loop for a number of"
-            " turns that you know.",
-        )
-    if re.search(r"\bassert\b", case.line):
-        return case.needs(
-            "`assert`", "Return the value from the step, and check what run has returned."
-        )
-    function = re.search(r"(?<![\w.])(max|min|sorted|any|all)\(", case.line)
-    if function:
-        name = function[1]
-        other = {"max": "maximum", "min": "minimum", "sorted": "sort"}.get(name, name)
-        return case.needs(f"{name}()", f"Write jnp.{other} instead.")
-    word = re.search(r"\b(if|and|or|not)\b", case.line)
-    return case.needs(
-        f"`{word[1] if word else 'if'}`",
-        "Write jnp.where(condition, a, b) to choose between values, jax.lax.cond(condition, f, g,"
-        " x) to choose between functions, and & | ~ for `and`, `or`, `not`.",
-    )
-
-
-def _after(case: _Case) -> str:
-    """Returns how to get a number after the step."""
-    if case.kind == "function":
-        return "Return the value, and convert what the function has returned."
-    return (
+_AFTER: dict[Kind, str] = {
+    "function": "Return the value, and convert what the function has returned.",
+    "replica": (
         "Return it from the step, and convert it after run:"
         ' float(strategy.reduce("MEAN", value, axis=None)).'
-    )
-
-
-def _of_number(case: _Case) -> str:
-    text = str(case.error)
-    if "size argument" in text or (re.search(r"jnp\.\w+\(?\)?", text) and "jnp.array" not in text):
-        called = re.search(r"jnp\.(\w+)", text)
-        name = f"jnp.{called[1]}" if called else "the function"
-        return case.needs(
-            f"the size of what {name} returns",
-            f"Pass size=, the most entries that there can be, to {name}, or write"
-            " jnp.where(condition, a, b) with three arguments.",
-        )
-    if ".item()" in case.line or "item()" in text:
-        return case.needs(".item()", _after(case))
-    converted = re.search(r"`(\w+)` function", text)
-    name = converted[1] if converted else "float"
-    if name == "int":
-        return case.needs(
-            "int()",
-            "Write x.astype(int) for a whole number in the step. A number that never changes goes"
-            " to the step as functools.partial(step, n=3), not in args.",
-        )
-    return case.needs(f"{name}()", f"{_after(case)} To change the dtype, write x.astype({name}).")
-
-
-def _of_index(case: _Case) -> str:
-    if "range(" in case.line:
-        return case.needs(
-            "range()",
-            "Write jax.lax.fori_loop(0, n, body, start). If the number never changes, give it to"
-            " the step as functools.partial(step, n=3), not in args.",
-        )
-    return case.needs(
-        "the index of a list",
-        "Look up in an array: jnp.asarray(values)[i]. To choose between functions, write"
-        " jax.lax.switch(i, functions, x).",
-    )
-
-
-def _of_shape(case: _Case) -> str:
-    return case.needs(
-        "a shape",
-        "Take sizes from x.shape, which a step knows. A size that never changes goes to the step as"
-        " functools.partial(step, size=3), not in args.",
-    )
-
-
-def _of_slice(case: _Case) -> str:
-    return case.needs(
-        "a slice",
-        "Write jax.lax.dynamic_slice(x, starts, sizes) if only the start changes. If the size"
-        " changes, keep all rows, and set the rest to zero:"
-        " jnp.where(jnp.arange(len(x)) < size, x, 0), for x of one dim.",
-    )
-
-
-def _of_mask(case: _Case) -> str:
-    return case.needs(
-        "the size of what a mask selects",
-        "Keep all entries and set the others to zero, jnp.where(mask, x, 0); divide a sum by"
-        " mask.sum() for the mean.",
-    )
-
-
-def _of_numpy(case: _Case) -> str | None:
-    called = re.search(r"\bnp\.((?:\w+\.)*\w+)\(", case.line)
-    library = _library(case.error)
-    if called and called[1] in ("array", "asarray"):
-        remedy = "Write jnp.asarray, or leave it out: the value is an array of JAX already."
-    elif library == "NumPy" and not called and re.search(r"\]\s*[-+*/]?=[^=]", case.line):
-        return _of_numpy_items(case)
-    elif library == "NumPy":
-        name = called[1] if called else "function"
-        remedy = f"Write jnp.{name} (import jax.numpy as jnp) or the function of keras.ops."
-    else:
-        remedy = (
-            f"Steps compute with JAX: write it with jax.numpy or keras.ops, or call {library} on"
-            " what the step returns."
-        )
-    return case.needs(f"np.{called[1]}" if called else library, remedy)
-
-
-def _library(error: BaseException) -> str:
-    """Returns the library whose code asked for an array of NumPy."""
-    names = {"torch": "torch", "tensorflow": "TensorFlow", "sklearn": "scikit-learn"}
-    names |= {"scipy": "SciPy", "pandas": "pandas", "matplotlib": "matplotlib"}
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if root in names:
-            return names[root]
-    return "NumPy"
-
-
-def _of_format(case: _Case) -> str:
-    return case.needs(
-        "a format such as {loss:.3f}",
-        'Write jax.debug.print("loss {}", loss) to print in every step, or return the value and'
-        " print it after run.",
-    )
-
-
-def _of_hash(case: _Case) -> str:
-    return case.needs(
-        "hash()",
-        "A dict or set cannot look up an array: look up in an array, jnp.asarray(values)[i], or"
-        " choose with jnp.where.",
-    )
-
-
-def _of_seed(case: _Case) -> str:
-    return case.needs(
-        "the seed of a generator", "Draw with jax.random and a key: jax.random.fold_in(key, seed)."
-    )
-
-
-def _of_items(case: _Case) -> str:
-    return (
-        f"{case.subject}: {case.where} assigns to an item of an array, but arrays of JAX never"
-        " change. Write x = x.at[i].set(value), or .add, .multiply, .min, .max in place of .set."
-    )
-
-
-def _of_numpy_items(case: _Case) -> str | None:
-    if isinstance(case.error, ValueError) and not isinstance(
-        case.error.__cause__, jax.errors.ConcretizationTypeError
-    ):
-        return None
-    return case.needs(
-        "an item of a NumPy array",
-        "Make the array with jax.numpy, and write array = array.at[i].set(value).",
-    )
-
-
-def _of_axis(case: _Case) -> str:
-    name = str(case.error).rpartition("name: ")[2].partition(".")[0]
-    return (
-        f"{case.subject}: the collective at {case.where} names the axis {name!r}, which there is"
-        ' not. Combine replicas with dist.get_replica_context().all_reduce("MEAN", value) or'
-        " all_gather(value, axis=0); collectives of jax.lax find them under the axis 'replica'."
-    )
-
-
-def _of_nnx(case: _Case) -> str:
-    return (
-        f"{case.subject}: {case.where} changes an nnx object that was made outside of the step; its"
-        " values would be lost. Split it before, graph, state = nnx.split(model), keep the state in"
-        " distributary.Variable, and call nnx.merge(graph, state) in the step, as in"
-        " examples/digits_flax.py."
-    )
-
-
-def _of_torch(case: _Case) -> str:
-    return (
-        f"{case.subject}: {case.where} calls torch with an array of JAX, but steps compute with JAX"
-        " alone. Write the model with Keras or Flax, and call torch outside of the step."
-    )
-
-
-def _of_variable(case: _Case) -> str:
-    return (
-        f"{case.subject}: {case.where} passes a variable to a function of JAX that takes arrays."
-        " Write dist.grad(loss_function, variable)() or dist.value_and_grad for gradients, and"
-        " variable.value() for the array."
-    )
-
-
+    ),
+}
+_SEED = "Draw with jax.random and a key: jax.random.fold_in(key, seed)."
+_NUMPY = (
+    "Write jnp.log for np.log, with import jax.numpy as jnp, or keras.ops; jnp.asarray for"
+    " np.asarray; array = array.at[i].set(value) for an item. Call other libraries on what the"
+    " step returns."
+)
 _METHODS = {
-    "numpy": "Return the array from the step, and convert it after run: np.asarray(result).",
-    "tolist": "Return the array from the step, and convert it after run.",
+    "numpy tolist": "Return the array from the step, and convert it after run: np.asarray(result).",
     "backward": "Write dist.value_and_grad(loss_function, variables)() or dist.GradientTape.",
     "detach": "Write jax.lax.stop_gradient(x).",
     "cpu cuda to": (
@@ -385,45 +208,136 @@ _METHODS = {
         " distributary.Variable."
     ),
 }
-_REMEDIES = {name: text for names, text in _METHODS.items() for name in names.split()}
-
-
-def _of_method(case: _Case) -> str | None:
-    found = re.search(r"has no attribute '?(\w+)", str(case.error))
-    name = found[1] if found else ""
-    remedy = _REMEDIES.get(name)
-    if remedy is None:
-        return None
-    return f"{case.subject}: arrays of JAX have no .{name}(), at {case.where}. {remedy}"
-
-
-_Explanation = Callable[[_Case], str | None]
-# Kinds of errors, a pattern of their text, what to say instead, and the error that says it. The
-# first match counts.
-_RULES: list[tuple[type[BaseException], str, _Explanation, type[DistributaryError]]] = [
-    (jax.errors.TracerBoolConversionError, "", _of_bool, TracedValueError),
-    (jax.errors.TracerIntegerConversionError, "", _of_index, TracedValueError),
-    (jax.errors.TracerArrayConversionError, "", _of_numpy, TracedValueError),
-    (jax.errors.NonConcreteBooleanIndexError, "", _of_mask, TracedValueError),
-    (jax.errors.ConcretizationTypeError, "", _of_number, TracedValueError),
-    (TypeError, "Shapes must be 1D sequences of concrete values", _of_shape, TracedValueError),
-    (Exception, "[Ss]lice (entries|indices) must .*static", _of_slice, TracedValueError),
-    (TypeError, "unsupported format string passed to .*Tracer", _of_format, TracedValueError),
-    (TypeError, "unhashable type: '.*Tracer", _of_hash, TracedValueError),
-    (TypeError, "SeedSequence expects int", _of_seed, TracedValueError),
-    (TypeError, "seed types? .*Tracer|supported seed types", _of_seed, TracedValueError),
-    (
+# The first that fits counts.
+_MISTAKES = [
+    _Mistake(
+        jax.errors.TracerBoolConversionError,
+        "",
+        "`if`, `while`, `assert` or max()",
+        "To choose, write jnp.where(condition, a, b), jnp.maximum or jax.lax.cond(condition, f, g,"
+        " x); for a loop jax.lax.while_loop(condition, body, start); & | ~ for `and`, `or`, `not`."
+        " To check a value, return it.",
+    ),
+    _Mistake(
+        jax.errors.TracerIntegerConversionError,
+        "",
+        "range() or the index of a list",
+        "Write jax.lax.fori_loop(0, n, body, start), jnp.asarray(values)[i], or jax.lax.switch(i,"
+        " functions, x). A number that never changes goes to the step as functools.partial(step,"
+        " n=3), not in args.",
+    ),
+    _Mistake(jax.errors.TracerArrayConversionError, "", "a function of NumPy", _NUMPY),
+    _Mistake(
+        jax.errors.NonConcreteBooleanIndexError,
+        "",
+        "the size of what a mask selects",
+        "Keep all entries and set the others to zero, jnp.where(mask, x, 0); divide a sum by"
+        " mask.sum() for the mean.",
+    ),
+    _Mistake(
+        jax.errors.ConcretizationTypeError,
+        r"(jnp\.(?!array\b)\w+)",
+        "the size of what {1} returns",
+        "Pass size=, the most entries that there can be, to {1}, or write jnp.where(condition, a,"
+        " b) with three arguments.",
+    ),
+    _Mistake(
+        jax.errors.ConcretizationTypeError,
+        "",
+        "float(), int() or .item()",
+        "{after} To change the dtype, write x.astype(int). A number that never changes goes to the"
+        " step as functools.partial(step, n=3), not in args.",
+    ),
+    _Mistake(
+        TypeError,
+        "Shapes must be 1D sequences of concrete values",
+        "a shape",
+        "Take sizes from x.shape, which a step knows. A size that never changes goes to the step as"
+        " functools.partial(step, size=3), not in args.",
+    ),
+    _Mistake(
+        Exception,
+        "[Ss]lice (?:entries|indices) must .*static",
+        "a slice",
+        "Write jax.lax.dynamic_slice(x, starts, sizes) if only the start changes. If the size"
+        " changes, keep all rows, and set the rest to zero:"
+        " jnp.where(jnp.arange(len(x)) < size, x, 0), for x of one dim.",
+    ),
+    _Mistake(
+        TypeError,
+        "unsupported format string passed to .*Tracer",
+        "a format such as {{loss:.3f}}",
+        'Write jax.debug.print("loss {{}}", loss) to print in every step, or return the value and'
+        " print it after run.",
+    ),
+    _Mistake(
+        TypeError,
+        "unhashable type: '.*Tracer",
+        "hash()",
+        "A dict or set cannot look up an array: look up in an array, jnp.asarray(values)[i], or"
+        " choose with jnp.where.",
+    ),
+    _Mistake(
+        TypeError,
+        "SeedSequence expects int|seed types? .*Tracer|supported seed types",
+        "the seed of a generator",
+        _SEED,
+    ),
+    _Mistake(
+        ValueError,
+        "setting an array element with a sequence",
+        "an item of a NumPy array",
+        _NUMPY,
+        cause=jax.errors.ConcretizationTypeError,
+    ),
+    _Mistake(
         TypeError,
         "arrays are immutable|does not support item assignment",
-        _of_items,
+        "{where} assigns to an item of an array, but arrays of JAX never change.",
+        "Write x = x.at[i].set(value), or .add, .multiply, .min, .max in place of .set.",
         InvalidTypeError,
     ),
-    (ValueError, "setting an array element with a sequence", _of_numpy_items, TracedValueError),
-    (AttributeError, "(Tracer|'tuple' object) has no attribute", _of_method, InvalidTypeError),
-    (NameError, "unbound axis name", _of_axis, InvalidValueError),
-    (Exception, "from (a )?different trace level", _of_nnx, ContextError),
-    (TypeError, "must be Tensor, not", _of_torch, InvalidTypeError),
-    (ValueError, "Triggering __jax_array__", _of_variable, InvalidTypeError),
+    _Mistake(
+        NameError,
+        r"unbound axis name: (\w+)",
+        "the collective at {where} names the axis '{1}', which there is not.",
+        'Combine replicas with dist.get_replica_context().all_reduce("MEAN", value) or'
+        " all_gather(value, axis=0); collectives of jax.lax find them under the axis 'replica'.",
+        InvalidValueError,
+    ),
+    _Mistake(
+        Exception,
+        "from (?:a )?different trace level",
+        "{where} changes an nnx object made outside of the step; its values would be lost.",
+        "Split it before, graph, state = nnx.split(model), keep the state in distributary.Variable,"
+        " and call nnx.merge(graph, state) in the step, as in examples/digits_flax.py.",
+        ContextError,
+    ),
+    _Mistake(
+        TypeError,
+        "must be Tensor, not",
+        "{where} calls torch with an array of JAX, but steps compute with JAX alone.",
+        "Write the model with Keras or Flax, and call torch outside of the step.",
+        InvalidTypeError,
+    ),
+    _Mistake(
+        ValueError,
+        "Triggering __jax_array__",
+        "{where} passes a variable to a function of JAX that takes arrays.",
+        "Write dist.grad(loss_function, variable)() or dist.value_and_grad for gradients, and"
+        " variable.value() for the array.",
+        InvalidTypeError,
+    ),
+    *(
+        _Mistake(
+            AttributeError,
+            rf"(?:Tracer|'tuple' object) has no attribute '?({names.replace(' ', '|')})\b",
+            "arrays of JAX have no .{1}(), at {where}.",
+            remedy,
+            InvalidTypeError,
+        )
+        for names, remedy in _METHODS.items()
+    ),
 ]
 
 
@@ -444,7 +358,7 @@ def explained(
     advise(error)
     if isinstance(error, DistributaryError) and not hasattr(error, "__notes__"):
         place = _place(error)
-        if place.line and str(subject or place.name) not in str(error):
+        if place.where != _UNKNOWN and str(subject or place.name) not in str(error):
             error.add_note(f"In {subject or place.name}, at {place.where}.")
     before: BaseException | None = error
     while before is not None and not isinstance(before, DistributaryError):
@@ -484,15 +398,23 @@ def _explained(
         misfit = subject.misfit(tracers)
         if misfit is not None:
             return InvalidTypeError(misfit).with_traceback(error.__traceback__)
-    for of_kind, pattern, explain, kind_of_error in _RULES:
-        if isinstance(error, of_kind) and re.search(pattern, str(error)):
-            place = _place(error)
-            depends = _depends(error, subject, tracers)
-            name = str(subject or place.name)
-            text = explain(_Case(error, name, kind, place.where, place.line, depends))
-            if text is not None:
-                return kind_of_error(text).with_traceback(error.__traceback__)
+    place, value = _place(error), _value_of(_depends(error, subject, tracers))
+    for mistake in _MISTAKES:
+        text = mistake.text(error, str(subject or place.name), place.where, value, kind)
+        if text is not None:
+            return mistake.raised(text).with_traceback(error.__traceback__)
     return None
+
+
+def _value_of(depends: Sequence[str]) -> str:
+    """Returns what a value depends on, as a part of a sentence."""
+    names = [*dict.fromkeys(depends)]
+    if not names:
+        return "the value of an array"
+    rest = len(names) - _MAX_NAMES
+    shown = names if rest <= 0 else [*names[:_MAX_NAMES], f"{rest} more"]
+    last = shown.pop()
+    return "a value computed from " + (f"{', '.join(shown)} and {last}" if shown else last)
 
 
 def leaked_at(tracer: object) -> str:
@@ -506,7 +428,6 @@ def leaked_at(tracer: object) -> str:
 class _Place:
     name: str
     where: str
-    line: str
 
 
 def _place(error: BaseException) -> _Place:
@@ -522,13 +443,11 @@ def _place(error: BaseException) -> _Place:
         if not any(part in frame.f_code.co_filename for part in _LIBRARIES)
     ]
     if not frames:
-        return _Place("the step", "an unknown line", "")
+        return _Place("the step", _UNKNOWN)
     frame, lineno = (own or frames)[-1]
     file = frame.f_code.co_filename
     name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
-    return _Place(
-        name, f"{os.path.basename(file)}:{lineno}", linecache.getline(file, lineno, frame.f_globals)
-    )
+    return _Place(name, f"{os.path.basename(file)}:{lineno}")
 
 
 def _depends(
