@@ -97,17 +97,11 @@ def test_elements_keep_their_content(dataset):
     np.testing.assert_array_equal(np.concatenate([np.ravel(b) for b in batches]), range(6))
 
 
-def test_new_arrays_and_those_that_a_function_was_given_are_not_copied():
-    made = []
-
-    def double(x):
-        made.append(id(new := x * 2))
-        return new, x
-
+def test_arrays_that_a_function_was_given_are_not_copied():
     given = np.ones((3, 2))
-    (first, second), *_ = dist.data.Dataset.from_tensors(given).map(double)
 
-    assert id(first) == made[0]
+    (_, second), *_ = dist.data.Dataset.from_tensors(given).map(lambda x: (x * 2, x))
+
     assert np.shares_memory(second, given)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from sys import getrefcount
 from typing import Any, final
 
 import jax
@@ -103,56 +102,20 @@ def call(fn: Callable[..., Any], element: Nest) -> Any:
 def mapped(fn: Callable[..., Any], element: Nest) -> Nest:
     """Returns the result of a user's function. No later call changes its arrays.
 
-    Arrays that the function may write to again are copied: not those that it has been given, and
-    not new ones that nobody else holds.
+    The function may write to its arrays again, so they are copied, unless it was given them.
     """
     result = call(fn, element)
     if result is element:
-        return result
-    if (  # the usual case, without a walk
-        type(result) is np.ndarray and result.base is None and getrefcount(result) <= _NEW_ALONE
-    ):
         return result
     leaves, tree = flatten(result)
     given = flatten(element)[0]
     known = {id(leaf) for leaf in given} | {id(getattr(leaf, "base", None)) for leaf in given}
     known.discard(id(None))
-    of_nest, of_leaves = _num_references(result, leaves)
-    new = _NEW_NESTS.get(type(result), (0, [0]))
-    is_new = of_nest <= new[0]
     for i, leaf in enumerate(leaves):
-        if (
-            isinstance(leaf, np.ndarray)
-            and id(leaf) not in known
-            and id(leaf.base) not in known
-            and not (is_new and leaf.base is None and of_leaves[i] <= new[1][0])
-        ):
+        is_array = isinstance(leaf, np.ndarray)
+        if is_array and id(leaf) not in known and id(leaf.base) not in known:
             leaves[i] = leaf.copy()
     return tree.unflatten(leaves)
-
-
-def _num_references(nest: Nest, leaves: list[Any]) -> tuple[int, list[int]]:
-    return getrefcount(nest), [getrefcount(leaf) for leaf in leaves]
-
-
-def _references_of_new(nest: list[Nest]) -> tuple[int, list[int]]:
-    """Returns what `mapped` counts if nobody else holds a result; versions of Python differ."""
-    result = call(lambda: nest.pop(), ())
-    leaves, _ = flatten(result)
-    return _num_references(result, leaves)
-
-
-def _references_of_new_alone() -> int:
-    result = call(lambda: np.zeros(1), ())
-    return getrefcount(result)
-
-
-_NEW_ALONE = _references_of_new_alone()
-# Arrays in deeper nests are always copied.
-_NEW_NESTS: dict[type, tuple[int, list[int]]] = {
-    tuple: _references_of_new([(np.zeros(1),)]),
-    dict: _references_of_new([{"x": np.zeros(1)}]),
-}
 
 
 @final
