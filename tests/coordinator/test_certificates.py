@@ -109,6 +109,16 @@ def test_with_certificates_any_address_may_be_listened_at(service, certificates)
     assert service.handled == [None]
 
 
+def test_a_program_in_between_may_pass_calls_on(server, service, certificates, impostor):
+    address = impostor("127.0.0.2", server.address)
+
+    reply = _call(address, "ps", Credentials.load(certificates, "worker"))
+
+    assert reply.kind == "echo"
+    (peer,) = service.peers
+    assert peer.role == "worker"
+
+
 def test_the_command_makes_files_that_only_their_owner_reads(tmp_path, capsys):
     folder = tmp_path / "job" / "certs"
 

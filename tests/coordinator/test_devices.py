@@ -11,6 +11,7 @@ from distributary.coordinator import ClusterCoordinator
 from distributary.coordinator._messages import Limits
 from distributary.errors import (
     DeviceError,
+    DistributaryWarning,
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
@@ -228,19 +229,22 @@ def test_keras_fits_as_one_device_does():
     expected = _embeddings()
     options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
 
-    # Batches of 8 and 7.
-    found, logs = (
-        m.fit(ids, labels, sample_weight=weights, **options).history for m in (model, expected)
-    )
+    def used(model):
+        # Batches of 8 and 7.
+        logs = model.fit(ids, labels, sample_weight=weights, **options).history
+        results = model.evaluate(ids[:8], labels[:8], verbose=0)
+        return logs, results, model.predict(ids[:8], verbose=0)
+
+    with pytest.warns(DistributaryWarning, match="has 2 devices, but fit, evaluate and predict"):
+        found_logs, found_results, found_predictions = used(model)
+    logs, results, predictions = used(expected)
 
     for name, values in logs.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(found_logs[name], values, rtol=1e-4, err_msg=name)
     for own, other in zip(model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-5)
-    results = [m.evaluate(ids[:8], labels[:8], verbose=0) for m in (model, expected)]
-    np.testing.assert_allclose(*results, rtol=1e-4)
-    predictions = [m.predict(ids[:8], verbose=0) for m in (model, expected)]
-    np.testing.assert_allclose(*predictions, rtol=1e-4)
+    np.testing.assert_allclose(found_results, results, rtol=1e-4)
+    np.testing.assert_allclose(found_predictions, predictions, rtol=1e-4)
     assert 0 < max(spy.sizes) <= 16
 
     coordinator = ClusterCoordinator(strategy)

@@ -27,7 +27,6 @@ from distributary.launch._worker import free_addresses
 _PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 60.0  # more than anything takes
 _NUM_ELEMENTS = 1 << 20
-_TOKEN = "the secret of the job"
 
 
 class _Proxy:
@@ -92,10 +91,14 @@ class _Proxy:
 
 
 class _Cluster:
-    """Processes of two workers and two servers; worker 0 reaches ps 0 through a proxy."""
+    """Processes of two workers and two servers; worker 0 reaches ps 0 through a proxy.
 
-    def __init__(self, stack):
+    They have certificates: without these, a server refuses what a program in between passes on.
+    """
+
+    def __init__(self, stack, certificates):
         self._stack = stack
+        self._certificates = str(certificates)
         chief, metrics, *addresses = free_addresses("127.0.0.1", 6)
         self.spec = {"chief": [chief], "worker": addresses[:2], "ps": addresses[2:]}
         self.proxy = _Proxy(addresses[2])
@@ -117,7 +120,7 @@ class _Cluster:
         config = {"cluster": spec, "task": {"type": task_type, "index": index}}
         environ = {
             **os.environ,
-            "DISTRIBUTARY_TOKEN": _TOKEN,
+            "DISTRIBUTARY_CERTS": self._certificates,
             "PYTHONPATH": os.pathsep.join(sys.path),
             "TF_CONFIG": json.dumps(config),
             "DISTRIBUTARY_METRICS_PORT": self._metrics_port,
@@ -141,6 +144,17 @@ class _Cluster:
             ):
                 lines += reply.read().decode().splitlines()
         return lines
+
+    @contextlib.contextmanager
+    def frozen(self, name):
+        """A context in which a task stands still."""
+        process = self.processes[name]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            yield
+        finally:
+            process.send_signal(signal.SIGCONT)
 
     def kill(self, name):
         self.processes[name].kill()
@@ -181,15 +195,15 @@ class _Job:
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(certificates):
     with contextlib.ExitStack() as stack:
-        yield _Cluster(stack)
+        yield _Cluster(stack, certificates)
 
 
 @pytest.fixture
-def new_job(cluster, monkeypatch):
+def new_job(cluster, certificates, monkeypatch):
     """A function that makes a job with new variables, when all tasks are there."""
-    monkeypatch.setenv("DISTRIBUTARY_TOKEN", _TOKEN)
+    monkeypatch.setenv("DISTRIBUTARY_CERTS", str(certificates))
     with contextlib.ExitStack() as stack:
 
         def new():
@@ -230,12 +244,9 @@ def test_all_processes_have_metrics(cluster, new_job):
 def test_a_worker_is_frozen_and_goes_on(cluster, new_job):
     job = new_job()
     job.wait_for_workers()
-    worker = cluster.processes["worker 1"]
     job.schedule(200)[20].fetch()
-    worker.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, worker.pid, os.WSTOPPED)
-    job.coordinator.join()
-    worker.send_signal(signal.SIGCONT)
+    with cluster.frozen("worker 1"):
+        job.coordinator.join()
     job.wait_for_workers()
     job.schedule(200)
     job.coordinator.join()

@@ -111,6 +111,22 @@ def test_a_program_in_between_cannot_pass_a_proof_on(host, server, service, impo
     assert service.handled == []
 
 
+def test_a_call_of_another_machine_is_refused_too(server, service):
+    """A caller that is not on loopback proves no address."""
+    with grpc.insecure_channel(server.address) as channel:
+        challenge = channel.unary_unary("/distributary.Link/Greet")(b"").decode()
+        talk = channel.stream_stream("/distributary.Link/Talk")
+        asked = TOKEN.ask("ps 0", "", challenge)
+        call = talk(iter([]), metadata=[*asked.items()], timeout=_SECONDS)
+
+        with pytest.raises(grpc.RpcError):
+            list(call)
+
+        assert "has called another machine, and ps 0 listens at" in call.details()
+        assert "With certificates, calls may be passed on" in call.details()
+    assert service.handled == []
+
+
 def test_localhost_is_where_the_task_listens(service, impostor, request, localhost_is_ipv6_first):
     server = GrpcServer(service, "localhost:0", TOKEN, task="ps 0")
     request.addfinalizer(server.close)

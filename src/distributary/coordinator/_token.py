@@ -91,10 +91,11 @@ class Token:
                 " same cluster, and each its own task"
             )
         if address is not None and (called := asked.get(_ADDRESS, address)) != address:
+            called = repr(called[:_MAX_NAME_CHARACTERS]) if called else "another machine"
             return (
-                f"it has called {called[:_MAX_NAME_CHARACTERS]!r}, and {task} listens at {address}:"
-                " a program in between passes the call on. Give all tasks that address in the"
-                " cluster, or end the other program"
+                f"it has called {called}, and {task} listens at {address}: a program in between"
+                " passes the call on. Give all tasks that address in the cluster, or end the other"
+                " program. With certificates, calls may be passed on: see `distributary certs`"
             )
         is_new = challenges.use(asked.get(_CHALLENGE, ""))
         if is_new and self._is_proof(asked, "caller", task, asked):
