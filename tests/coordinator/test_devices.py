@@ -11,7 +11,6 @@ from distributary.coordinator import ClusterCoordinator
 from distributary.coordinator._messages import Limits
 from distributary.errors import (
     DeviceError,
-    DistributaryWarning,
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
@@ -235,8 +234,7 @@ def test_keras_fits_as_one_device_does():
         results = model.evaluate(ids[:8], labels[:8], verbose=0)
         return logs, results, model.predict(ids[:8], verbose=0)
 
-    with pytest.warns(DistributaryWarning, match="has 2 devices, but fit, evaluate and predict"):
-        found_logs, found_results, found_predictions = used(model)
+    found_logs, found_results, found_predictions = used(model)
     logs, results, predictions = used(expected)
 
     for name, values in logs.items():

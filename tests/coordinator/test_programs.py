@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distributary.coordinator._programs import Program, ProgramCache, export_jaxpr
+from distributary.coordinator._programs import (
+    Program,
+    ProgramCache,
+    export_divided,
+    export_jaxpr,
+)
 from distributary.errors import InvalidValueError
 
 
@@ -53,3 +58,27 @@ def test_a_program_that_calls_unknown_code_is_refused():
 
     with pytest.raises(InvalidValueError, match="calls 'cpu_reads_files', which is not among"):
         ProgramCache().add(program.content)
+
+
+@pytest.mark.parametrize("num_rows", [8, 7])
+def test_devices_share_the_rows_of_a_divided_program(num_rows):
+    def step(x, w):
+        hidden = jnp.tanh(x @ w)
+        return [hidden.sum(0), x.T @ hidden]
+
+    x = np.random.default_rng(0).normal(size=(num_rows, 3)).astype(np.float32)
+    w = np.eye(3, 5, dtype=np.float32)
+    devices = jax.devices("cpu")[:2]
+
+    program = export_divided(jax.make_jaxpr(step)(x, w), [True, False], 2)
+
+    cache = ProgramCache(devices)
+    results = cache.run(cache.add(program.content), [x, w])
+    for got, expected in zip(results, step(x, w), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+    exported = jax.export.deserialize(bytearray(program.content[32:]))
+    mesh = jax.sharding.Mesh(devices, ("replica",))
+    call = jax.jit(exported.call, in_shardings=exported.in_shardings_jax(mesh))
+    text = call.lower(*exported.in_avals).compile().as_text()
+    assert "f32[4,5]" in text  # of each device
+    assert f"f32[{num_rows},5]" not in text

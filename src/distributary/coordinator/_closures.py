@@ -38,7 +38,12 @@ from distributary._types import Nest
 from distributary.coordinator._nests import copy_of
 from distributary.coordinator._partitioners import Shard
 from distributary.coordinator._plans import Origin, Push, Update, WorkerPlan
-from distributary.coordinator._programs import Program, export_function, export_per_device
+from distributary.coordinator._programs import (
+    Program,
+    export_divided,
+    export_function,
+    export_per_device,
+)
 from distributary.coordinator._table_rows import RowPlan, TablePart
 from distributary.coordinator.passes import (
     RowSplit,
@@ -72,7 +77,7 @@ from distributary.values import PerReplica
 if TYPE_CHECKING:
     from distributary.coordinator._per_worker import Feed, RemoteSource
 
-__all__ = ["ClosureTrace", "Plan", "Source", "current_trace", "plan_of"]
+__all__ = ["ClosureTrace", "Plan", "Source", "current_trace", "plan_of", "share_rows"]
 
 
 @final
@@ -150,6 +155,7 @@ class ClosureTrace:
         sources: The data taken so far.
         position: Number of sources before the current point of the function. A function is traced
             several times, and each trace resets this number.
+        divides_rows: Whether the devices of the worker share the rows of its arguments and data.
     """
 
     def __init__(
@@ -160,6 +166,7 @@ class ClosureTrace:
         self._source_of = source_of
         self.sources: list[Source] = []
         self.position = 0
+        self.divides_rows = False
         self._data_avals = None if data_avals is None else list(data_avals)
 
     def take(self, kind: str, number: int, element: Nest, feed: "Feed | None" = None) -> Nest:
@@ -237,6 +244,16 @@ def current_trace() -> ClosureTrace | None:
     return feeding if isinstance(feeding, ClosureTrace) else None
 
 
+def share_rows() -> None:
+    """Lets the devices of a worker share the rows of what the traced closure is given.
+
+    The closure sees whole arrays, as on one device, and XLA divides its program.
+    """
+    closure = current_trace()
+    assert closure is not None
+    closure.divides_rows = True
+
+
 def plan_of(
     function: Callable[..., Nest],
     avals: Sequence[jax.ShapeDtypeStruct],
@@ -307,6 +324,7 @@ class _Traced:
         avals: Shapes and dtypes of the arguments.
         num_results: Number of results.
         num_devices: Number of devices that run the program.
+        num_shares: Number of devices over which XLA divides the program.
         sources: The data of the worker.
         rebuild: Converts the results into the return value of the function.
     """
@@ -318,6 +336,7 @@ class _Traced:
     avals: Sequence[jax.ShapeDtypeStruct]
     num_results: int
     num_devices: int
+    num_shares: int
     sources: list[Source]
     rebuild: Callable[..., Nest]
 
@@ -386,6 +405,7 @@ def _traced(
         avals,
         pure.num_outs,
         num_devices,
+        num_replicas if closure.divides_rows else 1,
         closure.sources,
         rebuilds[0],
     )
@@ -489,7 +509,15 @@ def _worker_plan(
             ]
             buffers.append((buffer.space, tables))
         row_plan = RowPlan(programs[0].name, of_ids, rows.spaces, buffers)
-    program = _exported((rows or split).worker, origins, step, split_outputs=False)
+    if step.traced.num_shares > 1:
+        worker = (rows or split).worker
+        has_rows = [
+            kind in ("argument", "data", "replicas") and len(aval.shape) > 0
+            for (kind, _), aval in zip(origins, worker.in_avals, strict=True)
+        ]
+        program = export_divided(worker, has_rows, step.traced.num_shares)
+    else:
+        program = _exported((rows or split).worker, origins, step, split_outputs=False)
     pulls: dict[int, list[int]] = {}
     for own in [step.inputs[i] for i in inputs]:
         if own.server is not None:

@@ -11,15 +11,22 @@ from typing import Any, final
 import jax
 import jax.export
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.dispatch import dispatcher_for
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.topology import REPLICA_AXIS, make_abstract_mesh, make_mesh
-from distributary.xla_cpu import rewritten_for_cpus
+from distributary.xla_cpu import rewritten_for_cpus, with_partial_sums
 
-__all__ = ["Program", "ProgramCache", "export_function", "export_jaxpr", "export_per_device"]
+__all__ = [
+    "Program",
+    "ProgramCache",
+    "export_divided",
+    "export_function",
+    "export_jaxpr",
+    "export_per_device",
+]
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -87,13 +94,37 @@ def export_per_device(
     return _exported(jax.jit(on_all, in_shardings=shardings), structs)
 
 
-def _function_of(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
-    closed = rewritten_for_cpus(closed)
+def export_divided(closed: ClosedJaxpr, has_rows: Sequence[bool], num_devices: int) -> Program:
+    """Exports a jaxpr as a program that XLA divides over devices, by the rows of a batch.
+
+    Args:
+        closed: The closed jaxpr, of whole arrays.
+        has_rows: For every input, whether its dim 0 counts rows of the batch, or devices.
+        num_devices: Number of devices.
+    """
+    mesh = make_abstract_mesh(num_devices)
+    whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P(REPLICA_AXIS))
+    dims = [0 if rows else None for rows in has_rows]
+    step = with_partial_sums(jaxpr_as_fun(closed), dims, mesh)
 
     def run(*inputs: Any) -> list[Any]:
-        outs: list[Any] = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *inputs)
-        return outs
+        rows = [
+            jax.lax.with_sharding_constraint(x, divided) if rows else x
+            for x, rows in zip(inputs, has_rows, strict=True)
+        ]
+        return list(step(*rows))
 
+    # JAX takes no uneven rows from outside of a program.
+    shardings = [
+        divided if rows and aval.shape[0] % num_devices == 0 else whole
+        for aval, rows in zip(closed.in_avals, has_rows, strict=True)
+    ]
+    jitted = jax.jit(run, in_shardings=tuple(shardings), out_shardings=whole)
+    return _exported(jitted, closed.in_avals)
+
+
+def _function_of(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+    run: Callable[..., list[Any]] = jaxpr_as_fun(rewritten_for_cpus(closed))
     return run
 
 

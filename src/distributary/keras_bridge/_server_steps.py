@@ -1,7 +1,6 @@
 """`fit`, `evaluate` and `predict` with parameter servers: each batch is a step of one worker."""
 
 import itertools
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -10,17 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, RemoteValue
-from distributary.dispatch import progress
-from distributary.errors import (
-    DistributaryWarning,
-    InvalidValueError,
-    UnsupportedError,
-    shown,
+from distributary.coordinator import (
+    ClusterCoordinator,
+    PerWorkerIterator,
+    RemoteValue,
+    share_rows,
 )
+from distributary.dispatch import progress
+from distributary.errors import InvalidValueError, UnsupportedError, shown
 from distributary.keras_bridge._data import UnknownSizes, check_given, current_call
 from distributary.keras_bridge._model_step import Kind, ModelStep, num_rows
-from distributary.tracing import user_stacklevel
 from distributary.values import PerReplica, map_leaves
 
 _MAX_AHEAD_PER_WORKER = 32
@@ -49,14 +47,6 @@ class ServerSteps:
         self._kind = kind
         self._strategy = strategy
         num_replicas = strategy.num_replicas_in_sync
-        if num_replicas > 1:
-            warnings.warn(
-                f"{trainer.name}: each worker of {shown(strategy)} has {num_replicas} devices, but"
-                " fit, evaluate and predict compute a worker's batch on one of them. Start one"
-                " worker for each device, or write the step for strategy.run.",
-                DistributaryWarning,
-                stacklevel=user_stacklevel(),
-            )
         self._step = ModelStep(trainer, kind, strategy)
         self._coordinator = ClusterCoordinator(strategy)
         self._counts = strategy.extended.step_counts
@@ -69,6 +59,7 @@ class ServerSteps:
         def on_batch(batch: Any) -> Any:
             if num_replicas == 1:
                 return strategy.run(self._step, args=(batch,))
+            share_rows()
             return self._step(_whole(batch))
 
         def on_next_batch(batches: Any) -> Any:
@@ -166,9 +157,15 @@ class _Unfinished(Sequence[Any]):
 
 def _whole(nest: object) -> Any:
     """Joins the parts of all replicas along dim 0, in every array of a nest."""
-    return map_leaves(
-        lambda leaf: jnp.concatenate(leaf.values) if _is_per_replica(leaf) else leaf, nest
-    )
+
+    def whole(leaf: Any) -> Any:
+        if not _is_per_replica(leaf):
+            return leaf
+        if leaf.form == "stacked":  # XLA sees through this, so rows stay where they are
+            return jnp.reshape(leaf.payload, (-1, *leaf.payload.shape[2:]))
+        return jnp.concatenate(leaf.values)
+
+    return map_leaves(whole, nest)
 
 
 def _spec_of_whole(leaf: Any) -> Any:

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Literal, Var
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from distributary._types import Nest
 from distributary.collectives import all_reduce_of_vectors
@@ -80,7 +80,7 @@ from distributary.xla_cpu._rewrites import rewritten_for_cpus, with_cpu_rewrites
 
 
 def with_partial_sums(
-    step: Callable[..., Nest], dims: Sequence[Dim], mesh: Mesh
+    step: Callable[..., Nest], dims: Sequence[Dim], mesh: Mesh | AbstractMesh
 ) -> Callable[..., Nest]:
     """Returns `step` with sums over the batch taken per device and added up together.
 
@@ -91,7 +91,8 @@ def with_partial_sums(
         step: From arrays to a nest of arrays; called inside `jax.jit`.
         dims: For every input the dim of the rows, which are divided over the devices; None for
             inputs that are the same on all devices.
-        mesh: CPU devices of one or several processes, along the axis `"replica"`.
+        mesh: CPU devices of one or several processes, along the axis `"replica"`; an abstract mesh
+            is of one process.
     """
 
     def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
@@ -130,7 +131,7 @@ _Value: TypeAlias = Array | _Part
 class _Evaluation:
     """The evaluation of one program; see `with_partial_sums` for the arguments."""
 
-    def __init__(self, mesh: Mesh, plans: Plans) -> None:
+    def __init__(self, mesh: Mesh | AbstractMesh, plans: Plans) -> None:
         self._mesh = mesh
         self._numbers = itertools.count()
         self._plans = plans
@@ -253,7 +254,8 @@ class _Evaluation:
                 ]
                 made[part.number] = _part_of(part, operands)
             own = [made[part.number] for part in found.values()]
-            together = all_reduce_of_vectors if self._mesh.is_multi_process else _all_reduced
+            one_process = isinstance(self._mesh, AbstractMesh) or not self._mesh.is_multi_process
+            together = _all_reduced if one_process else all_reduce_of_vectors
             totals = iter(together(list(itertools.compress(own, is_sum))))
             return [
                 next(totals).astype(aval_of(v).dtype) if summed else _in_stack(x)
