@@ -408,6 +408,10 @@ def _part_of(part: _Part, operands: Sequence[Array]) -> Array:
             params["preferred_element_type"] = np.dtype(np.float32)
         else:
             operands = list(map(_wide, operands))
+        if part.eqn.primitive is lax.scatter_add_p:  # its parameters hold a sum of 16 bits
+            names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+            given = {**part.eqn.params, **params}
+            return lax.scatter_add(*operands, **{name: given[name] for name in names})
     return _bound(part.eqn, *operands, **params)
 
 
