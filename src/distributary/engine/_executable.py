@@ -46,6 +46,7 @@ class VariableGoneError(Exception):
 
 # An output of at most this size may be kept until the program that made it has finished.
 _MAX_TOKEN_BYTES = 1 << 16
+_MAX_SMALL_BYTES = 1 << 16
 
 
 @final
@@ -141,7 +142,7 @@ class Executable:
             self._call = StagedProgram(program, placement, shardings)
             return
         self._captures = [
-            [self._place(capture) for capture in captures] for captures in program.captures
+            [self._place_constant(capture) for capture in captures] for captures in program.captures
         ]
         written_shardings = [_sharding_of(handle) for handle in program.written]
         read_shardings = [_sharding_of(handle) for handle in program.read_only]
@@ -190,6 +191,12 @@ class Executable:
         if value.sharding.device_set == self._replicated.device_set:
             return value
         return put_replicated(value, self._replicated)
+
+    def _place_constant(self, value: object) -> Any:
+        """Puts a value where it stays for all runs; a NumPy array would be moved in each."""
+        if self._replicated is None or isinstance(value, jax.Array):
+            return self._place(value)
+        return put_replicated(np.asarray(value), self._replicated)
 
     def lowered(self, args: Sequence[Any]) -> Any:
         """Returns the program lowered for `args`, to inspect what XLA compiles."""
@@ -273,11 +280,16 @@ class Executable:
 
     def _own(self, variables: Sequence[Any], arrays: list[Any]) -> list[Any]:
         """Returns the arrays of variables; copies of those that somebody else may hold."""
-        for i, variable in enumerate(variables):
-            if getattr(variable, "_shared", False):
-                # One by one, so that memory holds one copy more and not all.
-                variable._value = arrays[i] = own_copies([arrays[i]])[0]
-                variable._shared = False
+        shared = [i for i, v in enumerate(variables) if getattr(v, "_shared", False)]
+        if not shared:
+            return arrays
+        # Large ones one by one, so that memory holds one copy more and not all.
+        small = [i for i in shared if arrays[i].nbytes <= _MAX_SMALL_BYTES]
+        large = [i for i in shared if arrays[i].nbytes > _MAX_SMALL_BYTES]
+        for group in filter(None, (small, *([i] for i in large))):
+            for i, own in zip(group, own_copies([arrays[i] for i in group]), strict=True):
+                variables[i]._value = arrays[i] = own
+                variables[i]._shared = False
         return arrays
 
     def _placed(self, args: Sequence[Any], shardings: tuple[Any, ...]) -> Sequence[Any]:
