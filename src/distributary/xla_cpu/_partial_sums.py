@@ -410,8 +410,9 @@ def _part_of(part: _Part, operands: Sequence[Array]) -> Array:
             operands = list(map(_wide, operands))
         if part.eqn.primitive is lax.scatter_add_p:  # its parameters hold a sum of 16 bits
             names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-            given = {**part.eqn.params, **params}
-            return lax.scatter_add(*operands, **{name: given[name] for name in names})
+            given: dict[str, Any] = {name: {**part.eqn.params, **params}[name] for name in names}
+            array, indices, updates = operands
+            return lax.scatter_add(array, indices, updates, **given)
     return _bound(part.eqn, *operands, **params)
 
 
