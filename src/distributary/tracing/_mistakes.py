@@ -143,23 +143,29 @@ class _Mistake:
     raised: type[DistributaryError] = TracedValueError
     cause: type[BaseException] | None = None
 
+    def groups(self, error: BaseException) -> tuple[str | None, ...] | None:
+        """Returns the groups of the pattern in an error's text; None for other errors."""
+        if not isinstance(error, self.error):
+            return None
+        if self.cause is not None and not isinstance(error.__cause__, self.cause):
+            return None
+        found = re.search(self.pattern, str(error))
+        return None if found is None else found.groups()
+
     def text(
-        self, error: BaseException, step: str, where: str, value: str, kind: Kind
-    ) -> str | None:
-        """Returns the message for an error, or None if it is of another kind.
+        self, groups: Sequence[str | None], step: str, where: str, value: str, kind: Kind
+    ) -> str:
+        """Returns the message.
 
         Args:
-            error: The error.
+            groups: What `groups` has returned.
             step: Name of the step.
             where: File and line.
             value: What the value depends on that the error is about.
             kind: Whether a step of a replica or a `distributary.function` is traced.
         """
-        found = re.search(self.pattern, str(error)) if isinstance(error, self.error) else None
-        if found is None or (self.cause and not isinstance(error.__cause__, self.cause)):
-            return None
         what, remedy = (
-            text.format("", *found.groups(), after=_AFTER[kind], where=where)
+            text.format("", *groups, after=_AFTER[kind], where=where)
             for text in (self.what, self.remedy)
         )
         if self.raised is not TracedValueError:
@@ -179,7 +185,6 @@ _AFTER: dict[Kind, str] = {
         ' float(strategy.reduce("MEAN", value, axis=None)).'
     ),
 }
-_SEED = "Draw with jax.random and a key: jax.random.fold_in(key, seed)."
 _NUMPY = (
     "Write jnp.log for np.log, with import jax.numpy as jnp, or keras.ops; jnp.asarray for"
     " np.asarray; array = array.at[i].set(value) for an item. Call other libraries on what the"
@@ -281,7 +286,7 @@ _MISTAKES = [
         TypeError,
         "SeedSequence expects int|seed types? .*Tracer|supported seed types",
         "the seed of a generator",
-        _SEED,
+        "Draw with jax.random and a key: jax.random.fold_in(key, seed).",
     ),
     _Mistake(
         ValueError,
@@ -398,10 +403,11 @@ def _explained(
         misfit = subject.misfit(tracers)
         if misfit is not None:
             return InvalidTypeError(misfit).with_traceback(error.__traceback__)
-    place, value = _place(error), _value_of(_depends(error, subject, tracers))
     for mistake in _MISTAKES:
-        text = mistake.text(error, str(subject or place.name), place.where, value, kind)
-        if text is not None:
+        groups = mistake.groups(error)
+        if groups is not None:
+            place, value = _place(error), _value_of(_depends(error, subject, tracers))
+            text = mistake.text(groups, str(subject or place.name), place.where, value, kind)
             return mistake.raised(text).with_traceback(error.__traceback__)
     return None
 

@@ -409,10 +409,9 @@ def _part_of(part: _Part, operands: Sequence[Array]) -> Array:
         else:
             operands = list(map(_wide, operands))
         if part.eqn.primitive is lax.scatter_add_p:  # its parameters hold a sum of 16 bits
-            names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-            given: dict[str, Any] = {name: {**part.eqn.params, **params}[name] for name in names}
             array, indices, updates = operands
-            return lax.scatter_add(array, indices, updates, **given)
+            kept: Any = {name: part.eqn.params[name] for name in ("dimension_numbers", "mode")}
+            return lax.scatter_add(array, indices, updates, **kept, **params)
     return _bound(part.eqn, *operands, **params)
 
 
