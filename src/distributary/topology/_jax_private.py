@@ -10,7 +10,7 @@ extend it; the same file tests that all names are there.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -101,28 +101,6 @@ def function_of_tracer(tracer: Any) -> str | None:
     """
     found = getattr(getattr(tracer, "_debug_info", None), "func_src_info", None)
     return found if isinstance(found, str) else None
-
-
-def origins_of_tracer(
-    tracer: Any, arguments: Sequence[Any]
-) -> tuple[list[int], list[jex_core.JaxprEqn]]:
-    """Returns the numbers of the arguments that a traced value depends on, and the equations.
-
-    Only for messages: both are empty if this version of JAX keeps them elsewhere. In a nested trace
-    they are those of the nested function. Checked with jax 0.10.2.
-    """
-    while hasattr(tracer, "primal"):  # inside of `jax.grad`
-        tracer = tracer.primal
-    found = []
-    try:
-        active = {tracer.val}
-        for eqn in reversed([*tracer._trace.frame.get_eqns()]):
-            if not active.isdisjoint(eqn.outvars):
-                found.append(eqn)
-                active.update([x for x in eqn.invars if isinstance(x, jex_core.Var)])
-        return [i for i, x in enumerate(arguments) if x.val in active], found
-    except (AttributeError, TypeError):
-        return [], []
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

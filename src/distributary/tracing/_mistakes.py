@@ -28,14 +28,12 @@ from distributary.errors import (
     InvalidValueError,
     TracedValueError,
 )
-from distributary.topology import function_of_tracer, origins_of_tracer
-from distributary.tracing._markers import REPLICA_ID, Handle, read_p, sparse_read_p
+from distributary.topology import function_of_tracer
 
 # Code that users do not write, by the names of modules. Where a traceback is shown, these frames
 # are left out.
 _INTERNAL = ("distributary.", "jax.", "jax_", "keras.src.", "malt.", "contextlib")
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", ".pyx")
-_MAX_NAMES = 3
 _UNKNOWN = "an unknown line"
 
 
@@ -177,7 +175,6 @@ class _Mistake:
         )
 
 
-_REPLICA_ID = "the replica id"
 _AFTER: dict[Kind, str] = {
     "function": "Return the value, and convert what the function has returned.",
     "replica": (
@@ -393,9 +390,11 @@ def _explained(
 ) -> Exception | None:
     if isinstance(error, jax.errors.UnexpectedTracerError):
         place = _place(error)
+        leaked = re.search(r"when the value leaked was (.+?) traced for", str(error))
+        made = "" if leaked is None else f" (made in {leaked[1]})"
         return ContextError(
             f"{subject or place.name}: {place.where} uses a value that an earlier step has left in"
-            f" a list, an attribute or a global variable{leaked_at(_tracer_of(error))}. Values of a"
+            f" a list, an attribute or a global variable{made}. Values of a"
             " step exist only while it is traced. Return what you need later, or assign it to a"
             " distributary.Variable."
         ).with_traceback(error.__traceback__)
@@ -406,21 +405,21 @@ def _explained(
     for mistake in _MISTAKES:
         groups = mistake.groups(error)
         if groups is not None:
-            place, value = _place(error), _value_of(_depends(error, subject, tracers))
+            place, value = _place(error), _value_of(error, subject)
             text = mistake.text(groups, str(subject or place.name), place.where, value, kind)
             return mistake.raised(text).with_traceback(error.__traceback__)
     return None
 
 
-def _value_of(depends: Sequence[str]) -> str:
-    """Returns what a value depends on, as a part of a sentence."""
-    names = [*dict.fromkeys(depends)]
-    if not names:
+def _value_of(error: BaseException, subject: Subject | None) -> str:
+    """Returns what a value depends on, as JAX says it, as a part of a sentence."""
+    found = re.search(r"depends on the values? of the arguments? (.+)\.", str(error))
+    if found is None:
         return "the value of an array"
-    rest = len(names) - _MAX_NAMES
-    shown = names if rest <= 0 else [*names[:_MAX_NAMES], f"{rest} more"]
-    last = shown.pop()
-    return "a value computed from " + (f"{', '.join(shown)} and {last}" if shown else last)
+    if subject is not None and subject.name is not None:
+        return "a value computed from the batch"
+    names = re.sub("(, and | and |, )", r"`\1`", found[1])
+    return f"a value computed from `{names}`"
 
 
 def leaked_at(tracer: object) -> str:
@@ -454,45 +453,6 @@ def _place(error: BaseException) -> _Place:
     file = frame.f_code.co_filename
     name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
     return _Place(name, f"{os.path.basename(file)}:{lineno}")
-
-
-def _depends(
-    error: BaseException, subject: Subject | None, tracers: Sequence[Any]
-) -> tuple[str, ...]:
-    """Returns names of what the value depends on that an error is about."""
-    tracer = _tracer_of(error)
-    if tracer is None:
-        return ()
-    numbers, eqns = origins_of_tracer(tracer, tracers)
-    names: list[str] = []
-    if subject is not None:
-        arguments = subject.arguments(len(tracers))
-        names += [arguments[i] for i in numbers]
-    for eqn in eqns:
-        if eqn.primitive in (read_p, sparse_read_p):
-            names.append(_name_of_handle(eqn.params["handle"]))
-    return tuple(names)
-
-
-def _name_of_handle(handle: Handle) -> str:
-    return _REPLICA_ID if handle is REPLICA_ID else f"variable {handle.name!r}"
-
-
-def _tracer_of(error: BaseException) -> Any:
-    """Returns the tracer that an error is about, from the innermost frames that have one."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(("jax.", "numpy", "random")):
-            return None
-        for value in frame.f_locals.values():
-            parts = value if isinstance(value, (tuple, list)) else (value,)
-            for part in parts:
-                ends = (part.start, part.stop) if isinstance(part, slice) else (part,)
-                for end in ends:
-                    if isinstance(end, jax.core.Tracer):
-                        return end
-    return None
 
 
 def is_internal(frame: types.FrameType) -> bool:
