@@ -1,12 +1,12 @@
 """Finds the processes of jobs that `mpirun` starts. MPI itself is not used."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple, final
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import final
 
 from distributary.cluster_resolver._addresses import split_port
-from distributary.cluster_resolver._checks import checked_counts, checked_str, number_in, wrong_type
+from distributary.cluster_resolver._checks import checked_counts, checked_str, wrong_type
 from distributary.cluster_resolver._ranks import Launcher, RankClusterResolver, place
 from distributary.errors import ClusterError, InvalidValueError
 
@@ -40,12 +40,9 @@ class OpenMPIClusterResolver(RankClusterResolver):
     several hosts, pass the ones that you gave to `mpirun`.
 
     Args:
-        hosts: Hosts in the order in which you gave them to `mpirun`, each as `"host"` or
-            `"host:slots"`, or a dict from hosts to slots. Without slots, all hosts have the same
-            number.
-        hostfile: The file that you gave to `mpirun --hostfile`, or `os.environ["PBS_NODEFILE"]`. It
-            has one host per line, optionally followed by `slots=4`. A host on several lines has one
-            slot for each of them.
+        hosts: Hosts in the order in which you gave them to `mpirun`, or a dict from hosts to slots.
+            In a list, a host is there once for each of its slots, as in the lines of
+            `PBS_NODEFILE`. If each is there once, all have the same number of slots.
         port_base: Port of the first process on each host; the others count up from it.
         jobs: Number of tasks of each type. Types take the ranks in alphabetical order. None means
             workers only.
@@ -64,7 +61,6 @@ class OpenMPIClusterResolver(RankClusterResolver):
     def __init__(
         self,
         hosts: Sequence[str] | Mapping[str, int] | None = None,
-        hostfile: str | os.PathLike[str] | None = None,
         port_base: int = 8888,
         jobs: Mapping[str, int] | None = None,
         map_by: str = "slot",
@@ -72,26 +68,21 @@ class OpenMPIClusterResolver(RankClusterResolver):
     ) -> None:
         if map_by not in ("slot", "node"):
             raise InvalidValueError(f'{_WHO}: map_by is {map_by!r}, expected "slot" or "node".')
-        if hosts is not None and hostfile is not None:
-            raise InvalidValueError(
-                f"{_WHO}: got both hosts ({hosts!r}) and hostfile ({os.fspath(hostfile)!r}),"
-                " expected one of the two."
-            )
         launcher = _launcher()
         _, local_size_name = launcher.reported
         size = launcher.number(launcher.size)
         local_size = launcher.number(local_size_name, size)
-        slots_of = _slots_of(hosts, hostfile)
-        if slots_of:
-            slots = {host: slots or local_size for host, slots in slots_of.items()}
+        slots: Mapping[str, int]
+        if hosts is not None:
+            slots = _slots_of(hosts, local_size)
         elif local_size == size:
             slots = {"localhost": size}
         else:
             raise ClusterError(
                 f"{_WHO}: {launcher.size} is {size} and {local_size_name} is {local_size}, so the"
-                " job runs on several hosts, and mpirun does not say which. Pass the hosts or"
-                " hostfile that you gave to mpirun; in a PBS job, pass"
-                " hostfile=os.environ['PBS_NODEFILE']."
+                " job runs on several hosts, and mpirun does not say which. Pass the hosts that you"
+                " gave to mpirun; in a PBS job, pass"
+                " hosts=open(os.environ['PBS_NODEFILE']).read().split()."
             )
         # Ranks that mpirun has not started are left out. The rest keep their places, because
         # mpirun fills the slots in this order.
@@ -99,7 +90,7 @@ class OpenMPIClusterResolver(RankClusterResolver):
         if len(placements) < size:
             raise ClusterError(
                 f"{_WHO}: {launcher.size} is {size}, but the hosts have {len(placements)} slots:"
-                f" {slots}. Name all hosts with their slots, such as 'node1:4'."
+                f" {dict(slots)}. Name all hosts with their slots, such as {{'node1': 4}}."
             )
         super().__init__(launcher, placements, jobs, port_base, rpc_layer)
 
@@ -115,78 +106,23 @@ def _launcher() -> Launcher:
     )
 
 
-class _Entry(NamedTuple):
-    """A host as the user wrote it, with its number of slots if there is one."""
-
-    field: str
-    text: str
-    host: str
-    slots: str | None
-
-
-def _slots_of(
-    hosts: Sequence[str] | Mapping[str, int] | None, hostfile: str | os.PathLike[str] | None
-) -> dict[str, int | None]:
-    """Returns the slots of each host; None where the user has not given the number."""
+def _slots_of(hosts: Sequence[str] | Mapping[str, int], local_size: int) -> Mapping[str, int]:
+    """Returns the slots of each host; `local_size` where the user has not given the number."""
     field = f"{_WHO}: hosts"
-    if hosts is None and hostfile is None:
-        return {}
     if isinstance(hosts, Mapping):
-        example = 'from hosts to slots, such as {"node1": 4}'
-        counts = checked_counts(hosts, field, example, minimum=1) if hosts else {}
-        slots_of: dict[str, int | None] = {**counts}
-    else:
-        slots_of = _added_up(_in_file(hostfile) if hostfile is not None else _in_list(hosts, field))
-    if not slots_of and hostfile is not None:
-        raise ClusterError(
-            f"{_WHO}: hostfile {os.fspath(hostfile)!r} has no hosts, expected one per line."
-        )
-    if not slots_of:
-        raise InvalidValueError(f"{field} is empty, expected the hosts that mpirun was given.")
-    return slots_of
-
-
-def _in_list(hosts: object, field: str) -> Iterator[_Entry]:
-    if not isinstance(hosts, (list, tuple)):
+        return checked_counts(hosts, field, 'from hosts to slots, such as {"node1": 4}', minimum=1)
+    if not isinstance(hosts, (list, tuple)) or not hosts:
         raise wrong_type(
-            hosts,
-            field,
-            'a list of hosts, such as ["node1:4", "node2:4"], or a dict from hosts to slots',
+            hosts, field, 'a list of hosts, not empty, such as ["node1", "node2"], or a dict'
         )
-    for number, entry in enumerate(hosts):
-        entry_field = f"{field}[{number}]"
-        text = checked_str(entry, entry_field, 'the name of a host, such as "node1" or "node1:4"')
-        yield _Entry(entry_field, text, *split_port(text))
-
-
-def _in_file(hostfile: str | os.PathLike[str]) -> Iterator[_Entry]:
-    path = Path(hostfile)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ClusterError(
-            f"{_WHO}: hostfile {str(path)!r} cannot be read: {error.strerror}. Pass the file that"
-            " mpirun --hostfile was given, or the hosts themselves."
-        ) from error
-    for number, line in enumerate(lines, start=1):
-        host, *words = line.partition("#")[0].split() or [""]
-        if host:
-            slots = dict(word.partition("=")[::2] for word in words).get("slots")
-            yield _Entry(f"{_WHO}: line {number} of hostfile {str(path)!r}", line, host, slots)
-
-
-def _added_up(entries: Iterator[_Entry]) -> dict[str, int | None]:
-    """Returns the slots of each host as mpirun counts them: a host may be there several times."""
-    slots_of: dict[str, int | None] = {}
-    for field, text, host, slots in entries:
-        number = None if slots is None else number_in(slots)
-        if not host or (slots is not None and not number):
+    slots_of: Counter[str] = Counter()
+    for number, host in enumerate(hosts):
+        what = f"{field}[{number}]"
+        name, slots = split_port(checked_str(host, what, 'the name of a host, such as "node1"'))
+        if not name or slots is not None:
             raise InvalidValueError(
-                f'{field} is {text!r}, expected a host, such as "node1", or a host and its number'
-                " of slots, such as \"node1:4\" in a list or 'node1 slots=4' in a file."
+                f'{what} is {host!r}, expected the name of a host, such as "node1". Pass slots as'
+                ' a dict, {"node1": 4, "node2": 4}.'
             )
-        if host in slots_of:
-            # Each line without a number is one slot more.
-            number = (slots_of[host] or 1) + (number or 1)
-        slots_of[host] = number
-    return slots_of
+        slots_of[name] += 1
+    return slots_of if max(slots_of.values()) > 1 else dict.fromkeys(slots_of, local_size)
