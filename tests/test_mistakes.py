@@ -71,7 +71,7 @@ def assert_of_a_batch(strategy):
     strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
 
 
-@told("train_step", "variable 'total'", "jnp.where")
+@told("train_step", "jnp.where")
 def if_of_a_variable(strategy):
     with strategy.scope():
         total = dist.Variable(0.0, name="total")
@@ -152,7 +152,7 @@ def reshape_to_an_argument(strategy):
     strategy.run(train_step, args=(BATCH, 2))
 
 
-@told("train_step", "`size`", "jax.lax.dynamic_slice")
+@told("train_step", "a slice", "jax.lax.dynamic_slice")
 def slice_to_an_argument(strategy):
     def train_step(batch, size):
         return batch[:size]
@@ -160,7 +160,7 @@ def slice_to_an_argument(strategy):
     strategy.run(train_step, args=(BATCH, 2))
 
 
-@told("train_step", "`batch`", "jnp.where")
+@told("train_step", "mask", "jnp.where")
 def rows_by_a_mask(strategy):
     def train_step(batch):
         return batch[batch > 0].sum()

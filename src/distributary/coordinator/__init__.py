@@ -1,13 +1,11 @@
 """Asynchronous training: a coordinator gives work to workers, and servers keep the variables."""
 
-from distributary.coordinator._closures import share_rows
 from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._per_worker import (
     PerWorkerDataset,
     PerWorkerIterator,
     PerWorkerValues,
-    closure_number,
     experimental_get_current_worker_index,
 )
 from distributary.coordinator._queue import RemoteValue
@@ -34,11 +32,9 @@ __all__ = [
     "Server",
     "ServerStatistics",
     "WorkerStatistics",
-    "closure_number",
     "experimental_get_current_worker_index",
     "local_cluster",
     "ray_cluster",
-    "share_rows",
 ]
 
 #: The name in `tf.distribute.coordinator`. In its `experimental`, it is `PerWorkerValues`.

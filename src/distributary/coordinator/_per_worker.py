@@ -51,6 +51,16 @@ class PerWorkerDataset:
             )
         return PerWorkerIterator(self._new_source())
 
+    def keras_adapter(self, given: dict[str, Any]) -> Any:
+        """Returns the data adapter for `fit`, `evaluate` or `predict`.
+
+        Args:
+            given: Their other arguments for data, and `steps_per_epoch`.
+        """
+        from distributary.coordinator._keras_steps import PerWorkerAdapter
+
+        return PerWorkerAdapter(self, given)
+
 
 class _OfWorkers:
     """An argument of a scheduled function that stands for the data of the worker running it."""

@@ -15,6 +15,7 @@ from distributary.collectives import ReduceOp
 from distributary.context import current_mode
 from distributary.coordinator._closures import current_trace
 from distributary.coordinator._partitioners import Shard, initial_shards, num_shards_of, sizes_of
+from distributary.coordinator._per_worker import closure_number
 from distributary.coordinator._processes import cluster_of
 from distributary.coordinator._sources import DistributedSource
 from distributary.coordinator.passes import SparseUpdate
@@ -28,7 +29,7 @@ from distributary.errors import (
 )
 from distributary.inputs import DistributedInput, InputContext
 from distributary.options import InputOptions, InputReplicationMode, RecoveryOptions, RunOptions
-from distributary.strategies import Strategy, StrategyExtended
+from distributary.strategies import RemoteSteps, Strategy, StrategyExtended
 from distributary.topology import make_abstract_mesh
 from distributary.tracing import push, user_stacklevel
 from distributary.variables import (
@@ -42,6 +43,12 @@ from distributary.variables import (
 )
 
 __all__ = ["ParameterServerStrategy"]
+
+
+def _steps_of_model(model: Any, kind: str, strategy: Any) -> Callable[..., Any]:
+    from distributary.coordinator._keras_steps import ServerSteps
+
+    return ServerSteps(model, kind, strategy)
 
 
 @final
@@ -110,7 +117,9 @@ class ParameterServerStrategy(Strategy):
             if count > 1
             else Placement.on_one_device(device)
         )
-        super().__init__(StrategyExtended(self, placement, kind_of_variables=_ServerVariable))
+        extended = StrategyExtended(self, placement, kind_of_variables=_ServerVariable)
+        extended.remote_steps = RemoteSteps(_steps_of_model, closure_number)
+        super().__init__(extended)
 
     @property
     def cluster_resolver(self) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from distributary._late import late_names
 from distributary.context import register_scope_listener
 from distributary.errors import (
     DistributaryWarning,
@@ -31,6 +32,15 @@ from distributary.variables import (
 )
 
 __all__ = ["connect", "expect_keras", "import_keras"]
+
+# These modules import Keras.
+__getattr__ = late_names(
+    __name__,
+    {
+        "_data": "UnknownSizes check_given current_call",
+        "_model_step": "ModelStep num_rows",
+    },
+)
 
 _connected = False
 _expected = False

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -66,10 +65,8 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_data_adapter(x: object, **given: Any) -> Any:
         if isinstance(x, DistributedInput) and callable(x):  # made where it is needed
             x = x()
-        if _is_per_worker(x):
-            from distributary.keras_bridge._server_steps import PerWorkerAdapter
-
-            return PerWorkerAdapter(x, given)
+        if hasattr(x, "keras_adapter"):  # batches that are read elsewhere
+            return x.keras_adapter(given)
         if isinstance(x, Dataset) or is_hugging_face(x):
             extended = get_strategy().extended
             # Several workers read their own rows; with one worker, the step splits the batches.
@@ -113,11 +110,6 @@ def check_given(what: str, given: Mapping[str, Any], *names: str) -> None:
                 f"x is a {what}, so {name} cannot be given next to it: let the dataset yield"
                 " (x, y) or (x, y, sample_weight)."
             )
-
-
-def _is_per_worker(x: object) -> bool:
-    coordinator = sys.modules.get("distributary.coordinator")
-    return coordinator is not None and isinstance(x, coordinator.PerWorkerDataset)
 
 
 def _noted(adapter: Any) -> Any:

@@ -34,9 +34,7 @@ def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_for_servers():
             # Workers may have read the same state. A step that is repeated draws the same numbers
             # again.
-            from distributary.coordinator import closure_number
-
-            number = closure_number()
+            number = current_mode().strategy.extended.remote_steps.number()
             if number is not None:
                 seed = seed.at[1].add(_spread(number, seed.dtype))
         context = replica_context()

@@ -192,14 +192,6 @@ def _in_one_thread(model: Any, what: str) -> Iterator[None]:
             del _calls[model]
 
 
-def _step_function(model: Any, kind: Kind, strategy: Any) -> Any:
-    if keeps_on_servers(strategy):
-        from distributary.keras_bridge._server_steps import ServerSteps
-
-        return ServerSteps(model, kind, strategy)
-    return StepFunction(model, kind, strategy)
-
-
 def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes the functions that Keras' loops call for every step."""
     signature = inspect.signature(original)
@@ -213,7 +205,8 @@ def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(self, step_function, *args, **kwargs).arguments
         concatenate_outputs = given.get("concatenate_outputs", False)
         kind: Kind = "predict" if concatenate_outputs else _kind_of(self, step_function)
-        return _step_function(self, kind, strategy)
+        remote = strategy.extended.remote_steps
+        return (StepFunction if remote is None else remote.of_model)(self, kind, strategy)
 
     return _make_function
 

@@ -6,7 +6,7 @@ from distributary._late import late_names
 from distributary.strategies._base import Strategy
 from distributary.strategies._central_storage import CentralStorageStrategy
 from distributary.strategies._default import DefaultStrategy
-from distributary.strategies._extended import StrategyExtended, unused_strategies
+from distributary.strategies._extended import RemoteSteps, StrategyExtended, unused_strategies
 from distributary.strategies._fitting_job import accept_any_strategy, check_job
 from distributary.strategies._mirrored import MirroredStrategy
 from distributary.strategies._one_device import OneDeviceStrategy
@@ -26,6 +26,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "RemoteSteps",
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,20 @@ def unused_strategies() -> list[Any]:
     return sorted(found, key=lambda s: -s.num_replicas_in_sync)
 
 
+class RemoteSteps(NamedTuple):
+    """What a strategy whose steps run elsewhere offers to Keras.
+
+    Attributes:
+        of_model: Returns the `train_function`, `test_function` or `predict_function` for a model,
+            `"train"`, `"test"` or `"predict"`, and the strategy.
+        number: Returns the number of the step that is traced, a uint32 scalar, or None outside of
+            one. A step that runs again keeps its number.
+    """
+
+    of_model: Callable[[Any, str, Any], Callable[..., Any]]
+    number: Callable[[], Any]
+
+
 @final
 class StrategyExtended:
     """The methods of a strategy for library authors; you reach them as `strategy.extended`.
@@ -148,6 +162,8 @@ class StrategyExtended:
         #: Keras' `fit`, as in tf.distribute, which saves collectives. Set it before the
         #: first step. If False, the statistics are those of the whole batch, as on one device.
         self.experimental_batch_statistics_of_replicas = False
+        #: What runs steps elsewhere than on devices of this process; None if nothing does.
+        self.remote_steps: RemoteSteps | None = None
         self._has_told = False
         devices = placement.devices
         platform = devices[0].platform if devices else "cpu"

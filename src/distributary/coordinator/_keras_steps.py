@@ -9,16 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.coordinator import (
-    ClusterCoordinator,
-    PerWorkerIterator,
-    RemoteValue,
-    share_rows,
-)
+from distributary.coordinator._closures import share_rows
+from distributary.coordinator._cluster_coordinator import ClusterCoordinator
+from distributary.coordinator._per_worker import PerWorkerIterator
+from distributary.coordinator._queue import RemoteValue
 from distributary.dispatch import progress
 from distributary.errors import InvalidValueError, UnsupportedError, shown
-from distributary.keras_bridge._data import UnknownSizes, check_given, current_call
-from distributary.keras_bridge._model_step import Kind, ModelStep, num_rows
+from distributary.keras_bridge import (
+    ModelStep,
+    UnknownSizes,
+    check_given,
+    current_call,
+    num_rows,
+)
 from distributary.values import PerReplica, map_leaves
 
 _MAX_AHEAD_PER_WORKER = 32
@@ -36,7 +39,7 @@ class ServerSteps:
         strategy: The strategy of the model.
     """
 
-    def __init__(self, trainer: Any, kind: Kind, strategy: Any) -> None:
+    def __init__(self, trainer: Any, kind: str, strategy: Any) -> None:
         if trainer.run_eagerly:
             raise UnsupportedError(
                 f"{trainer.name}: run_eagerly=True is not possible under {shown(strategy)}, where"
