@@ -52,6 +52,7 @@ from distributary.coordinator.passes import (
     SparseUpdate,
     StepInput,
     in_parts,
+    per_device,
     rows_of,
     rows_of_update,
     split_over_servers,
@@ -68,7 +69,6 @@ from distributary.tracing import (
     current_scope,
     fed_by,
     has_replicas,
-    per_device,
     purify,
     trace,
 )

@@ -71,8 +71,7 @@ from distributary.tracing._mistakes import (
 )
 from distributary.tracing._narrowing import narrowed, native
 from distributary.tracing._numbering import Numbering
-from distributary.tracing._one_device import OneDeviceProgram
-from distributary.tracing._per_device import per_device
+from distributary.tracing._one_device import OneDeviceProgram, replica_dim
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
@@ -159,12 +158,12 @@ __all__ = [
     "outside_of_trace",
     "parts_of_scan",
     "parts_of_while",
-    "per_device",
     "plain_call_of",
     "purify",
     "push",
     "refuse_in_trace",
     "register_around_traces",
+    "replica_dim",
     "script_line",
     "shape_of",
     "shorten",

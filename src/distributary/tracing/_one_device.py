@@ -34,6 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary._types import Nest
 from distributary.errors import UnsupportedError
+from distributary.topology import REPLICA_AXIS
 from distributary.tracing._jaxprs import (
     AnyJaxpr,
     Equation,
@@ -43,7 +44,6 @@ from distributary.tracing._jaxprs import (
     plain_call_of,
 )
 from distributary.tracing._joint import evaluate_jointly
-from distributary.tracing._per_device import replica_dim
 
 
 @final
@@ -131,3 +131,8 @@ def _all_replicas(eqn: Equation, operands: list[Array]) -> list[Array]:
         dim = replica_dim(spec)
         results.append(column[0] if dim is None else jnp.concatenate(column, dim))
     return results
+
+
+def replica_dim(spec: P) -> int | None:
+    """Returns the dim over which the replicas are spread; None if each has the whole array."""
+    return next((dim for dim, axis in enumerate(spec) if axis == REPLICA_AXIS), None)

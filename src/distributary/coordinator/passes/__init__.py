@@ -1,6 +1,7 @@
 """Compiler passes that split a step between workers and parameter servers."""
 
 from distributary.coordinator.passes._parts import in_parts
+from distributary.coordinator.passes._per_device import per_device
 from distributary.coordinator.passes._rows import (
     Lookup,
     RowSpace,
@@ -29,6 +30,7 @@ __all__ = [
     "UpdatedRows",
     "bucket_of",
     "in_parts",
+    "per_device",
     "rows_of",
     "rows_of_update",
     "split_over_servers",

@@ -34,11 +34,10 @@ from typing import final
 import jax
 from jax import Array, lax
 from jax.extend.core import Jaxpr
-from jax.sharding import PartitionSpec as P
 
 from distributary.errors import UnsupportedError
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing._jaxprs import (
+from distributary.tracing import (
     AnyJaxpr,
     Equation,
     aval_of,
@@ -49,6 +48,7 @@ from distributary.tracing._jaxprs import (
     jaxpr_of,
     open_jaxpr,
     opened,
+    replica_dim,
     shape_of,
 )
 
@@ -156,8 +156,3 @@ def _one_by_one(eqn: Equation) -> list[Equation]:
         return [eqn]
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
     return [eqn.replace(invars=[operand], outvars=[out]) for operand, out in pairs]
-
-
-def replica_dim(spec: P) -> int | None:
-    """Returns the dim over which the replicas are spread; None if each has the whole array."""
-    return next((dim for dim, axis in enumerate(spec) if axis == REPLICA_AXIS), None)
