@@ -111,21 +111,6 @@ def test_fit_goes_on_with_another_optimizer(strategy_of):
     np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
-def test_synchronized_moments_are_those_of_the_batch(strategy_of):
-    def loss(y, p):
-        mean, variance = keras.ops.moments(p, axes=0, synchronized=True)
-        return keras.ops.sum(keras.ops.square(mean - y)) + keras.ops.sum(variance)
-
-    def plain(y, p):
-        mean, variance = keras.ops.moments(p, axes=0)
-        return keras.ops.sum(keras.ops.square(mean - y)) + keras.ops.sum(variance)
-
-    with strategy_of(2).scope():
-        got = _losses(_model(loss=loss))
-
-    np.testing.assert_allclose(got, _losses(_model(loss=plain)), rtol=2e-5)
-
-
 class _Outputs(keras.Model):
     def train_step(self, state, data):
         out, others = self.stateless_call(state[0], state[1], data[0], training=True)

@@ -33,7 +33,6 @@ from distributary.topology import warn_of_untested
 HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Values of variables.
     ("keras.src.backend.common.variables.Variable", "__init__", _variables.init),
-    ("StoredVariable", "_convert_to_tensor", _variables.convert_to_tensor),
     ("StoredVariable", "_direct_assign", _variables.direct_assign),
     ("keras.src.backend.common.variables.Variable", "value", _variables.value),
     # State of a checkpoint can wait for objects that are not built yet.
@@ -78,7 +77,6 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.layers.BatchNormalization", "__init__", _layers.batch_normalization_init),
     ("keras.layers.BatchNormalization", "_moments", _layers.batch_normalization_moments),
     ("keras.layers.BatchNormalization", "call", _layers.batch_normalization_call),
-    ("keras.src.backend.jax.nn", "moments", _layers.moments),
 )
 # On other backends, there is nothing to distribute. Creating a model or variable in a scope raises
 # an error.

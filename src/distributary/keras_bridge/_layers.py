@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -60,13 +60,17 @@ def batch_normalization_init(original: Callable[..., Any]) -> Callable[..., Any]
     return __init__
 
 
-def moments(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `synchronized=True` do nothing where one replica has all rows anyway."""
+@final
+class _Unsynchronized:
+    """A layer of batch normalization as one whose statistics are those of the rows that it gets."""
 
-    def moments(x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Any:
-        return original(x, axes, keepdims, synchronized and replica_context() is not None)
+    synchronized = False
 
-    return moments
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
 
 
 def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,12 +80,8 @@ def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., A
         context = replica_context()
         if context is None or not self.synchronized:
             _note_own_statistics(self, context)
-            return original(self, inputs, mask)
-        self.synchronized = False
-        try:
-            mean, variance = original(self, inputs, mask)
-        finally:
-            self.synchronized = True
+            return original(_Unsynchronized(self), inputs, mask)
+        mean, variance = original(_Unsynchronized(self), inputs, mask)
         wide = jnp.promote_types(mean.dtype, jnp.float32)
         count = _count(self, inputs, mask, wide)
         weight: Any = 1.0 / context.num_replicas_in_sync

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.context import get_strategy, has_strategy
@@ -114,17 +113,6 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def convert_to_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Copies an array of NumPy; JAX would share its memory with the first of several devices."""
-
-    def _convert_to_tensor(self: Any, value: Any, dtype: Any = None) -> Any:
-        if isinstance(value, np.ndarray) and (has_strategy() or self._layout is not None):
-            value = value.copy()
-        return original(self, value, dtype)
-
-    return _convert_to_tensor
-
-
 def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
     """Places the values of a variable where it lies; they are equal on all workers.
 
@@ -140,6 +128,8 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def assign(self: Any, value: Any) -> None:
         strategy = _strategy_of_new(self)
+        if strategy is not None or self._layout is not None:
+            value = _copied(value)
         if strategy is not None:
             value = _initial(self, strategy, value)
         if isinstance(value, ON_SERVERS):
@@ -162,6 +152,12 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
             self._shared = True  # whoever assigns may keep the array
 
     return _direct_assign
+
+
+def _copied(value: Any) -> Any:
+    """Returns a copy of an array of one device, whose memory may be that of an array of NumPy."""
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return jnp.array(value) if is_array and len(value.devices()) == 1 else value
 
 
 def _strategy_of_new(variable: Any) -> Any:
