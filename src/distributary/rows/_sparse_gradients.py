@@ -294,11 +294,12 @@ class _Rewriting:
         key = id(ids), shape[0], is_clipped
         rows = self._whole(rows)
         if key not in self._ids:
-            flat = ids.reshape(-1).astype(jnp.promote_types(ids.dtype, jnp.int32))
+            # Gathered before it is clipped, or XLA would gather what `where` compares, too.
+            flat = self._whole(ids.reshape(-1).astype(jnp.promote_types(ids.dtype, jnp.int32)))
             known = jnp.clip(flat, 0, shape[0] - 1)
             if not is_clipped:
                 known = jnp.where(known == flat, flat, shape[0])
-            self._ids[key] = ids, self._whole(known.astype(jnp.int32))
+            self._ids[key] = ids, known.astype(jnp.int32)
         term = Term(self._ids[key][1], rows)
         if self._mesh is not None and self._is_in_any_order:
             # Every device adds the rows for itself, so that the copies would differ. Here each sum
