@@ -12,6 +12,7 @@ from distributary.dispatch import Fit, JobEvent, job_programs, progress
 from distributary.job import consensus, copies
 from distributary.keras_bridge._data import current_call
 from distributary.keras_bridge._models import strategy_of
+from distributary.keras_bridge._saving import distribute, ending, is_backup
 from distributary.keras_bridge._tensorboard import write_without_tensorflow
 
 # These write or send data of the whole job, not of a single worker. So do those of other packages,
@@ -82,7 +83,8 @@ class LeanCallbackList(keras.callbacks.CallbackList):
 
     def on_train_end(self, logs: object = None) -> None:
         """Takes note of it for those who watch."""
-        super().on_train_end(logs)
+        with ending(self.callbacks):
+            super().on_train_end(logs)
         if progress.fit is not None:
             progress.fit.end()
 
@@ -128,10 +130,6 @@ def _is_of_chief(callback: object) -> bool:
     return isinstance(callback, _OF_CHIEF) or not _PACKAGES_OF_CHIEF.isdisjoint(packages)
 
 
-def _is_backup(callback: object) -> bool:
-    return isinstance(callback, keras.callbacks.BackupAndRestore)
-
-
 def init(original: Callable[..., None]) -> Callable[..., None]:
     """Makes the list of callbacks that Keras creates in a call a `LeanCallbackList`."""
 
@@ -149,12 +147,14 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
             self.__class__ = LeanCallbackList
             callbacks = keras.tree.flatten(callbacks) if callbacks else []
             # Last, as it saves what the others decide, and restores them after they have begun.
-            callbacks.sort(key=_is_backup)
-            call.callbacks = [c for c in callbacks if not (_is_backup(c) or _is_of_chief(c))]
+            callbacks.sort(key=is_backup)
+            call.callbacks = [c for c in callbacks if not (is_backup(c) or _is_of_chief(c))]
             if get_strategy().extended.worker_number > 0:
                 add_progbar = False
                 callbacks = [c for c in callbacks if not _is_of_chief(c)]
             for callback in callbacks:
+                if is_backup(callback):
+                    distribute(callback)
                 if isinstance(callback, keras.callbacks.TensorBoard):
                     write_without_tensorflow(callback)
         original(self, callbacks, add_history, add_progbar, model, **params)

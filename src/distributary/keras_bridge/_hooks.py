@@ -1,8 +1,9 @@
 """The only module that hooks into Keras.
 
-Keras has no public way to run its trainer under another strategy. So `install` replaces the
-functions in `HOOKS`, once per process. Every replacement calls the original unless a strategy is
-involved, so models without a strategy work as they do without distributary.
+Keras has no public way to run its trainer under another strategy. So `install` gives `keras.Model`
+the `METHODS` of one more base class and replaces the functions in `HOOKS`, once per process. Each
+calls the original unless a strategy is involved, so models without a strategy work as they do
+without distributary.
 """
 
 import functools
@@ -37,18 +38,8 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.src.backend.common.variables.Variable", "value", _variables.value),
     # State of a checkpoint can wait for objects that are not built yet.
     ("keras.Operation", "_post_build", _state.post_build),
-    # Models have a strategy and train under it.
-    ("Trainer", "__init__", _models.init),
-    ("BaseTrainer", "compile", _models.compile_),
-    ("Trainer", "fit", _models.in_scope),
-    ("Trainer", "evaluate", _models.in_scope),
-    ("Trainer", "predict", _models.in_scope),
-    ("Trainer", "train_on_batch", _models.in_scope),
-    ("Trainer", "test_on_batch", _models.in_scope),
-    ("Trainer", "predict_on_batch", _models.in_scope),
-    ("BaseTrainer", "_symbolic_build", _models.symbolic_build),
-    ("Trainer", "_make_function", _models.make_function),
-    ("Trainer", "_get_jax_state", _models.get_jax_state),
+    # Models train under their strategy, see also `METHODS`.
+    ("BaseTrainer", "compile", _models.compile_),  # Keras looks whether a class overrides it
     ("keras.src.backend.jax.trainer.JAXEpochIterator", "_get_iterator", _models.get_iterator),
     ("keras.callbacks.CallbackList", "__init__", _callbacks.init),
     ("keras.src.trainers.data_adapters", "get_data_adapter", _data.get_data_adapter),
@@ -62,9 +53,6 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.src.saving.saving_api", "load_weights", _saving.load_weights),
     ("keras.src.saving.saving_lib", "_load_state", _saving.load_state),
     ("keras.src.legacy.saving.legacy_h5_format", "load_model_from_hdf5", _saving.load_model),
-    ("keras.callbacks.BackupAndRestore", "_save_model", _saving.backup),
-    ("keras.callbacks.BackupAndRestore", "_load_model", _saving.restore),
-    ("keras.callbacks.BackupAndRestore", "on_train_end", _saving.training_ended),
     # In `Strategy.run`, turn numbers of one replica into those of the whole batch.
     ("keras.Loss", "__call__", _losses.call),
     ("keras.src.losses.loss", "reduce_weighted_values", _losses.reduce_weighted_values),
@@ -78,6 +66,18 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.layers.BatchNormalization", "_moments", _layers.batch_normalization_moments),
     ("keras.layers.BatchNormalization", "call", _layers.batch_normalization_call),
 )
+#: Methods of one more base class of `keras.Model`, before the others; each calls that of a class.
+METHODS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("Trainer", "fit", _models.in_scope),
+    ("Trainer", "evaluate", _models.in_scope),
+    ("Trainer", "predict", _models.in_scope),
+    ("Trainer", "train_on_batch", _models.in_scope),
+    ("Trainer", "test_on_batch", _models.in_scope),
+    ("Trainer", "predict_on_batch", _models.in_scope),
+    ("BaseTrainer", "_symbolic_build", _models.symbolic_build),
+    ("Trainer", "_make_function", _models.make_function),
+    ("Trainer", "_get_jax_state", _models.get_jax_state),
+)
 # On other backends, there is nothing to distribute. Creating a model or variable in a scope raises
 # an error.
 _REFUSALS = (
@@ -90,7 +90,7 @@ _installed = False
 
 
 def install() -> None:
-    """Replaces the functions in `HOOKS`; only the first call does anything.
+    """Adds `METHODS` and replaces the functions in `HOOKS`; only the first call does anything.
 
     Raises:
         UnsupportedError: if this version of Keras does not have one of the functions.
@@ -105,20 +105,23 @@ def install() -> None:
         hooks = HOOKS if uses_jax else _REFUSALS
         # All are found before the first is replaced.
         targets = [(find(owner, name), name, make) for owner, name, make in hooks]
+        own = METHODS if uses_jax else ()
+        methods = {name: _made(find(owner, name), name, make) for owner, name, make in own}
         for owner, name, make in targets:
-            _replace(owner, name, make)
+            setattr(owner, name, _made(owner, name, make))
         if uses_jax:
-            # Not a replacement, because Keras' trainer inherits this from another class.
-            _models.store_state_per_call(find("Trainer", "fit"))
+            trainer = type("DistributedTrainer", (_models.Distributed,), methods)
+            _models.store_state_per_call(trainer)
+            keras.Model.__bases__ = (trainer, *keras.Model.__bases__)
         warn_of_untested("keras", keras.__version__)
         _installed = True
 
 
-def _replace(owner: object, name: str, make: Callable[[Any], Any]) -> None:
+def _made(owner: object, name: str, make: Callable[[Any], Any]) -> Any:
     original = vars(owner)[name]
     replacement = make(original)
     if inspect.isfunction(original):
         functools.update_wrapper(replacement, original)
         # Keras reads the arguments of layers from their signature.
         replacement.__signature__ = inspect.signature(original)
-    setattr(owner, name, replacement)
+    return replacement

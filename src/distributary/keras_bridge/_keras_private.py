@@ -15,8 +15,8 @@ from distributary.topology import no_private_name, private
 CLASSES = {
     # `keras.Variable` is another class with Flax NNX.
     "StoredVariable": ("keras.Variable", "_direct_assign"),
-    "Trainer": ("keras.Model", "fit"),
-    "BaseTrainer": ("keras.Model", "compile"),
+    "Trainer": ("keras.Model", "train_step"),
+    "BaseTrainer": ("keras.Model", "compute_loss"),
     "BaseOptimizer": ("keras.optimizers.Optimizer", "stateless_apply"),
 }
 

@@ -42,16 +42,17 @@ def strategy_of(model: Any) -> Any:
     return getattr(model, "_distributary_strategy", None)
 
 
-def init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a model the strategy in whose scope it is created."""
+class Distributed:
+    """A base class of models, which have the strategy in whose scope they are created."""
 
-    def __init__(self: Any) -> None:  # noqa: N807
-        original(self)
-        self._distributary_strategy = None
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model."""
+        model = super().__new__(cls, *args, **kwargs)
+        # Not by Keras' `__setattr__`, which needs what `__init__` makes.
+        vars(model)["_distributary_strategy"] = None
         if has_strategy():
-            _give(self, get_strategy())
-
-    return __init__
+            _give(model, get_strategy())
+        return model
 
 
 def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +76,7 @@ def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _give(model: Any, strategy: Any) -> None:
-    model._distributary_strategy = strategy
+    vars(model)["_distributary_strategy"] = strategy
     _with_models.add(strategy)
 
 
@@ -244,7 +245,7 @@ def store_state_per_call(trainer: Any) -> None:
     On the model, it would be that of another thread, too; and Keras would search it for layers.
 
     Args:
-        trainer: The class that gives models their `fit`.
+        trainer: A class that comes before Keras' trainers among the bases of models.
     """
     defaults = {"_jax_state": None, "_jax_state_synced": True}
 

@@ -6,13 +6,14 @@ model is loaded, all workers get the values of the first one, so the others do n
 """
 
 import errno
+import functools
 import inspect
 import json
 import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from distributary.errors import CheckpointError, ClusterError, InvalidValueError
 from distributary.files import hold, release
 from distributary.job import consensus
 from distributary.keras_bridge._data import DatasetAdapter, current_call, epoch_of
-from distributary.keras_bridge._keras_private import file_utils, saving_api, saving_lib
+from distributary.keras_bridge._keras_private import file_utils, find, saving_api, saving_lib
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._variables import keeps_on_servers, together
 
@@ -242,21 +243,24 @@ def _is_running(process: int) -> bool:
 # file ends with a checksum, which HDF5 ignores.
 
 
-def backup(original: Callable[..., Any]) -> Callable[..., Any]:
+def distribute(callback: keras.callbacks.BackupAndRestore) -> None:
+    """Makes the first worker write backups, and all workers continue from them."""
+    for name, function in (("_save_model", _backup), ("_load_model", _restore)):
+        original = vars(find("keras.callbacks.BackupAndRestore", name))[name]
+        setattr(callback, name, functools.partial(function, callback, original))
+
+
+def _backup(callback: Any, original: Callable[[Any], None]) -> None:
     """Makes the first worker write a backup, which includes the state of the random numbers."""
-
-    def _save_model(self: Any) -> None:
-        model = self.model
-        strategy = strategy_of(model)
-        if strategy is None or file_utils.is_remote_path(self.backup_dir):
-            original(self)
-            return
-        with together(model):
-            if strategy.extended.worker_number == 0:
-                with _by_itself(strategy):
-                    _write_backup(self)
-
-    return _save_model
+    model = callback.model
+    strategy = strategy_of(model)
+    if strategy is None or file_utils.is_remote_path(callback.backup_dir):
+        original(callback)
+        return
+    with together(model):
+        if strategy.extended.worker_number == 0:
+            with _by_itself(strategy):
+                _write_backup(callback)
 
 
 def _write_backup(callback: Any) -> None:
@@ -335,41 +339,37 @@ def _checksum(path: Path, num_last_bytes: int = 0) -> int:
     return checksum
 
 
-def restore(original: Callable[..., Any]) -> Callable[..., Any]:
+def _restore(callback: Any, original: Callable[[Any], None]) -> None:
     """Makes all workers continue training from the first worker's backup."""
-
-    def _load_model(self: Any) -> None:
-        model = self.model
-        strategy = strategy_of(model)
-        if strategy is None:
-            original(self)
+    model = callback.model
+    strategy = strategy_of(model)
+    if strategy is None:
+        original(callback)
+        return
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    with together(model):
+        epoch, packed = -1, b""
+        if strategy.extended.worker_number == 0:
+            with _by_itself(strategy):
+                epoch, packed = _read_backup(callback)
+        (agreed,) = strategy.extended.from_chief(
+            [np.array([epoch, len(packed)])], "the epoch to go on with"
+        )
+        epoch, size = map(int, agreed)
+        if epoch < 0:
             return
-        if model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-        with together(model):
-            epoch, packed = -1, b""
-            if strategy.extended.worker_number == 0:
-                with _by_itself(strategy):
-                    epoch, packed = _read_backup(self)
-            (agreed,) = strategy.extended.from_chief(
-                [np.array([epoch, len(packed)])], "the epoch to go on with"
-            )
-            epoch, size = map(int, agreed)
-            if epoch < 0:
-                return
-            take_over(model, strategy)
-            (bytes_of_callbacks,) = strategy.extended.from_chief(
-                [np.frombuffer(packed or bytes(size), np.uint8)], "the state of the callbacks"
-            )
-        _unpack_callbacks(bytes_of_callbacks.tobytes())
-        model._initial_epoch = epoch
-        call = current_call.get()
-        if call is not None and isinstance(call.data, DatasetAdapter):
-            call.data.start_at(epoch, self.params.get("steps"))
-        elif call is not None and epoch_of(call.data) is not None:
-            call.data._epoch += epoch
-
-    return _load_model
+        take_over(model, strategy)
+        (bytes_of_callbacks,) = strategy.extended.from_chief(
+            [np.frombuffer(packed or bytes(size), np.uint8)], "the state of the callbacks"
+        )
+    _unpack_callbacks(bytes_of_callbacks.tobytes())
+    model._initial_epoch = epoch
+    call = current_call.get()
+    if call is not None and isinstance(call.data, DatasetAdapter):
+        call.data.start_at(epoch, callback.params.get("steps"))
+    elif call is not None and epoch_of(call.data) is not None:
+        call.data._epoch += epoch
 
 
 def _read_backup(callback: Any) -> tuple[int, bytes]:
@@ -468,25 +468,41 @@ def _seed_states(model: Any) -> list[Any]:
     return [variable for variable in model.variables if variable.name == "seed_generator_state"]
 
 
-def training_ended(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the first worker remove the backup; other files in its folder stay."""
+@contextmanager
+def ending(callbacks: Sequence[Any]) -> Iterator[None]:
+    """Runs the end of training; then the first worker removes its backups, and no other file."""
+    backups = [
+        (callback, callback.delete_checkpoint)
+        for callback in callbacks
+        if is_backup(callback) and not file_utils.is_remote_path(callback.backup_dir)
+    ]
+    for callback, _ in backups:
+        callback.delete_checkpoint = False  # Keras would remove the whole folder
+    try:
+        yield
+    finally:
+        for callback, deletes in backups:
+            callback.delete_checkpoint = deletes
+    for callback, deletes in backups:
+        if get_strategy().extended.worker_number == 0:
+            _end_backup(callback, deletes)
 
-    def on_train_end(self: Any, logs: object = None) -> None:
-        strategy = strategy_of(self.model)
-        if strategy is None or file_utils.is_remote_path(self.backup_dir):
-            original(self, logs)
-        elif strategy.extended.worker_number == 0:
-            if self.delete_checkpoint:
-                for path in (
-                    self._weights_path,
-                    self._prev_weights_path,
-                    self._training_metadata_path,
-                    self._prev_training_metadata_path,
-                ):
-                    Path(path).unlink(missing_ok=True)
-            release(Path(self.backup_dir), _LOCK)
-            if self.delete_checkpoint:
-                with suppress(OSError):  # the folder has other files
-                    os.rmdir(self.backup_dir)
 
-    return on_train_end
+def is_backup(callback: object) -> bool:
+    """Returns whether a callback backs up the progress of training."""
+    return isinstance(callback, keras.callbacks.BackupAndRestore)
+
+
+def _end_backup(callback: Any, deletes: bool) -> None:
+    for path in (
+        callback._weights_path,
+        callback._prev_weights_path,
+        callback._training_metadata_path,
+        callback._prev_training_metadata_path,
+    ):
+        if deletes:
+            Path(path).unlink(missing_ok=True)
+    release(Path(callback.backup_dir), _LOCK)
+    if deletes:
+        with suppress(OSError):  # the folder has other files
+            os.rmdir(callback.backup_dir)
