@@ -76,6 +76,30 @@ class LeanCallbackList(keras.callbacks.CallbackList):
     This list calls hooks for every batch only if some callback has them.
     """
 
+    def __init__(
+        self,
+        callbacks: Any = None,
+        add_history: bool = False,
+        add_progbar: bool = False,
+        model: Any = None,
+        **params: Any,
+    ) -> None:
+        call = current_call.get()
+        assert call is not None
+        callbacks = keras.tree.flatten(callbacks) if callbacks else []
+        # Last, as it saves what the others decide, and restores them after they have begun.
+        callbacks.sort(key=is_backup)
+        call.callbacks = [c for c in callbacks if not (is_backup(c) or _is_of_chief(c))]
+        if get_strategy().extended.worker_number > 0:
+            add_progbar = False
+            callbacks = [c for c in callbacks if not _is_of_chief(c)]
+        for callback in callbacks:
+            if is_backup(callback):
+                distribute(callback)
+            if isinstance(callback, keras.callbacks.TensorBoard):
+                write_without_tensorflow(callback)
+        super().__init__(callbacks, add_history, add_progbar, model, **params)
+
     def on_train_begin(self, logs: object = None) -> None:
         """Takes note of it for those who watch."""
         progress.fit = Fit(int(self.params.get("epochs") or 1), self.params.get("steps"))
@@ -130,33 +154,9 @@ def _is_of_chief(callback: object) -> bool:
     return isinstance(callback, _OF_CHIEF) or not _PACKAGES_OF_CHIEF.isdisjoint(packages)
 
 
-def init(original: Callable[..., None]) -> Callable[..., None]:
+def new(cls: Any, *args: Any, model: Any = None, **kwargs: Any) -> Any:
     """Makes the list of callbacks that Keras creates in a call a `LeanCallbackList`."""
-
-    def __init__(  # noqa: N807
-        self: object,
-        callbacks: Any = None,
-        add_history: bool = False,
-        add_progbar: bool = False,
-        model: Any = None,
-        **params: Any,
-    ) -> None:
-        call = current_call.get()
-        is_of_keras = type(self) is keras.callbacks.CallbackList
-        if is_of_keras and call is not None and strategy_of(model) is not None:
-            self.__class__ = LeanCallbackList
-            callbacks = keras.tree.flatten(callbacks) if callbacks else []
-            # Last, as it saves what the others decide, and restores them after they have begun.
-            callbacks.sort(key=is_backup)
-            call.callbacks = [c for c in callbacks if not (is_backup(c) or _is_of_chief(c))]
-            if get_strategy().extended.worker_number > 0:
-                add_progbar = False
-                callbacks = [c for c in callbacks if not _is_of_chief(c)]
-            for callback in callbacks:
-                if is_backup(callback):
-                    distribute(callback)
-                if isinstance(callback, keras.callbacks.TensorBoard):
-                    write_without_tensorflow(callback)
-        original(self, callbacks, add_history, add_progbar, model, **params)
-
-    return __init__
+    is_of_keras = cls is keras.callbacks.CallbackList
+    if is_of_keras and current_call.get() is not None and strategy_of(model) is not None:
+        cls = LeanCallbackList
+    return object.__new__(cls)

@@ -1,9 +1,9 @@
 """The only module that hooks into Keras.
 
 Keras has no public way to run its trainer under another strategy. So `install` gives `keras.Model`
-the `METHODS` of one more base class and replaces the functions in `HOOKS`, once per process. Each
-calls the original unless a strategy is involved, so models without a strategy work as they do
-without distributary.
+the `METHODS` of one more base class, lets Keras create lists of callbacks of our own, and replaces
+the functions in `HOOKS`, once per process. All do as Keras does unless a strategy is involved, so
+models without a strategy work as they do without distributary.
 """
 
 import functools
@@ -41,7 +41,6 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Models train under their strategy, see also `METHODS`.
     ("BaseTrainer", "compile", _models.compile_),  # Keras looks whether a class overrides it
     ("keras.src.backend.jax.trainer.JAXEpochIterator", "_get_iterator", _models.get_iterator),
-    ("keras.callbacks.CallbackList", "__init__", _callbacks.init),
     ("keras.src.trainers.data_adapters", "get_data_adapter", _data.get_data_adapter),
     # Functional models of text compute on the host.
     (_text.FUNCTIONAL, "_convert_inputs_to_tensors", _text.convert_inputs),
@@ -75,7 +74,9 @@ METHODS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("Trainer", "test_on_batch", _models.in_scope),
     ("Trainer", "predict_on_batch", _models.in_scope),
     ("BaseTrainer", "_symbolic_build", _models.symbolic_build),
-    ("Trainer", "_make_function", _models.make_function),
+    ("Trainer", "make_train_function", _models.make_function),
+    ("Trainer", "make_test_function", _models.make_function),
+    ("Trainer", "make_predict_function", _models.make_function),
     ("Trainer", "_get_jax_state", _models.get_jax_state),
 )
 # On other backends, there is nothing to distribute. Creating a model or variable in a scope raises
@@ -113,6 +114,7 @@ def install() -> None:
             trainer = type("DistributedTrainer", (_models.Distributed,), methods)
             _models.store_state_per_call(trainer)
             keras.Model.__bases__ = (trainer, *keras.Model.__bases__)
+            keras.callbacks.CallbackList.__new__ = _callbacks.new
         warn_of_untested("keras", keras.__version__)
         _installed = True
 

@@ -1,7 +1,6 @@
 """Models under a strategy: makes `fit` and related methods distributed."""
 
 import gc
-import inspect
 import threading
 import warnings
 import weakref
@@ -35,6 +34,12 @@ _with_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 # The thread and the name of the outermost call of each model that changes its metrics.
 _calls: "weakref.WeakKeyDictionary[Any, tuple[int, str]]" = weakref.WeakKeyDictionary()
+
+_KINDS: dict[str, Kind] = {
+    "train_function": "train",
+    "test_function": "test",
+    "predict_function": "predict",
+}
 
 
 def strategy_of(model: Any) -> Any:
@@ -194,29 +199,21 @@ def _in_one_thread(model: Any, what: str) -> Iterator[None]:
 
 
 def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the functions that Keras' loops call for every step."""
-    signature = inspect.signature(original)
+    """Makes the function that Keras' loops call for every step."""
+    attribute = original.__name__.removeprefix("make_")
+    kind = _KINDS[attribute]
 
-    def _make_function(
-        self: object, step_function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def make(self: Any, force: bool = False) -> Any:
         strategy = strategy_of(self)
         if strategy is None:
-            return original(self, step_function, *args, **kwargs)
-        given = signature.bind(self, step_function, *args, **kwargs).arguments
-        concatenate_outputs = given.get("concatenate_outputs", False)
-        kind: Kind = "predict" if concatenate_outputs else _kind_of(self, step_function)
-        remote = strategy.extended.remote_steps
-        return (StepFunction if remote is None else remote.of_model)(self, kind, strategy)
+            return original(self, force)
+        if force or getattr(self, attribute) is None:
+            remote = strategy.extended.remote_steps
+            of_model = StepFunction if remote is None else remote.of_model
+            setattr(self, attribute, of_model(self, kind, strategy))
+        return getattr(self, attribute)
 
-    return _make_function
-
-
-def _kind_of(model: Any, step_function: Any) -> Kind:
-    step = getattr(step_function, "__wrapped__", step_function)  # inside of `jax.jit`
-    # With Flax NNX, it is a function that Keras defines in `make_test_function`.
-    is_test = "make_test" in getattr(step, "__qualname__", "")
-    return "test" if is_test or model.test_step in (step, step_function) else "train"
+    return make
 
 
 def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -465,7 +465,8 @@ def _random_state(model: Any) -> dict[str, Any]:
 
 
 def _seed_states(model: Any) -> list[Any]:
-    return [variable for variable in model.variables if variable.name == "seed_generator_state"]
+    layers = model._flatten_layers()
+    return [generator.state for layer in layers for generator in layer._seed_generators]
 
 
 @contextmanager
