@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import signal
 import threading
 
@@ -1077,3 +1078,22 @@ def test_a_distribution_of_keras_beside_a_strategy_is_named(strategy_of):
             model.fit(np.ones((8, 4)), np.ones(8), verbose=0)
     finally:
         keras.distribution.set_distribution(None)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_first_step_updates_weights_in_place(num_replicas, strategy_of):
+    shape = 3, 1236 + num_replicas  # of no other array
+    with strategy_of(num_replicas).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(shape[1])])
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+    kept = jnp.ones(shape)
+    model.layers[0].kernel.assign(kept)
+    gc.collect()
+    weights = [a for a in jax.live_arrays() if a.shape == shape and a is not kept]
+    assert len(weights) == 3  # with both moments of Adam
+
+    model.fit(np.ones((2, 3)), np.zeros((2, shape[1])), verbose=0)
+
+    assert all(array.is_deleted() for array in weights)
+    np.testing.assert_array_equal(kept, np.ones(shape))

@@ -128,8 +128,10 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def assign(self: Any, value: Any) -> None:
         strategy = _strategy_of_new(self)
+        given = value
         if strategy is not None or self._layout is not None:
             value = _copied(value)
+        is_own = value is not given
         if strategy is not None:
             value = _initial(self, strategy, value)
         if isinstance(value, ON_SERVERS):
@@ -149,7 +151,7 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
                 value = put(value, layout)
         with latest_program.lock:
             original(self, value)
-            self._shared = True  # whoever assigns may keep the array
+            self._shared = not is_own  # whoever assigns may keep an array that was not copied
 
     return _direct_assign
 
@@ -206,7 +208,8 @@ def value(original: property) -> property:
                 # A tape records the cast, too.
                 with AutocastScope(None) if is_recording() else nullcontext():
                     current = in_device_memory(read(self))
-                if current is self._value:
+                # In a symbolic scope, Keras wants shapes only.
+                if current is self._value and not in_symbolic_scope():
                     self._shared = True
             current = whole_value(self, current)
             if not is_recording():
