@@ -1097,3 +1097,20 @@ def test_the_first_step_updates_weights_in_place(num_replicas, strategy_of):
 
     assert all(array.is_deleted() for array in weights)
     np.testing.assert_array_equal(kept, np.ones(shape))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_an_array_of_numpy_may_change_after_it_was_assigned(num_replicas, strategy_of):
+    # Aligned, as JAX shares the memory of such arrays, and so large that a copy takes a while.
+    memory = np.empty((4096 * 1024 * 4 + 64,), np.uint8)
+    start = -memory.ctypes.data % 64
+    array = memory[start : start + 4096 * 1024 * 4].view(np.float32).reshape(4096, 1024)
+    with strategy_of(num_replicas).scope():
+        layer = keras.layers.Dense(1024)
+        layer.build((None, 4096))
+    for number in range(3):
+        array[:] = number
+        layer.kernel.assign(array)
+        array[:] = -1
+
+        np.testing.assert_array_equal(layer.kernel, np.full(array.shape, number))

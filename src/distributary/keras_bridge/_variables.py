@@ -161,8 +161,8 @@ def _copied(value: Any) -> Any:
     is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
     if not is_array or len(value.devices()) > 1:
         return value
-    # Unlike `jnp.array`, this compiles nothing.
-    return jax.device_put(value, value.sharding, may_alias=False)
+    # Unlike `jnp.array`, this compiles nothing. It waits, because NumPy's array may change next.
+    return jax.device_put(value, value.sharding, may_alias=False).block_until_ready()
 
 
 def _strategy_of_new(variable: Any) -> Any:
