@@ -137,11 +137,13 @@ def test_hooks_are_installed_when_a_scope_is_entered_and_only_once(strategy_of):
         pass
     owners = [(find(owner, name), name) for owner, name in _PLACES]
     installed = [vars(owner)[name] for owner, name in owners]
+    bases = keras.Model.__bases__
 
     assert connect()
     with strategy_of(2).scope(), dist.get_strategy().scope():
         pass
 
+    assert keras.Model.__bases__ == bases
     for (owner, name), before in zip(owners, installed, strict=True):
         assert vars(owner)[name] is before, name
         if inspect.isfunction(before):

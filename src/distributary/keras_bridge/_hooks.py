@@ -74,9 +74,9 @@ METHODS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("Trainer", "test_on_batch", _models.in_scope),
     ("Trainer", "predict_on_batch", _models.in_scope),
     ("BaseTrainer", "_symbolic_build", _models.symbolic_build),
-    ("Trainer", "make_train_function", _models.make_function),
-    ("Trainer", "make_test_function", _models.make_function),
-    ("Trainer", "make_predict_function", _models.make_function),
+    ("Trainer", "make_train_function", functools.partial(_models.make_function, "train")),
+    ("Trainer", "make_test_function", functools.partial(_models.make_function, "test")),
+    ("Trainer", "make_predict_function", functools.partial(_models.make_function, "predict")),
     ("Trainer", "_get_jax_state", _models.get_jax_state),
 )
 # On other backends, there is nothing to distribute. Creating a model or variable in a scope raises
@@ -112,7 +112,6 @@ def install() -> None:
             setattr(owner, name, _made(owner, name, make))
         if uses_jax:
             trainer = type("DistributedTrainer", (_models.Distributed,), methods)
-            _models.store_state_per_call(trainer)
             keras.Model.__bases__ = (trainer, *keras.Model.__bases__)
             keras.callbacks.CallbackList.__new__ = _callbacks.new
         warn_of_untested("keras", keras.__version__)

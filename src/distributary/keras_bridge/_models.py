@@ -35,12 +35,6 @@ _with_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
 # The thread and the name of the outermost call of each model that changes its metrics.
 _calls: "weakref.WeakKeyDictionary[Any, tuple[int, str]]" = weakref.WeakKeyDictionary()
 
-_KINDS: dict[str, Kind] = {
-    "train_function": "train",
-    "test_function": "test",
-    "predict_function": "predict",
-}
-
 
 def strategy_of(model: Any) -> Any:
     """Returns the strategy in whose scope a model was created or compiled, or None."""
@@ -58,6 +52,28 @@ class Distributed:
         if has_strategy():
             _give(model, get_strategy())
         return model
+
+    # What Keras notes of a model's state, which is empty under a strategy, belongs to a call. On
+    # the model, it would be that of another thread, too; and Keras would search it for layers.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_jax_state", "_jax_state_synced"):
+            _place_of_state(self)[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def _jax_state(self) -> Any:
+        return _place_of_state(self).get("_jax_state")
+
+    @property
+    def _jax_state_synced(self) -> Any:
+        return _place_of_state(self).get("_jax_state_synced", True)
+
+
+def _place_of_state(model: Any) -> dict[str, Any]:
+    call = current_call.get()
+    return vars(model if call is None or strategy_of(model) is None else call)
 
 
 def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,10 +214,9 @@ def _in_one_thread(model: Any, what: str) -> Iterator[None]:
             del _calls[model]
 
 
-def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the function that Keras' loops call for every step."""
-    attribute = original.__name__.removeprefix("make_")
-    kind = _KINDS[attribute]
+def make_function(kind: Kind, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the function that Keras' loops call for every step of a kind."""
+    attribute = f"{kind}_function"
 
     def make(self: Any, force: bool = False) -> Any:
         strategy = strategy_of(self)
@@ -234,35 +249,6 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
         return ((),) * sum(parts.values())
 
     return _get_jax_state
-
-
-def store_state_per_call(trainer: Any) -> None:
-    """Makes a call of a model's methods keep what Keras notes of its state, which is empty.
-
-    On the model, it would be that of another thread, too; and Keras would search it for layers.
-
-    Args:
-        trainer: A class that comes before Keras' trainers among the bases of models.
-    """
-    defaults = {"_jax_state": None, "_jax_state_synced": True}
-
-    def place_of(model: Any) -> dict[str, Any]:
-        call = current_call.get()
-        return vars(model if call is None or strategy_of(model) is None else call)
-
-    def __setattr__(self: Any, name: str, value: Any) -> None:  # noqa: N807
-        if name in defaults:
-            place_of(self)[name] = value
-        else:
-            super(trainer, self).__setattr__(name, value)
-
-    trainer.__setattr__ = __setattr__
-
-    def kept(name: str) -> property:
-        return property(lambda self: place_of(self).get(name, defaults[name]))
-
-    for name in defaults:
-        setattr(trainer, name, kept(name))
 
 
 def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
