@@ -767,6 +767,18 @@ def fit_in_a_step(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
+@told("Net.call", "a function of NumPy", "needs the value of an array")
+def numpy_in_a_keras_model(strategy):
+    class Net(keras.Model):
+        def call(self, x):
+            return np.log(x)
+
+    with strategy.scope():
+        model = Net()
+        model.compile("sgd", "mse", jit_compile=True)
+    model.fit(np.ones((4, 3)), np.ones((4, 3)), verbose=0)
+
+
 @told("call", "jnp.where")
 def if_in_a_layer(strategy):
     class Net(keras.Model):

@@ -414,9 +414,9 @@ def _explained(
 def _value_of(error: BaseException, subject: Subject | None) -> str:
     """Returns what a value depends on, as JAX says it, as a part of a sentence."""
     found = re.search(r"depends on the values? of the arguments? (.+)\.", str(error))
-    if found is None:
+    if found is None or subject is None:  # JAX then names arguments of Keras' own functions
         return "the value of an array"
-    if subject is not None and subject.name is not None:
+    if subject.name is not None:
         return "a value computed from the batch"
     names = re.sub("(, and | and |, )", r"`\1`", found[1])
     return f"a value computed from `{names}`"
