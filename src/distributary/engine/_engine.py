@@ -6,7 +6,8 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.extend.core import ClosedJaxpr
 
 from distributary._types import Nest
 from distributary.dispatch import progress
@@ -25,6 +26,7 @@ from distributary.tracing import (
     Subject,
     TraceScope,
     current_scope,
+    evaluate_jointly,
     in_role,
     walk,
 )
@@ -36,7 +38,12 @@ from distributary.values import (
     same_structure,
     stack_components,
 )
-from distributary.xla_cpu import with_exchanged_sums, with_partial_sums
+from distributary.xla_cpu import (
+    is_for_cpus,
+    rewritten_for_cpus,
+    with_exchanged_sums,
+    with_partial_sums,
+)
 
 __all__ = ["Engine", "Programs"]
 
@@ -245,18 +252,26 @@ class Engine:
         )
 
     def _rewritten_whole(
-        self, step: Callable[..., Any], jaxpr: Jaxpr, dims: Sequence[int | None]
+        self, closed: ClosedJaxpr, dims: Sequence[int | None]
     ) -> Callable[..., Any]:
-        """Returns a step of the global view in a form that runs faster; see `GlobalProgram`."""
+        """Returns a function that evaluates a step of the global view; see `GlobalProgram`."""
         placement, mesh = self._placement, self._placement.mesh
+        is_divided = mesh is not None and mesh.size > 1
+        # Where XLA divides the program, what each device computes by itself is rewritten below.
+        rewrites = is_for_cpus(mesh) and not is_divided
+        ready = rewritten_for_cpus(closed) if rewrites else closed
+
+        def step(*args: Array) -> list[Array]:
+            return evaluate_jointly([ready], [args])[0]
+
         if mesh is not None and num_logical_devices(mesh) > 1:
             return step  # logical devices are left to XLA
         from distributary.rows import with_sparse_gradients
 
-        step = with_sparse_gradients(step, [jaxpr], 1, placement.adds_in_any_order, mesh)
-        if mesh is not None and mesh.size > 1 and placement.is_on_cpus:
-            step = with_partial_sums(step, dims, mesh)
-        return step
+        made = with_sparse_gradients(step, [ready.jaxpr], 1, placement.adds_in_any_order, mesh)
+        if mesh is not None and is_divided and placement.is_on_cpus:
+            made = with_partial_sums(made, dims, mesh)
+        return made
 
     def _rewritten(
         self, replica: Callable[..., Any], jaxprs: Sequence[Jaxpr], mesh: Any

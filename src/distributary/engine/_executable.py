@@ -173,8 +173,8 @@ class Executable:
         options: Any = {} if shardings is None else {"in_shardings": (None, None, None, shardings)}
         # If a check fails, the variables keep their values.
         donated = () if self._keeps_state() else (1,)
-        if not program.is_partitioned:
-            run = with_cpu_rewrites(run, mesh)  # the others rewrite what each device computes
+        if not program.is_rewritten:
+            run = with_cpu_rewrites(run, mesh)
         jitted = jax.jit(run, donate_argnums=donated, **options)
         self._call = for_target(jitted, mesh, ProgramKind(name, trains))
         # The processes of a job compile together on some platforms, so they do it in the order of

@@ -277,5 +277,5 @@ class StagedProgram:
             is_whole = is_whole or (result.ndim and result.shape[0] % num_replicas)
             outputs += [Place(None if is_whole else stacked) for _ in jax.tree.leaves(result)]
         self._tree = jax.tree.structure(shapes)
-        self._staged = Staged(closed, inputs, outputs, self._placement, program.is_partitioned)
+        self._staged = Staged(closed, inputs, outputs, self._placement, program.is_rewritten)
         return self._staged

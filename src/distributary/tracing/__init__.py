@@ -59,6 +59,7 @@ from distributary.tracing._jaxprs import (
     with_jaxprs,
     with_pass,
 )
+from distributary.tracing._joint import evaluate_jointly
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Handle, push, start_p
 from distributary.tracing._mistakes import (
@@ -132,6 +133,7 @@ __all__ = [
     "describe_value",
     "evaluate_all",
     "evaluate_control_flow",
+    "evaluate_jointly",
     "evaluate_one",
     "explained",
     "fed_by",

@@ -18,23 +18,20 @@ from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.topology import REPLICA_AXIS, shard_dim, shard_spec
 from distributary.tracing._description import Line
 from distributary.tracing._jaxprs import Array, computed_from, variables_of
-from distributary.tracing._joint import evaluate_jointly
 from distributary.tracing._markers import Handle
 from distributary.tracing._mistakes import Subject
 from distributary.tracing._program import Pure, description_of, purify, trace
 from distributary.tracing._stages import cut, uncut
 
-#: Returns a function that computes the same as one of flat arrays, but faster, given the jaxpr that
-#: it evaluates and, for every array, the dim that counts the rows of the batch, or None.
-RewriteWhole: TypeAlias = Callable[
-    [Callable[..., list[Array]], Jaxpr, Sequence[int | None]], Callable[..., list[Array]]
-]
+#: Returns a function that evaluates a jaxpr in a form that its devices run fast, given for every
+#: input the dim that counts the rows of the batch, or None.
+RewriteWhole: TypeAlias = Callable[[ClosedJaxpr, Sequence[int | None]], Callable[..., list[Array]]]
 
 
 @final
@@ -56,9 +53,11 @@ class GlobalProgram:
 
     Attributes:
         describe: Returns the lines of the program, for a comparison with other workers.
+        is_rewritten: Whether it has the forms that its devices run fast.
     """
 
     describe: Callable[[], list[Line]]
+    is_rewritten = True
 
     def __init__(
         self,
@@ -108,11 +107,6 @@ class GlobalProgram:
         return 1 if self._mesh is None else int(self._mesh.shape[REPLICA_AXIS])
 
     @property
-    def is_partitioned(self) -> bool:
-        """True if XLA divides the program over several devices."""
-        return self._mesh is not None and self._mesh.size > 1
-
-    @property
     def has_first_output_everywhere(self) -> bool:
         """True if every device computes the whole first result."""
         jaxpr = self.jaxpr
@@ -143,11 +137,7 @@ class GlobalProgram:
         num_given = len(pure.captures) + len(given)
         rows = map(self._rows, args, self._avals, self._dims[num_given:])
         values = [*captures[0], *given, *rows]
-        run = self._rewrite(
-            lambda *own: evaluate_jointly([stages.replica], [own])[0],
-            stages.replica.jaxpr,
-            [self._dims[i] for i in stages.replica_inputs],
-        )
+        run = self._rewrite(stages.replica, [self._dims[i] for i in stages.replica_inputs])
         made = run(*(values[i] for i in stages.replica_inputs))
         if self._is_staged:
             made = [self._whole(value) for value in made]

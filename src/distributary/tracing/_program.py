@@ -447,7 +447,7 @@ class ReplicaProgram:
     """
 
     describe: Callable[[], list[Line]]
-    is_partitioned = False  # see `GlobalProgram`
+    is_rewritten = False  # see `GlobalProgram`
 
     def __init__(
         self,
@@ -840,7 +840,7 @@ class FunctionProgram:
         describe: Returns the lines of the program, for a comparison with other workers.
     """
 
-    is_partitioned = False  # see `GlobalProgram`
+    is_rewritten = False  # see `GlobalProgram`
 
     def __init__(
         self,

@@ -2,10 +2,11 @@
 
 from distributary.xla_cpu._exchanged_sums import EXCHANGED, with_exchanged_sums
 from distributary.xla_cpu._partial_sums import with_partial_sums
-from distributary.xla_cpu._rewrites import rewritten_for_cpus, with_cpu_rewrites
+from distributary.xla_cpu._rewrites import is_for_cpus, rewritten_for_cpus, with_cpu_rewrites
 
 __all__ = [
     "EXCHANGED",
+    "is_for_cpus",
     "rewritten_for_cpus",
     "with_cpu_rewrites",
     "with_exchanged_sums",

@@ -52,7 +52,7 @@ def with_cpu_rewrites(
         function: From trees of arrays to trees of arrays; about to be compiled.
         mesh: The devices it is compiled for; None for JAX's default device.
     """
-    if _platform(mesh) != "cpu" or not _are_on():
+    if not is_for_cpus(mesh) or not _are_on():
         return function
 
     def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
@@ -66,17 +66,16 @@ def rewritten_for_cpus(closed: ClosedJaxpr) -> ClosedJaxpr:
     return _rewritten(closed, {}) if _are_on() else closed
 
 
+def is_for_cpus(mesh: Mesh | AbstractMesh | None) -> bool:
+    """Returns whether a mesh, or JAX's default device for None, has CPUs of this machine."""
+    if mesh is None:
+        return jax.default_backend() == "cpu"
+    return isinstance(mesh, Mesh) and bool(mesh.devices.flat[0].platform == "cpu")
+
+
 def _are_on() -> bool:
     """Returns whether programs that are made now are rewritten."""
     return os.environ.get("DISTRIBUTARY_CPU_REWRITES") != "0"
-
-
-def _platform(mesh: Mesh | AbstractMesh | None) -> str:
-    if mesh is None:
-        return jax.default_backend()
-    if isinstance(mesh, Mesh):
-        return str(mesh.devices.flat[0].platform)
-    return "another machine's"
 
 
 def _rewritten(jaxpr: AnyJaxpr, known: _Known) -> Any:
