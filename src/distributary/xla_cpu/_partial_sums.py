@@ -35,8 +35,10 @@ Results are those of one device but for the order of additions.
 """
 
 import functools
+import heapq
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -128,6 +130,67 @@ _Value: TypeAlias = Array | _Part
 
 
 @final
+class _Schedule:
+    """Equations in the order in which their operands come.
+
+    Args:
+        eqns: The equations, in program order.
+        known: The variables that have values.
+    """
+
+    def __init__(self, eqns: Sequence[Equation], known: Collection[Atom]) -> None:
+        self._eqns = eqns
+        self._consumers: defaultdict[Var, list[int]] = defaultdict(list)
+        # What an equation waits for: operands, and the last equation before it that has effects.
+        self._num_missing = [0] * len(eqns)
+        self._next_effect: dict[int, int] = {}
+        self._left = set(range(len(eqns)))
+        last_effect = None
+        for i, eqn in enumerate(eqns):
+            for v in set(variables_of(eqn.invars)):
+                self._consumers[v].append(i)
+                self._num_missing[i] += v not in known
+            if eqn.effects:
+                if last_effect is not None:
+                    self._next_effect[last_effect] = i
+                    self._num_missing[i] += 1
+                last_effect = i
+        self._ready = [i for i, missing in enumerate(self._num_missing) if not missing]
+
+    @property
+    def num_left(self) -> int:
+        """Number of equations that are not evaluated."""
+        return len(self._left)
+
+    def evaluate(self, evaluated: Callable[[Equation], bool]) -> None:
+        """Evaluates equations whose operands are known, in program order.
+
+        Args:
+            evaluated: Evaluates an equation; returns False if that has to wait for the next call.
+        """
+        waiting = []
+        while self._ready:
+            i = heapq.heappop(self._ready)
+            if not evaluated(self._eqns[i]):
+                waiting.append(i)
+                continue
+            self._left.remove(i)
+            after = [n for v in self._eqns[i].outvars for n in self._consumers.get(v, ())]
+            if i in self._next_effect:
+                after.append(self._next_effect[i])
+            for n in after:
+                self._num_missing[n] -= 1
+                if not self._num_missing[n]:
+                    heapq.heappush(self._ready, n)
+        self._ready = waiting  # in order, which makes it a heap
+
+    def left_with(self, operands: Iterable[Var]) -> list[Equation]:
+        """Returns the equations that are not evaluated and have some operands, in order."""
+        found = {i for v in operands for i in self._consumers.get(v, ())}
+        return [self._eqns[i] for i in sorted(found & self._left)]
+
+
+@final
 class _Evaluation:
     """The evaluation of one program; see `with_partial_sums` for the arguments."""
 
@@ -163,23 +226,18 @@ class _Evaluation:
             dims[v] = None if is_part(state) else state
         are_parts = list(map(is_part, results))
         whole = [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if not part]
-        todo: Sequence[Equation] = jaxpr.eqns
-        while todo:
-            later: list[Equation] = []
-            wanted: list[Atom] = []
-            for eqn in todo:
-                # Effects happen in order.
-                waits = bool(eqn.effects) and any(other.effects for other in later)
-                if waits or not self._evaluated(eqn, env, dims):
-                    later.append(eqn)
-            if later:
-                wanted = [v for eqn in later for v in _wanted(eqn, env)]
-                # What is computed from the same parts later must not compute them again.
-                used = [v for eqn in later for v in eqn.invars if _is_pending(v, env)]
-                self._add_up([*wanted, *whole], used, env)
-            # Parts that an equation waits for have been added up, so each round evaluates some.
-            assert len(later) < len(todo) or wanted, "no equation can be evaluated"
-            todo = later
+        schedule = _Schedule(jaxpr.eqns, env)
+        while True:
+            schedule.evaluate(lambda eqn: self._evaluated(eqn, env, dims))
+            later = schedule.left_with(variables_of(v for v in env if isinstance(env[v], _Part)))
+            if not schedule.num_left:
+                break
+            wanted = [v for eqn in later for v in _wanted(eqn, env)]
+            # Parts that an equation waits for are added up, so that the next round evaluates it.
+            assert wanted, "no equation can be evaluated"
+            # What is computed from the same parts later must not compute them again.
+            used = [v for eqn in later for v in eqn.invars if _is_pending(v, env)]
+            self._add_up([*wanted, *whole], used, env)
         stacks = self._add_up(
             whole, [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if part], env
         )
@@ -194,8 +252,6 @@ class _Evaluation:
 
     def _evaluated(self, eqn: Equation, env: dict[Atom, _Value], dims: dict[Atom, State]) -> bool:
         """Adds the results of an equation to `env` and `dims` if it can be evaluated."""
-        if any(v not in env for v in variables_of(eqn.invars)):
-            return False
         operands = [_value(atom, env) for atom in eqn.invars]
         states: list[State] = [
             "partial" if isinstance(value, _Part) else state_of(atom, dims)
