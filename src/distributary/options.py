@@ -44,8 +44,9 @@ class CommunicationOptions:
     Args:
         bytes_per_pack: Size in bytes at which a pack of tensors is full; each pack is sent by its
             own collective. 0 sends everything in one collective. A tensor is never split.
-        timeout_seconds: Seconds after which a collective between processes fails; None waits
-            forever. Collectives inside one process ignore it.
+        timeout_seconds: Seconds that workers wait for another one, at the start and in each step,
+            before the job ends and says where all of them are. None and 0 wait two minutes at the
+            start, and forever later.
         implementation: A `CommunicationImplementation` or its name, in upper or lower case.
         hierarchical: Whether to reduce arrays inside hosts (or TPU slices) first: reduce-scatter
             inside, all-reduce across, all-gather inside. Less data travels between the hosts, and
@@ -55,7 +56,8 @@ class CommunicationOptions:
             chooses the route.
         heartbeat_timeout_seconds: Seconds of silence, 3 or more, after which a worker counts as
             lost although its connections are open: it is frozen, or its machine or network is
-            gone. A worker is also silent while C code keeps Python's threads from running.
+            gone. A worker is also silent while C code keeps Python's threads from running. When
+            workers have waited for another one for so long, worker 0 reports where that one is.
 
     Raises:
         InvalidValueError: for a negative size or timeout, an unknown implementation, or

@@ -23,21 +23,21 @@ from tests.compat.programs.run_tensorflow import FOLDER, RECORDED, programs
 ON_WORKERS = (
     "callbacks_fit",
     "contrastive",
-    "distillation",
-    "gradient_penalty",
-    "guide_fit",
     "keras_fit",
     "mixed_precision",
     "multi_worker_loop",
-    "own_optimizer",
-    "own_train_step",
     "recommender",
-    "steps_per_loop",
     "text_classifier",
-    "translation_attention",
-    "two_players",
-    "variational_autoencoder",
-    "windows_of_series",
+)
+# TensorFlow's workers of servers have one replica; the others run with two devices, too.
+ON_ONE_DEVICE = (
+    "custom_loop",
+    "gradient_accumulation",
+    "parameter_servers",
+    "parameter_servers_closures",
+    "parameter_servers_keras",
+    "replica_branches",
+    "save_and_load",
 )
 _SECONDS = 600  # for all programs together; about 60 on an idle core
 _RUN_ALL = """
@@ -64,10 +64,8 @@ _NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_programs_print_what_they_print_with_tensorflow(num_devices, tmp_path):
-    """Each program runs with two devices, and with one device or on two workers."""
-    if num_devices == 1:
-        names = [name for name in programs() if name not in ON_WORKERS]
-    else:  # TensorFlow's workers of servers have one replica
+    names = list(ON_ONE_DEVICE)
+    if num_devices == 2:
         names = [name for name in programs() if "parameter_servers" not in name]
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
 

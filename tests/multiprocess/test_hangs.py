@@ -1,39 +1,39 @@
-"""A job in which nothing moves ends and says where everybody is; slow workers are waited for.
-
-All kinds of hangs are tried by tests/nightly/hangs.py; tests/job has them within one process.
-"""
+"""Workers that wait for another one say where it is; `timeout_seconds` ends the job."""
 
 import pytest
 
 from distributary.errors import WorkerLostError
 
-_HANGS = ("hang_queue_get", "hang_endless_loop", "hang_polls_for_a_file")
 
-
-@pytest.mark.parametrize("name", _HANGS)
-def test_a_worker_that_hangs_is_named_with_the_place(name, job):
+@pytest.mark.parametrize("kind", ["queue", "loop"])
+def test_a_job_ends_after_its_timeout_and_says_where_all_workers_are(kind, job):
     workers = job(2)
     for worker in range(2):
-        workers.start("hangs", worker, name)
+        workers.start("hangs", worker, kind)
 
     all_ended = workers.wait()
 
     assert [ended.code for ended in all_ended] == [WorkerLostError.exit_code] * 2, all_ended
+    first, second = workers.addresses
     for ended in all_ended:
-        said = [line for line in ended.output.splitlines() if line.startswith("distributary: ")]
+        said = [text for text in ended.output.splitlines() if text.startswith("distributary: ")]
         assert len(said) == 1, ended.output
-        address = workers.addresses[1]
-        assert f"worker 1 at {address} did not get anywhere for 3 s" in said[0]
-        assert f"in {name}" in said[0]  # the stack
-        assert "worker 0 at " in said[0]
-        assert "has begun the program of train_step (hangs.py:" in said[0]
+        assert f"have waited for worker 1 at {second} for 10 s, the timeout_seconds" in said[0]
+        assert "in interrupt: " in said[0]  # the stack
+        assert f"worker 0 at {first} has begun the program of train_step (hangs.py:" in said[0]
 
 
-def test_a_worker_that_is_slow_is_waited_for(job):
+def test_a_worker_that_is_slow_is_waited_for_and_reported(job):
     workers = job(2)
     for worker in range(2):
         workers.start("hangs", worker, "slow")
 
-    for ended in workers.wait():
+    all_ended = workers.wait()
+
+    for ended in all_ended:
         assert ended.code == 0, ended.output
         assert ended.result == {"trained": True}
+    said = [text for text in all_ended[0].output.splitlines() if "have waited for" in text]
+    assert len(said) == 1, all_ended[0].output
+    assert f"worker 1 at {workers.addresses[1]} for 3 s" in said[0]
+    assert "in interrupt: time.sleep(5.0)" in said[0]

@@ -3,7 +3,8 @@
 Every worker keeps the connection to worker 0 on which they met. Each end says something once a
 second. A connection that closes shows immediately that a process has ended. Silence shows that it
 is frozen or its machine is gone. Worker 0 tells the others. A process that ends by an exception
-says so first.
+says so first. When workers wait for another one, worker 0 asks that one where it is and writes a
+report; whether it hangs or is slow, only the user knows, who can set a timeout that ends the job.
 
 Messages, as of `Channel`:
 
@@ -11,7 +12,7 @@ Messages, as of `Channel`:
                 lost       which worker is lost, and how: the job ends
                 differ     how the workers differ: the job ends
     to first    finished   as beat; the sender waits for the others
-                place      what the sender is doing, as an answer
+                place      where the sender is, as an answer
     from first  place      asks for that
                 over       all have finished
 
@@ -29,17 +30,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, final
 
 from distributary.cluster_resolver import MultiWorker
 from distributary.dispatch import job_programs
 from distributary.errors import WorkerLostError, WorkerMismatchError
-from distributary.job._activity import Activity
 from distributary.job._channel import Channel, ChannelClosedError, NotAMessageError
 from distributary.job._consensus import consensus
-from distributary.job._relay import relay_pids
+from distributary.job._stacks import stacks
 
 _BEAT_SECONDS = 1.0
 # From the news of a lost worker to the end of this process, which may still clean up.
@@ -47,7 +47,7 @@ _GRACE_SECONDS = 1.0
 # From an error of a collective to the news of the lost worker that caused it. Worker 0 hears that a
 # worker has finished with the next heartbeats.
 _NEWS_SECONDS = 3.0
-_ANSWER_BEATS = 2  # time for the others to tell what they are doing
+_ANSWER_BEATS = 2  # time for the others to tell where they are
 _WRITE_SECONDS = 0.2
 _INTERRUPTED_EXIT_CODE = 130  # as shells report it
 _MAX_REASON_CHARACTERS = 500
@@ -61,16 +61,11 @@ class _Report(NamedTuple):
         num_meetings: Number of events at which it has met the others, or waits for them.
         position: Number of events that it has begun.
         is_waiting: Whether it waits for the others on the host.
-        still_beats: Number of heartbeats for which its script has made no progress while others
-            wait.
-        is_awaited: Whether others wait for the worker that gets this report from worker 0.
     """
 
     num_meetings: int = 0
     position: int = 0
     is_waiting: bool = False
-    still_beats: int = 0
-    is_awaited: bool = False
 
 
 @final
@@ -82,7 +77,23 @@ class _Worker:
     report: _Report = field(default_factory=_Report)
     silent_beats: int = 0
     has_finished: bool = False
-    place: list[str] | None = None  # set once it has told what it is doing
+    place: list[str] | None = None  # set once it has told where it is
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Why all workers were asked where they are.
+
+    Attributes:
+        kind: `"differ"` or `"lost"`, which end the job, or `"report"`.
+        reason: What the answers explain.
+        workers: Those whose answers are told.
+    """
+
+    kind: str
+    reason: str
+    workers: Sequence[_Worker]
 
 
 @final
@@ -96,10 +107,16 @@ class Liveness:
         place: The cluster, and which of its workers this process is.
         channels: On worker 0, a channel to each other worker, by number; on the others, one to 0.
         heartbeat_timeout_seconds: Silence after which a worker counts as lost.
+        timeout_seconds: Time for which workers wait for another one before the job ends; None and 0
+            wait forever.
     """
 
     def __init__(
-        self, place: MultiWorker, channels: Mapping[int, Channel], heartbeat_timeout_seconds: float
+        self,
+        place: MultiWorker,
+        channels: Mapping[int, Channel],
+        heartbeat_timeout_seconds: float,
+        timeout_seconds: float | None,
     ) -> None:
         assert place.worker_number is not None
         self._name = place.name
@@ -109,14 +126,13 @@ class Liveness:
         self._workers = [_Worker(str(peer)) for peer in place.workers]
         self._own = self._workers[self._number]
         self._channels = {self._workers[number]: channel for number, channel in channels.items()}
-        self._activity = Activity(ignored=relay_pids)
-        self._awaited: list[_Worker] = []  # others wait for these; only on worker 0
+        self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()  # for sending
         self._exit_code: int | None = None  # set when the job ends early
         self._is_decided = threading.Event()  # all have finished, or one is lost
-        # Number of beats for which workers have waited for others, and the position.
-        self._stuck_beats, self._stuck_at = 0, 0
-        self._suspicion: tuple[str, str] | None = None  # why all were asked for their place
+        # Number of beats for which workers have waited for others, the position, the next report.
+        self._stuck_beats, self._stuck_at, self._report_at = 0, 0, 0
+        self._question: _Question | None = None
         self._unanswered_beats = 0
         self._pid = os.getpid()
 
@@ -183,15 +199,10 @@ class Liveness:
             self._end_if_all_have_finished()
 
     def _beat(self) -> None:
-        if self._number == 0:
-            is_awaited = self._own in self._awaited
-        else:
-            is_awaited = self._workers[0].report.is_awaited
-        self._own.report = self._own_report(self._activity.beat(is_awaited))
+        self._own.report = self._own_report()
         # Silence is counted in beats, because a process that is frozen itself then counts nothing.
         for worker in self._channels:
-            report = self._own.report._replace(is_awaited=worker in self._awaited)
-            self._say(worker, "beat", report)
+            self._say(worker, "beat", self._own.report)
             worker.silent_beats += 1
             if worker.silent_beats > self._max_silent_beats:
                 self._lose(
@@ -202,12 +213,12 @@ class Liveness:
         if self._number == 0:
             self._look_for_trouble()
 
-    def _own_report(self, still_beats: int = 0) -> _Report:
+    def _own_report(self) -> _Report:
         agreement = consensus()
         is_waiting = agreement is not None and agreement.waiting_at is not None
         # Read the position first: at a meeting a worker counts the meeting before its position.
         position = job_programs.position
-        return _Report(job_programs.num_meetings, position, is_waiting, still_beats)
+        return _Report(job_programs.num_meetings, position, is_waiting)
 
     def _own_place(self) -> list[str]:
         agreement = consensus()
@@ -218,18 +229,18 @@ class Liveness:
             doing = f"has begun {name}{given}"
         else:
             doing = f"waits for all before {waiting_at}{given if waiting_at == name else ''}"
-        return [doing, *self._activity.where()]
+        return [doing, *stacks()]
 
     # On worker 0, which hears from all
 
     def _look_for_trouble(self) -> None:
         """Notices workers that wait for each other and will not meet."""
-        if self._suspicion is not None:
-            self._conclude(*self._suspicion)
+        if self._question is not None:
+            self._conclude(self._question)
             return
         passed_by = self._passed_by()
         if passed_by is not None:
-            self._ask_all("differ", passed_by)
+            self._ask(_Question("differ", passed_by, self._workers))
             return
         positions = [worker.report.position for worker in self._workers]
         awaited = [
@@ -237,8 +248,7 @@ class Liveness:
             for worker in self._workers
             if worker.report.position == min(positions) and not worker.report.is_waiting
         ]
-        self._awaited = [] if len(awaited) == len(self._workers) else awaited
-        if not self._awaited:
+        if len(awaited) in (0, len(self._workers)):
             self._stuck_beats = 0
             return
         for worker in awaited:
@@ -248,20 +258,24 @@ class Liveness:
                     f" another one has begun program {max(positions)}, which needs all of them"
                 )
                 return
-        self._stuck_beats = 1 if min(positions) != self._stuck_at else self._stuck_beats + 1
-        self._stuck_at = min(positions)
-        if self._stuck_beats <= self._max_silent_beats:
-            return
-        # An awaited worker hears that it is awaited a beat or two later.
-        num_beats = max(1, self._max_silent_beats - 2)
-        hanging = [worker for worker in awaited if worker.report.still_beats >= num_beats]
-        if len(hanging) == len(awaited):  # a worker that moves may still wake the others
-            names = " and ".join(worker.name for worker in hanging)
-            self._ask_all(
-                "lost",
-                f"{names} did not get anywhere for {self._heartbeat_timeout_seconds:g} s, and the"
-                " other workers wait",
+        if min(positions) != self._stuck_at or not self._stuck_beats:
+            self._stuck_at, self._stuck_beats = min(positions), 0
+            self._report_at = self._max_silent_beats
+        self._stuck_beats += 1
+        names = " and ".join(worker.name for worker in awaited)
+        if self._timeout_seconds and self._stuck_beats * _BEAT_SECONDS > self._timeout_seconds:
+            reason = (
+                f"the other workers have waited for {names} for {self._timeout_seconds:g} s, the"
+                " timeout_seconds of CommunicationOptions"
             )
+            self._ask(_Question("lost", reason, self._workers))
+        elif self._stuck_beats >= self._report_at:
+            self._report_at *= 2
+            reason = (
+                f"The other workers have waited for {names} for"
+                f" {self._stuck_beats * _BEAT_SECONDS:g} s"
+            )
+            self._ask(_Question("report", reason, awaited))
 
     def _passed_by(self) -> str | None:
         """Returns how a worker has gone on where another waits for all; None if none has."""
@@ -279,20 +293,27 @@ class Liveness:
                     )
         return None
 
-    def _ask_all(self, kind: str, reason: str) -> None:
-        """Asks all workers what they are doing; the answers are told with the reason."""
-        self._suspicion = kind, reason
+    def _ask(self, question: _Question) -> None:
+        """Asks workers where they are; the answers are told with the reason."""
+        self._question = question
         self._unanswered_beats = 0
-        for worker in self._channels:
+        for worker in self._channels.keys() & set(question.workers):
             worker.place = None
             self._say(worker, "place", None)
         self._own.place = self._own_place()
 
-    def _conclude(self, kind: str, reason: str) -> None:
+    def _conclude(self, question: _Question) -> None:
         self._unanswered_beats += 1
-        is_complete = all(worker.place is not None for worker in self._workers)
-        if is_complete or self._unanswered_beats > _ANSWER_BEATS:
-            self._lose(f"{reason}. {'; '.join(map(_told, self._workers))}", kind)
+        is_complete = all(worker.place is not None for worker in question.workers)
+        if not is_complete and self._unanswered_beats <= _ANSWER_BEATS:
+            return
+        self._question = None
+        text = f"{question.reason}. {'; '.join(map(_told, question.workers))}"
+        if question.kind == "report":
+            # Not by a logger, whose lock the script may hold.
+            _say_on_stderr(f"{text}\n")
+        else:
+            self._lose(text, question.kind)
 
     # When the job cannot go on
 
@@ -378,7 +399,7 @@ class Liveness:
 
 
 def _told(worker: _Worker) -> str:
-    """Returns what a worker is doing, in its own words."""
+    """Returns where a worker is, in its own words."""
     if worker.has_finished:
         return f"{worker.name} has ended"
     if worker.place is None:

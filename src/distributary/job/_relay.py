@@ -11,11 +11,6 @@ _PROGRAM = Path(__file__).with_name("_relay_process.py")
 _processes: list["subprocess.Popen[bytes]"] = []  # each ends when its stdin is closed
 
 
-def relay_pids() -> frozenset[int]:
-    """Returns the process ids of the relays."""
-    return frozenset(process.pid for process in _processes)
-
-
 def relay_to(address: tuple[str, int]) -> str:
     """Starts a relay that passes connections on to `address`, and returns its loopback address.
 
