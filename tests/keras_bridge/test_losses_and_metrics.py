@@ -469,8 +469,7 @@ _ONE_NUMBER = {
     **{
         name: getattr(keras.losses, name)
         for name in (
-            *("MeanSquaredError", "MeanAbsoluteError", "Huber", "LogCosh", "Hinge"),
-            *("BinaryCrossentropy", "KLDivergence", "CosineSimilarity", "Dice"),
+            *("MeanSquaredError", "Huber", "BinaryCrossentropy", "CosineSimilarity", "Dice"),
         )
     },
     "sum": lambda: keras.losses.MeanSquaredError("sum"),
@@ -480,7 +479,7 @@ _ONE_NUMBER = {
 }
 
 
-@pytest.mark.parametrize(("weighted", "rows"), [(False, 8), (True, 8), (False, 7), (True, 1)])
+@pytest.mark.parametrize(("weighted", "rows"), [(True, 8), (False, 7), (True, 1)])
 @pytest.mark.parametrize("loss", _ONE_NUMBER)
 def test_losses_of_vectors_in_own_loops_equal_one_device(loss, weighted, rows, strategy_of):
     random = np.random.default_rng(5)

@@ -187,21 +187,16 @@ def _check_errors(errors, worker):
 
 
 # Files, and single operations, are the same for any number of devices.
-@pytest.mark.parametrize(
-    ("num_workers", "devices", "options"), [(2, 2, ["sharded", "everything"]), (3, 1, [])]
-)
-def test_keras_computes_what_it_computes_in_one_process(
-    num_workers, devices, options, job, alone, tmp_path
-):
-    workers = job(num_workers)
-    for worker in range(num_workers):
-        workers.start("keras_contract", worker, tmp_path, *options, devices=devices)
+def test_keras_computes_what_it_computes_in_one_process(job, alone, tmp_path):
+    workers = job(2)
+    for worker in range(2):
+        workers.start("keras_contract", worker, tmp_path, "sharded", devices=2)
     ended = workers.wait()
 
-    assert [e.code for e in ended] == [0] * num_workers, "\n\n".join(e.output for e in ended)
+    assert [e.code for e in ended] == [0, 0], "\n\n".join(e.output for e in ended)
     other = tmp_path / "alone"
     other.mkdir()
-    expected = alone(job, num_workers * devices, "keras_contract", other, *options[1:])
+    expected = alone(job, 4, "keras_contract", other)
     for worker, one in enumerate(ended):
         got = dict(one.result)
         assert got.pop("worker") == worker
@@ -220,10 +215,8 @@ def test_keras_computes_what_it_computes_in_one_process(
     for name in set(ended[0].result) - {"worker", "different data"}:
         assert len({json.dumps(one.result[name]) for one in ended}) == 1, name
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
-    if "everything" not in options:
-        return
-    files = {f"of_worker{worker}.weights.h5" for worker in range(num_workers)}
-    for worker in range(num_workers):
+    files = {f"of_worker{worker}.weights.h5" for worker in range(2)}
+    for worker in range(2):
         files |= {f"data{worker}", f"own{worker}.keras", f"own{worker}.h5"}
     files |= {
         "alone",

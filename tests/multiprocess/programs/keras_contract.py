@@ -2,7 +2,7 @@
 
 The numbers are the same for any number of workers with as many devices in all.
 
-keras_contract.py FOLDER [sharded] [everything]
+keras_contract.py FOLDER [sharded]
 """
 
 import json
@@ -100,29 +100,28 @@ result["evaluate"] = rounded(model.evaluate(x, y, batch_size=12, verbose=0))
 result["predict"] = rounded(model.predict(x, batch_size=12, verbose=0))
 assert keras.ops.sum(model.weights[0]).is_fully_addressable
 
-if "everything" in options:
-    result["train_on_batch"] = rounded(model.train_on_batch(x[:12], y[:12]))
-    result["predict_on_batch"] = rounded(model.predict_on_batch(x[:12]))
-    model.save(folder / "shared.keras")
-    own = folder / f"of_worker{worker}.weights.h5"
-    model.save_weights(own)
-    assert own.exists()
-    model.load_weights(folder / "of_worker0.weights.h5")
+result["train_on_batch"] = rounded(model.train_on_batch(x[:12], y[:12]))
+result["predict_on_batch"] = rounded(model.predict_on_batch(x[:12]))
+model.save(folder / "shared.keras")
+own = folder / f"of_worker{worker}.weights.h5"
+model.save_weights(own)
+assert own.exists()
+model.load_weights(folder / "of_worker0.weights.h5")
+with strategy.scope():
+    uncompiled = keras.models.clone_model(model)
+uncompiled.load_weights(folder / "of_worker0.weights.h5")
+result["uncompiled"] = rounded(uncompiled.get_weights())
+model.save(folder / "folder", zipped=False)
+loaded = keras.models.load_model(folder / "folder")
+result["loaded without a strategy"] = rounded(loaded.predict(x, batch_size=12, verbose=0))
+with strategy.scope():
+    loaded = keras.models.load_model(folder / "shared.keras")
+result["loaded"] = rounded(loaded.evaluate(x[:48], y[:48], batch_size=12, verbose=0))
+for end in ("keras", "h5"):  # every worker has a file of its own, and the chief's counts
+    make_model().save(folder / f"own{worker}.{end}")
     with strategy.scope():
-        uncompiled = keras.models.clone_model(model)
-    uncompiled.load_weights(folder / "of_worker0.weights.h5")
-    result["uncompiled"] = rounded(uncompiled.get_weights())
-    model.save(folder / "folder", zipped=False)
-    loaded = keras.models.load_model(folder / "folder")
-    result["loaded without a strategy"] = rounded(loaded.predict(x, batch_size=12, verbose=0))
-    with strategy.scope():
-        loaded = keras.models.load_model(folder / "shared.keras")
-    result["loaded"] = rounded(loaded.evaluate(x[:48], y[:48], batch_size=12, verbose=0))
-    for end in ("keras", "h5"):  # every worker has a file of its own, and the chief's counts
-        make_model().save(folder / f"own{worker}.{end}")
-        with strategy.scope():
-            loaded = keras.models.load_model(folder / f"own{worker}.{end}")
-        result[f"loaded {end}"] = rounded(loaded.get_weights())
+        loaded = keras.models.load_model(folder / f"own{worker}.{end}")
+    result[f"loaded {end}"] = rounded(loaded.get_weights())
 
 # A dataset shuffled without a seed; several steps in one program.
 with strategy.scope():
@@ -132,16 +131,15 @@ dataset = Dataset.from_tensor_slices((x[:48], y[:48])).shuffle(48).batch(12)
 result["dataset"] = summary(model, model.fit(dataset, epochs=2, verbose=0))
 
 # Data that each worker reads for itself: every example counts once, predictions keep their order.
-if "everything" in options:
-    files = folder / f"data{worker}"
-    files.mkdir()
-    for i, (start, end) in enumerate([(0, 20), (20, 33), (33, 52)]):
-        np.save(files / f"{i}.npy", x[start:end])
-    of_files = Dataset.from_npy(sorted(map(str, files.glob("*.npy")))).batch(12)
-    predicted = model.predict(of_files, verbose=0)
-    result["predict files"] = rounded(predicted)
-    of_array = model.predict(x, batch_size=12, verbose=0)
-    np.testing.assert_allclose(predicted, of_array, rtol=0, atol=1e-6)
+files = folder / f"data{worker}"
+files.mkdir()
+for i, (start, end) in enumerate([(0, 20), (20, 33), (33, 52)]):
+    np.save(files / f"{i}.npy", x[start:end])
+of_files = Dataset.from_npy(sorted(map(str, files.glob("*.npy")))).batch(12)
+predicted = model.predict(of_files, verbose=0)
+result["predict files"] = rounded(predicted)
+of_array = model.predict(x, batch_size=12, verbose=0)
+np.testing.assert_allclose(predicted, of_array, rtol=0, atol=1e-6)
 
 
 def dataset_fn(context):
@@ -155,15 +153,14 @@ result["evaluate function"] = rounded(model.evaluate(of_function, verbose=0))
 evaluated = model.evaluate(x[:48], y[:48], batch_size=12, verbose=0)
 assert np.allclose(result["evaluate function"], evaluated, atol=1e-5)
 
-if "everything" in options:
-    saved = summary(model)
-    checkpoint = dist.checkpoint.Checkpoint(model=model)
-    checkpoint.write(folder / "checkpoint")
-    model.fit(dataset, epochs=1, verbose=0)
-    assert summary(model) != saved
-    checkpoint.restore(folder / "checkpoint")
-    result["restored"] = summary(model)
-    assert result["restored"] == saved
+saved = summary(model)
+checkpoint = dist.checkpoint.Checkpoint(model=model)
+checkpoint.write(folder / "checkpoint")
+model.fit(dataset, epochs=1, verbose=0)
+assert summary(model) != saved
+checkpoint.restore(folder / "checkpoint")
+result["restored"] = summary(model)
+assert result["restored"] == saved
 
 
 # Batches that every worker makes for itself, operation by operation.
@@ -172,32 +169,32 @@ def batches():
         yield x[start : start + 12], y[start : start + 12]
 
 
-if "everything" in options:
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
-    result["eager"] = rounded(model.fit(batches(), verbose=0).history)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
+result["eager"] = rounded(model.fit(batches(), verbose=0).history)
 
 # A loop of one's own over a Keras model.
-if "everything" in options:
-    with strategy.scope():
-        model = make_model()
-        optimizer = keras.optimizers.Adam(0.05)
+with strategy.scope():
+    model = make_model()
+    optimizer = keras.optimizers.Adam(0.05)
 
-    def step(inputs, labels):
-        with dist.GradientTape() as tape:
-            logits = model(inputs, training=True)
-            losses = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
-            loss = keras.ops.sum(losses) / 12
-        variables = model.trainable_variables
-        optimizer.apply(tape.gradient(loss, variables), variables)
-        return loss
 
-    losses = []
-    in_order = Dataset.from_tensor_slices((x[:48], y[:48])).batch(12)
-    for batch in strategy.experimental_distribute_dataset(in_order):
-        losses.append(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None))
-    result["loop"] = rounded([losses, model.get_weights()])
+def step(inputs, labels):
+    with dist.GradientTape() as tape:
+        logits = model(inputs, training=True)
+        losses = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+        loss = keras.ops.sum(losses) / 12
+    variables = model.trainable_variables
+    optimizer.apply(tape.gradient(loss, variables), variables)
+    return loss
+
+
+losses = []
+in_order = Dataset.from_tensor_slices((x[:48], y[:48])).batch(12)
+for batch in strategy.experimental_distribute_dataset(in_order):
+    losses.append(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None))
+result["loop"] = rounded([losses, model.get_weights()])
 
 # Workers that are given different data end with a sentence, all of them.
 try:
