@@ -57,7 +57,7 @@ class CommunicationOptions:
         heartbeat_timeout_seconds: Seconds of silence, 3 or more, after which a worker counts as
             lost although its connections are open: it is frozen, or its machine or network is
             gone. A worker is also silent while C code keeps Python's threads from running. When
-            workers have waited for another one for so long, worker 0 reports where that one is.
+            workers have waited for another one that long, worker 0 reports where that one is.
 
     Raises:
         InvalidValueError: for a negative size or timeout, an unknown implementation, or

@@ -66,8 +66,8 @@ _NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 def test_programs_print_what_they_print_with_tensorflow(num_devices, tmp_path):
     names = list(ON_ONE_DEVICE)
     if num_devices == 2:
-        alone = {*ON_WORKERS, *(name for name in programs() if "parameter_servers" in name)}
-        names = [name for name in programs() if name not in alone]
+        elsewhere = {*ON_WORKERS, *(name for name in programs() if "parameter_servers" in name)}
+        names = [name for name in programs() if name not in elsewhere]
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
 
     started = _Started(names, num_devices, tmp_path)

@@ -256,21 +256,20 @@ class Engine:
     ) -> Callable[..., Any]:
         """Returns a function that evaluates a step of the global view; see `GlobalProgram`."""
         placement, mesh = self._placement, self._placement.mesh
-        is_divided = mesh is not None and mesh.size > 1
-        # Where XLA divides the program, what each device computes by itself is rewritten below.
-        rewrites = is_for_cpus(mesh) and not is_divided
-        ready = rewritten_for_cpus(closed) if rewrites else closed
+        divided = None if mesh is None or mesh.size == 1 else mesh
+        if divided is None and is_for_cpus(mesh):
+            closed = rewritten_for_cpus(closed)
 
         def step(*args: Array) -> list[Array]:
-            return evaluate_jointly([ready], [args])[0]
+            return evaluate_jointly([closed], [args])[0]
 
         if mesh is not None and num_logical_devices(mesh) > 1:
             return step  # logical devices are left to XLA
         from distributary.rows import with_sparse_gradients
 
-        made = with_sparse_gradients(step, [ready.jaxpr], 1, placement.adds_in_any_order, mesh)
-        if mesh is not None and is_divided and placement.is_on_cpus:
-            made = with_partial_sums(made, dims, mesh)
+        made = with_sparse_gradients(step, [closed.jaxpr], 1, placement.adds_in_any_order, mesh)
+        if divided is not None and placement.is_on_cpus:
+            made = with_partial_sums(made, dims, divided)  # rewrites what each device computes
         return made
 
     def _rewritten(

@@ -35,7 +35,6 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
             fit together.
         BackendStartedError: if JAX has already computed something.
     """
-    timeouts = options.heartbeat_timeout_seconds, options.timeout_seconds
     if jax.distributed.is_initialized():
         if backends_started() and jax.process_count() != place.num_workers:
             raise ClusterError(
@@ -44,7 +43,7 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
                 " another program for this cluster."
             )
         if consensus() is None and place.num_workers > 1:  # connected by the script itself
-            Liveness(place, meet_again(place, "liveness"), *timeouts).start()
+            Liveness(place, meet_again(place, "liveness"), options).start()
             _agree(place)
         return
     if backends_started():
@@ -60,7 +59,7 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
         return
     _log.info("%s: waiting for %s", place.name, ", ".join(map(str, place.other_workers)))
     channels = meet(place, options.timeout_seconds or _MEET_SECONDS)
-    Liveness(place, channels, *timeouts).start()
+    Liveness(place, channels, options).start()
     is_first = place.worker_number == 0
     host, port = place.workers[0].host, place.workers[0].port
     # Numeric, as JAX would try all addresses of a name, and another user may listen at one.
@@ -71,7 +70,8 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
         process_id=place.worker_number,
         cluster_detection_method="deactivate",
         initialization_timeout=_INITIALIZATION_SECONDS,
-        heartbeat_timeout_seconds=math.ceil(timeouts[0]) + _LATER_THAN_LIVENESS_SECONDS,
+        heartbeat_timeout_seconds=math.ceil(options.heartbeat_timeout_seconds)
+        + _LATER_THAN_LIVENESS_SECONDS,
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         coordinator_bind_address=own_address,
     )

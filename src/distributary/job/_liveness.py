@@ -40,6 +40,7 @@ from distributary.errors import WorkerLostError, WorkerMismatchError
 from distributary.job._channel import Channel, ChannelClosedError, NotAMessageError
 from distributary.job._consensus import consensus
 from distributary.job._stacks import stacks
+from distributary.options import CommunicationOptions
 
 _BEAT_SECONDS = 1.0
 # From the news of a lost worker to the end of this process, which may still clean up.
@@ -83,12 +84,12 @@ class _Worker:
 @final
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Why all workers were asked where they are.
+    """Why workers are asked where they are.
 
     Attributes:
         kind: `"differ"` or `"lost"`, which end the job, or `"report"`.
         reason: What the answers explain.
-        workers: Those whose answers are told.
+        workers: Those who are asked.
     """
 
     kind: str
@@ -106,27 +107,21 @@ class Liveness:
     Args:
         place: The cluster, and which of its workers this process is.
         channels: On worker 0, a channel to each other worker, by number; on the others, one to 0.
-        heartbeat_timeout_seconds: Silence after which a worker counts as lost.
-        timeout_seconds: Time for which workers wait for another one before the job ends; None and 0
-            wait forever.
+        options: The timeouts of silent workers, and of those for which others wait.
     """
 
     def __init__(
-        self,
-        place: MultiWorker,
-        channels: Mapping[int, Channel],
-        heartbeat_timeout_seconds: float,
-        timeout_seconds: float | None,
+        self, place: MultiWorker, channels: Mapping[int, Channel], options: CommunicationOptions
     ) -> None:
         assert place.worker_number is not None
         self._name = place.name
         self._number = place.worker_number
-        self._max_silent_beats = max(2, round(heartbeat_timeout_seconds / _BEAT_SECONDS))
-        self._heartbeat_timeout_seconds = heartbeat_timeout_seconds
+        self._heartbeat_timeout_seconds = options.heartbeat_timeout_seconds
+        self._max_silent_beats = max(2, round(self._heartbeat_timeout_seconds / _BEAT_SECONDS))
         self._workers = [_Worker(str(peer)) for peer in place.workers]
         self._own = self._workers[self._number]
         self._channels = {self._workers[number]: channel for number, channel in channels.items()}
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = options.timeout_seconds
         self._lock = threading.Lock()  # for sending
         self._exit_code: int | None = None  # set when the job ends early
         self._is_decided = threading.Event()  # all have finished, or one is lost
@@ -294,7 +289,7 @@ class Liveness:
         return None
 
     def _ask(self, question: _Question) -> None:
-        """Asks workers where they are; the answers are told with the reason."""
+        """Asks workers where they are; `_conclude` tells the answers with the reason."""
         self._question = question
         self._unanswered_beats = 0
         for worker in self._channels.keys() & set(question.workers):

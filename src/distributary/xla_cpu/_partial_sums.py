@@ -229,9 +229,9 @@ class _Evaluation:
         schedule = _Schedule(jaxpr.eqns, env)
         while True:
             schedule.evaluate(lambda eqn: self._evaluated(eqn, env, dims))
-            later = schedule.left_with(variables_of(v for v in env if isinstance(env[v], _Part)))
             if not schedule.num_left:
                 break
+            later = schedule.left_with(variables_of(v for v in env if isinstance(env[v], _Part)))
             wanted = [v for eqn in later for v in _wanted(eqn, env)]
             # Parts that an equation waits for are added up, so that the next round evaluates it.
             assert wanted, "no equation can be evaluated"

@@ -67,7 +67,7 @@ def rewritten_for_cpus(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def is_for_cpus(mesh: Mesh | AbstractMesh | None) -> bool:
-    """Returns whether a mesh, or JAX's default device for None, has CPUs of this machine."""
+    """Returns whether programs for a mesh, or for JAX's default device, run on CPUs here."""
     if mesh is None:
         return jax.default_backend() == "cpu"
     return isinstance(mesh, Mesh) and bool(mesh.devices.flat[0].platform == "cpu")
