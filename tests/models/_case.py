@@ -1,7 +1,5 @@
 """What a model that somebody else wrote needs to be trained here: sizes, inputs, targets."""
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +18,7 @@ class Case:
     Attributes:
         name: Name of the row.
         package: Distribution that ships the model.
-        build: Returns the model, not compiled. Sizes are small, and dropout is off where it can be.
+        build: Returns the model, not compiled. Sizes are small.
         sizes: Values of the dims that inputs leave open, by name of the input.
         inputs: Functions `(random, shape) -> array` of inputs that take only some values.
         vocabulary: Integers of other inputs are smaller.
@@ -30,7 +28,6 @@ class Case:
         optimizer: Returns the optimizer.
         batch: Size of a batch.
         amplifies: The model amplifies rounding so much that it is compared in float64.
-        is_random: The model draws random numbers in training that cannot be turned off.
         own_loss: The model computes its loss itself: there are no targets.
         after: Called with the trained model, returns arrays to be compared, too.
     """
@@ -49,7 +46,6 @@ class Case:
     optimizer: Callable[[], Any] | None = None
     batch: int = BATCH
     amplifies: bool = False
-    is_random: bool = False
     own_loss: bool = False
     after: Callable[[Any], Any] | None = None
 
@@ -75,19 +71,6 @@ class Loop:
     optimizer: Callable[[], Any]
     x: Callable[[np.random.Generator], Any]
     y: Callable[[np.random.Generator], Any]
-
-
-def without_dropout(cls: Callable[..., Any], **sizes: Any) -> Callable[[], Any]:
-    """Returns a function that builds `cls`, with every rate of dropout it has set to zero."""
-    parameters = inspect.signature(cls).parameters
-    zero = {
-        name: 0.0
-        for name, parameter in parameters.items()
-        if ("drop" in name and isinstance(parameter.default, (int, float)))
-        and not isinstance(parameter.default, bool)
-        and name not in sizes
-    }
-    return functools.partial(cls, **zero, **sizes)
 
 
 def data_of(model: Any, case: Case, seed: int = 0) -> Any:

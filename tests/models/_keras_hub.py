@@ -1,11 +1,12 @@
 """All backbones of keras-hub, in small sizes, and some of its tasks."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
-from _case import Case, without_dropout
+from _case import Case
 from keras_hub import models
 from keras_hub.src.models.blip2.blip2_custom_opt import BLIP2CustomOPT
 from keras_hub.src.models.blip2.blip2_qformer import BLIP2QFormer
@@ -395,7 +396,7 @@ def _of_vision(_: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 _BACKBONES: dict[str, Callable[[], Any]] = {
-    "AlbertBackbone": without_dropout(models.AlbertBackbone, **_SHORT, embedding_dim=16),
+    "AlbertBackbone": functools.partial(models.AlbertBackbone, **_SHORT, embedding_dim=16),
     "BASNetBackbone": lambda: models.BASNetBackbone(
         image_encoder=models.ResNetBackbone(
             input_conv_filters=[64],
@@ -410,9 +411,9 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         projection_filters=64,
     ),
     "BLIP2Backbone": _blip2,
-    "BartBackbone": without_dropout(models.BartBackbone, **_SHORT),
-    "BertBackbone": without_dropout(models.BertBackbone, **_SHORT),
-    "BloomBackbone": without_dropout(models.BloomBackbone, **_HEADS),
+    "BartBackbone": functools.partial(models.BartBackbone, **_SHORT),
+    "BertBackbone": functools.partial(models.BertBackbone, **_SHORT),
+    "BloomBackbone": functools.partial(models.BloomBackbone, **_HEADS),
     "CLIPBackbone": _two_towers(
         models.CLIPBackbone, models.CLIPVisionEncoder, models.CLIPTextEncoder, projection_dim=16
     ),
@@ -420,11 +421,11 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
     "CLIPVisionEncoder": lambda: _vision_tower(models.CLIPVisionEncoder),
     "CSPNetBackbone": _csp_net,
     "DFineBackbone": _d_fine,
-    "DINOV2Backbone": without_dropout(
+    "DINOV2Backbone": functools.partial(
         models.DINOV2Backbone, **_DINO, position_embedding_shape=_IMAGE
     ),
-    "DINOV3Backbone": without_dropout(models.DINOV3Backbone, **_DINO),
-    "DebertaV3Backbone": without_dropout(models.DebertaV3Backbone, **_SHORT, bucket_size=4),
+    "DINOV3Backbone": functools.partial(models.DINOV3Backbone, **_DINO),
+    "DebertaV3Backbone": functools.partial(models.DebertaV3Backbone, **_SHORT, bucket_size=4),
     "DeepLabV3Backbone": lambda: models.DeepLabV3Backbone(
         image_encoder=_resnet(),
         spatial_pyramid_pooling_key="P4",
@@ -434,7 +435,7 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         projection_filters=8,
         image_shape=_IMAGE,
     ),
-    "DeiTBackbone": without_dropout(models.DeiTBackbone, **_PATCHES, intermediate_dim=32),
+    "DeiTBackbone": functools.partial(models.DeiTBackbone, **_PATCHES, intermediate_dim=32),
     "DenseNetBackbone": lambda: models.DenseNetBackbone(
         stackwise_num_repeats=[1, 1], image_shape=_IMAGE, growth_rate=8
     ),
@@ -449,8 +450,8 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         head_in_index=-1,
         feature_keys=["stage1", "stage2"],
     ),
-    "DistilBertBackbone": without_dropout(models.DistilBertBackbone, **_SHORT),
-    "EdRecBackbone": without_dropout(
+    "DistilBertBackbone": functools.partial(models.DistilBertBackbone, **_SHORT),
+    "EdRecBackbone": functools.partial(
         models.EdRecBackbone,
         vocab_size=16,
         num_layers_enc=1,
@@ -460,15 +461,15 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         num_heads=2,
     ),
     "EfficientNetBackbone": _efficient_net,
-    "ElectraBackbone": without_dropout(
+    "ElectraBackbone": functools.partial(
         models.ElectraBackbone,
         vocab_size=16,
         embedding_dim=16,
         **{key: value for key, value in _SHORT.items() if key != "vocabulary_size"},
     ),
-    "ESMBackbone": without_dropout(models.ESMBackbone, **_HEADS),
-    "FNetBackbone": without_dropout(models.FNetBackbone, **_TEXT, max_sequence_length=8),
-    "FalconBackbone": without_dropout(models.FalconBackbone, **_TEXT, num_attention_heads=2),
+    "ESMBackbone": functools.partial(models.ESMBackbone, **_HEADS),
+    "FNetBackbone": functools.partial(models.FNetBackbone, **_TEXT, max_sequence_length=8),
+    "FalconBackbone": functools.partial(models.FalconBackbone, **_TEXT, num_attention_heads=2),
     "FluxBackbone": lambda: models.FluxBackbone(
         input_channels=16,
         hidden_size=32,
@@ -486,9 +487,9 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         text_ids_shape=(4, 3),
         y_shape=(16,),
     ),
-    "GPT2Backbone": without_dropout(models.GPT2Backbone, **_SHORT),
-    "GPTNeoXBackbone": without_dropout(models.GPTNeoXBackbone, **_HEADS),
-    "GemmaBackbone": without_dropout(models.GemmaBackbone, **_GEMMA),
+    "GPT2Backbone": functools.partial(models.GPT2Backbone, **_SHORT),
+    "GPTNeoXBackbone": functools.partial(models.GPTNeoXBackbone, **_HEADS),
+    "GemmaBackbone": functools.partial(models.GemmaBackbone, **_GEMMA),
     "Gemma3Backbone": _gemma3,
     "Gemma3Backbone with images": _gemma3_with_images,
     "Gemma3nBackbone": lambda: models.Gemma3nBackbone(
@@ -510,8 +511,8 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         altup_num_inputs=2,
         laurel_rank=1,
     ),
-    "Gemma4Backbone": without_dropout(models.Gemma4Backbone, **_GEMMA, image_size=16),
-    "Gemma4Backbone with experts": without_dropout(
+    "Gemma4Backbone": functools.partial(models.Gemma4Backbone, **_GEMMA, image_size=16),
+    "Gemma4Backbone with experts": functools.partial(
         models.Gemma4Backbone,
         **_GEMMA,
         image_size=16,
@@ -520,10 +521,10 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         expert_intermediate_dim=8,
         num_experts_per_token=2,
     ),
-    "GptOssBackbone": without_dropout(models.GptOssBackbone, **_GROUPED, num_experts=2, top_k=1),
+    "GptOssBackbone": functools.partial(models.GptOssBackbone, **_GROUPED, num_experts=2, top_k=1),
     "HGNetV2Backbone": _hgnet,
-    "LlamaBackbone": without_dropout(models.LlamaBackbone, **_GROUPED),
-    "Llama3Backbone": without_dropout(models.Llama3Backbone, **_GROUPED),
+    "LlamaBackbone": functools.partial(models.LlamaBackbone, **_GROUPED),
+    "Llama3Backbone": functools.partial(models.Llama3Backbone, **_GROUPED),
     "MetaCLIP2Backbone": _two_towers(
         models.MetaCLIP2Backbone,
         models.MetaCLIP2VisionEncoder,
@@ -533,11 +534,11 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
     "MetaCLIP2TextEncoder": lambda: _text_tower(models.MetaCLIP2TextEncoder),
     "MetaCLIP2VisionEncoder": lambda: _vision_tower(models.MetaCLIP2VisionEncoder),
     "MiTBackbone": lambda: models.MiTBackbone(**_MIT),
-    "MistralBackbone": without_dropout(models.MistralBackbone, **_GROUPED, sliding_window=4),
-    "MixtralBackbone": without_dropout(models.MixtralBackbone, **_GROUPED, num_experts=4),
+    "MistralBackbone": functools.partial(models.MistralBackbone, **_GROUPED, sliding_window=4),
+    "MixtralBackbone": functools.partial(models.MixtralBackbone, **_GROUPED, num_experts=4),
     "MobileNetBackbone": _mobile_net,
     "MobileNetV5Backbone": _mobile_net_v5,
-    "MoonshineBackbone": without_dropout(
+    "MoonshineBackbone": functools.partial(
         models.MoonshineBackbone,
         vocabulary_size=16,
         filter_dim=16,
@@ -548,9 +549,9 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         encoder_num_heads=2,
         decoder_num_heads=2,
     ),
-    "OPTBackbone": without_dropout(models.OPTBackbone, **_SHORT),
+    "OPTBackbone": functools.partial(models.OPTBackbone, **_SHORT),
     "PARSeqBackbone": _par_seq,
-    "PaliGemmaBackbone": without_dropout(
+    "PaliGemmaBackbone": functools.partial(
         models.PaliGemmaBackbone,
         **_GEMMA,
         image_size=16,
@@ -560,20 +561,20 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         vit_num_layers=1,
         vit_intermediate_dim=32,
     ),
-    "Phi3Backbone": without_dropout(models.Phi3Backbone, **_GROUPED),
-    "QwenBackbone": without_dropout(models.QwenBackbone, **_GROUPED),
-    "Qwen3Backbone": without_dropout(models.Qwen3Backbone, **_GEMMA),
-    "Qwen3MoeBackbone": without_dropout(models.Qwen3MoeBackbone, **_GROUPED, **_EXPERTS),
-    "Qwen3_5Backbone": without_dropout(
+    "Phi3Backbone": functools.partial(models.Phi3Backbone, **_GROUPED),
+    "QwenBackbone": functools.partial(models.QwenBackbone, **_GROUPED),
+    "Qwen3Backbone": functools.partial(models.Qwen3Backbone, **_GEMMA),
+    "Qwen3MoeBackbone": functools.partial(models.Qwen3MoeBackbone, **_GROUPED, **_EXPERTS),
+    "Qwen3_5Backbone": functools.partial(
         models.Qwen3_5Backbone, **_LINEAR_ATTENTION, intermediate_dim=32
     ),
-    "Qwen3_5MoeBackbone": without_dropout(
+    "Qwen3_5MoeBackbone": functools.partial(
         models.Qwen3_5MoeBackbone,
         **_LINEAR_ATTENTION,
         **_EXPERTS,
         shared_expert_intermediate_size=8,
     ),
-    "QwenMoeBackbone": without_dropout(
+    "QwenMoeBackbone": functools.partial(
         models.QwenMoeBackbone, **_GROUPED, **_EXPERTS, shared_expert_intermediate_dim=8
     ),
     "RQVAEBackbone": lambda: RQVAEBackbone(
@@ -584,7 +585,7 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         num_embeddings=4,
         num_quantizers=2,
     ),
-    "RWKV7Backbone": without_dropout(
+    "RWKV7Backbone": functools.partial(
         models.RWKV7Backbone,
         hidden_size=16,
         head_size=4,
@@ -611,8 +612,8 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         use_p5=True,
         image_shape=_IMAGE,
     ),
-    "RobertaBackbone": without_dropout(models.RobertaBackbone, **_SHORT),
-    "RoformerV2Backbone": without_dropout(models.RoformerV2Backbone, **_HEADS, head_size=8),
+    "RobertaBackbone": functools.partial(models.RobertaBackbone, **_SHORT),
+    "RoformerV2Backbone": functools.partial(models.RoformerV2Backbone, **_HEADS, head_size=8),
     "SAMBackbone": _sam,
     "SAM3PromptableConceptBackbone": _sam3,
     "SegFormerBackbone": lambda: models.SegFormerBackbone(
@@ -646,14 +647,14 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         window_size=4,
         drop_path=0.0,
     ),
-    "T5Backbone": without_dropout(models.T5Backbone, **_HEADS),
-    "T5GemmaBackbone": without_dropout(models.T5GemmaBackbone, **_T5_GEMMA),
-    "T5Gemma2Backbone": without_dropout(models.T5Gemma2Backbone, **_T5_GEMMA),
+    "T5Backbone": functools.partial(models.T5Backbone, **_HEADS),
+    "T5GemmaBackbone": functools.partial(models.T5GemmaBackbone, **_T5_GEMMA),
+    "T5Gemma2Backbone": functools.partial(models.T5Gemma2Backbone, **_T5_GEMMA),
     "VAEBackbone": _vae,
     "VGGBackbone": lambda: models.VGGBackbone(
         stackwise_num_repeats=[1, 1], stackwise_num_filters=[8, 16], image_shape=(16, 16, 3)
     ),
-    "ViTBackbone": without_dropout(
+    "ViTBackbone": functools.partial(
         models.ViTBackbone, **{**_PATCHES, "patch_size": (8, 8)}, mlp_dim=32
     ),
     "ViTDetBackbone": lambda: models.ViTDetBackbone(
@@ -667,7 +668,7 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         num_output_channels=8,
         window_size=2,
     ),
-    "VideoPrismBackbone": without_dropout(
+    "VideoPrismBackbone": functools.partial(
         models.VideoPrismBackbone,
         num_frames=2,
         patch_size=8,
@@ -679,15 +680,15 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
         num_auxiliary_layers=1,
         image_shape=(16, 16, 3),
     ),
-    "WhisperBackbone": without_dropout(
+    "WhisperBackbone": functools.partial(
         models.WhisperBackbone,
         **_HEADS,
         num_mels=8,
         max_encoder_sequence_length=8,
         max_decoder_sequence_length=8,
     ),
-    "XLMRobertaBackbone": without_dropout(models.XLMRobertaBackbone, **_SHORT),
-    "XLNetBackbone": without_dropout(models.XLNetBackbone, **_HEADS),
+    "XLMRobertaBackbone": functools.partial(models.XLMRobertaBackbone, **_SHORT),
+    "XLNetBackbone": functools.partial(models.XLNetBackbone, **_HEADS),
     "XceptionBackbone": lambda: models.XceptionBackbone(
         stackwise_conv_filters=[[8, 16], [16, 24], [16, 32]],
         stackwise_pooling=[False, True, False],
@@ -742,7 +743,7 @@ def _generate(model: Any) -> Any:
 
 
 def _causal(task: Any, backbone: Any, sizes: dict[str, Any]) -> Callable[[], Any]:
-    return lambda: task(backbone=without_dropout(backbone, **sizes)(), preprocessor=None)
+    return lambda: task(backbone=functools.partial(backbone, **sizes)(), preprocessor=None)
 
 
 def _tokens() -> dict[str, Any]:
@@ -795,7 +796,7 @@ def cases() -> Iterator[Case]:
         "BertTextClassifier",
         _PACKAGE,
         lambda: models.BertTextClassifier(
-            backbone=without_dropout(models.BertBackbone, **_SHORT)(),
+            backbone=functools.partial(models.BertBackbone, **_SHORT)(),
             num_classes=3,
             dropout=0.0,
             activation="softmax",

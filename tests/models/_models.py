@@ -1,4 +1,4 @@
-"""All models, and the settings in which each is trained."""
+"""All models."""
 
 from typing import Any
 
@@ -10,8 +10,3 @@ import _others
 def all_models() -> list[Any]:
     """Returns the models in the order of the page."""
     return [*_keras_hub.cases(), *_others.cases(), *_loops.cases()]
-
-
-def settings_of(case: Any) -> list[str]:
-    """Returns the settings of a model."""
-    return ["2 replicas", "4 replicas"]

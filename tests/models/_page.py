@@ -10,7 +10,7 @@ _INTRODUCTION = """\
 
 This page holds {models} models from {packages} packages, or built from their layers, against the
 same models on one device. It is the result of [`tests/models/run.py`](../../tests/models/run.py),
-with small sizes and random weights. The program has more models and settings than were run so far.
+with small sizes and random weights.
 
 Each model is trained on one device by Keras alone, or by JAX and optax alone, and again in each
 setting, with the same initial weights and the same global batches: two batches of 8 rows and one of
@@ -25,16 +25,15 @@ loaded. A run is **equal** if
 
 {settings}
 
-In the tables, `=` is an equal run, and `≠` is one that differs after a warning that says why: the
-last column has the reason. `64` is a run that is equal in float64: in float32, its rounding grows.
-`≈` is a run that differs by at most ten times as much as one device does from itself, if its
+In the tables, `=` is an equal run. `64` is a run that is equal in float64: in float32, its rounding
+grows. `≈` is a run that differs by at most ten times as much as one device does from itself, if its
 initial weights change in the last bit. `–` is a run that an error refuses. An empty cell was not
 run. The columns "loss" and "weights" have the largest differences of a row.
 
 ## What is the same in all rows
 
-- **Rates of dropout are zero**, and **batch normalization** has `synchronized=True`. Neither is
-  needed any more. Models with other random numbers are marked.
+- **Random numbers**, as those of dropout, begin with the same seed. `fit` draws what one device
+  draws.
 - **The optimizer** is SGD with momentum, unless the name of the row has another one. Adam divides a
   gradient by its size. Where a gradient is zero but for rounding, such as that of a bias before a
   normalization, each run takes steps of the full learning rate in a direction of its own. So some
@@ -43,7 +42,6 @@ run. The columns "loss" and "weights" have the largest differences of a row.
 _COUNTED = {
     "equal": "equal",
     "equal in float64": "equal in float64",
-    "differs, as it said": "different, with a warning that says why",
     "differs, as one device": "different, as one device is from itself",
     "differs": "different without a reason",
     "refused": "refused, with an error that says what to do",
@@ -52,7 +50,6 @@ _COUNTED = {
 _SIGNS = {
     "equal": "=",
     "equal in float64": "64",
-    "differs, as it said": "≠",
     "differs, as one device": "≈",
     "refused": "–",
 }
