@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distributary import errors
 from distributary._elsewhere import OF_MODULE
 from distributary._late import late_names
+from distributary._libraries import assemble_with
 
 if TYPE_CHECKING:
     from distributary import (
@@ -171,6 +172,13 @@ if not TYPE_CHECKING:  # or type checkers accept any name
         },
         OF_MODULE,
     )
+
+
+def _assemble() -> None:
+    from distributary import keras_bridge, strategies  # noqa: F401
+
+
+assemble_with(_assemble)
 
 
 def __dir__() -> list[str]:

@@ -1,13 +1,9 @@
 """Names of a package that are imported on first use, and advice for names that do not exist."""
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-# They register with packages below them, which do not know them.
-_REGISTERING = ("distributary.strategies", "distributary.keras_bridge")
 
 
 def late_names(
@@ -36,17 +32,6 @@ def late_names(
         return found
 
     return __getattr__
-
-
-@functools.cache
-def import_what_registers() -> None:
-    """Imports the packages that register with those below them; call it before you ask for them.
-
-    A program can come to the packages below without them, because nothing is imported before it is
-    used.
-    """
-    for name in _REGISTERING:
-        importlib.import_module(name)
 
 
 def no_attribute(

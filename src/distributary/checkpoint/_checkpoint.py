@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
 
+from distributary._libraries import libraries
 from distributary.checkpoint._commit import (
     located,
     numbered,
@@ -21,7 +22,7 @@ from distributary.checkpoint._saving import Save, check_outside
 from distributary.checkpoint._workers import agree, this_worker
 from distributary.dispatch import latest_program, progress
 from distributary.errors import InvalidValueError
-from distributary.variables import KeptCopy, build_foreign
+from distributary.variables import KeptCopy
 
 _log = logging.getLogger(__name__)
 
@@ -349,7 +350,9 @@ class _Plan:
         self._entries = entries
         self._found = found = find_leaves(objects)
         waiting = {name.partition("/")[0] for name in entries if name not in found.leaves}
-        built = [build_foreign(objects[n], objects.values()) for n in waiting if n in objects]
+        unbuilt = [objects[name] for name in waiting if name in objects]
+        others = objects.values()
+        built = [library.build(value, others) for value in unbuilt for library in libraries()]
         if any(built):
             self._found = found = find_leaves(objects)
         leaves = found.leaves

@@ -9,9 +9,8 @@ from typing import Any, final
 
 import numpy as np
 
-from distributary.checkpoint._leaves import Entry, find_leaves
+from distributary.checkpoint._leaves import Entry, find_leaves, is_unbuilt
 from distributary.errors import DistributaryError, InvalidValueError
-from distributary.variables import foreign_waits, listen_to_new_state
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Deferred:
 
     def unbuilt(self) -> list[str]:
         """Returns the names of the objects that are not built yet, without those inside them."""
-        return [name for name in self._tops() if foreign_waits(self._objects[name]())]
+        return [name for name in self._tops() if is_unbuilt(self._objects[name]())]
 
     def _tops(self) -> list[str]:
         there = [name for name, reference in self._objects.items() if reference() is not None]
@@ -105,7 +104,7 @@ class Deferred:
         return {name: root for name, root in tops.items() if _variables(value) & _variables(root)}
 
     def _note_rest(self, name: str) -> None:
-        later = tuple(f"{n}/" for n, r in self._objects.items() if n != name and foreign_waits(r()))
+        later = tuple(f"{n}/" for n, r in self._objects.items() if n != name and is_unbuilt(r()))
         left = [leaf for leaf in self._left(name) if not leaf.startswith(later)]
         if left and name not in self._noted and not self.partial:
             self._noted.add(name)
@@ -151,16 +150,22 @@ def forget(objects: Iterable[Any]) -> None:
         _all[:] = [deferred for deferred in _all if deferred.is_open()]
 
 
-def _settle_all(value: object, num_variables: int | None) -> None:
+def settle(value: object, num_variables: int | None = None) -> None:
+    """Restores state that an object of another library has only now.
+
+    Args:
+        value: The object.
+        num_variables: Number of variables that it has so far; None if it is complete.
+
+    Raises:
+        InvalidValueError: if it does not fit, or the checkpoint lacks it.
+    """
     if not _all:
         return
     with _lock:
         for deferred in [*_all]:
             deferred.settle(value, num_variables)
         _all[:] = [deferred for deferred in _all if deferred.is_open()]
-
-
-listen_to_new_state(_settle_all)
 
 
 def differences(missing: list[str], unexpected: list[str], problems: list[str]) -> list[str]:

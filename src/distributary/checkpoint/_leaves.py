@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distributary._libraries import libraries
 from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -29,8 +30,6 @@ from distributary.variables import (
     Variable,
     VariableAggregation,
     as_variable,
-    foreign_parts,
-    foreign_waits,
     of_rows,
 )
 
@@ -148,7 +147,7 @@ class _Search:
                 " and dataclasses of them."
             )
         parts, replace_parts = found
-        if foreign_waits(value):
+        if is_unbuilt(value):
             self.waiting[name] = value
         rebuilds = {key: self._find_part(name, key, part) for key, part in parts.items()}
 
@@ -210,8 +209,14 @@ def _parts_of(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], An
         if value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             return parts, lambda changed: dataclasses.replace(value, **changed)
         return parts, functools.partial(_put, value, functools.partial(setattr, value))
-    foreign = foreign_parts(value)
+    found = (library.parts(value) for library in libraries())
+    foreign = next((parts for parts in found if parts is not None), None)
     return None if foreign is None else (dict(foreign), lambda changed: value)
+
+
+def is_unbuilt(value: object) -> bool:
+    """Returns whether an object of another library gets state later."""
+    return any(library.is_unbuilt(value) for library in libraries())
 
 
 def _put(value: Any, put: Callable[[Any, Any], object], changed: dict[Any, Any]) -> Any:

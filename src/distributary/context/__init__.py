@@ -17,9 +17,7 @@ from distributary.context._stack import (
     in_default_context,
     in_global_view,
     register_default_mode,
-    register_scope_listener,
     require_cross_replica,
-    tell_of_strategy,
 )
 
 __all__ = [
@@ -39,7 +37,5 @@ __all__ = [
     "in_default_context",
     "in_global_view",
     "register_default_mode",
-    "register_scope_listener",
     "require_cross_replica",
-    "tell_of_strategy",
 ]

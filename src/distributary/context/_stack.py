@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-from distributary._late import import_what_registers
+from distributary._libraries import Library, assemble, libraries
 from distributary.errors import ContextError, InvalidTypeError, shown
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def default_mode() -> Mode:
     """Returns the mode of a thread outside every scope."""
     global _default_mode
     if _default_mode is None:
-        import_what_registers()
+        assemble()
         with _default_lock:
             if _default_mode is None:
                 assert _make_default_mode is not None
@@ -177,37 +177,9 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
     _state.global_scope = scope
 
 
-class ScopeListener(Protocol):
-    """An object that is told when strategies are made, and scopes are entered and left."""
-
-    def made(self) -> None:
-        """Runs when a strategy is made."""
-
-    def entered(self, strategy: "Strategy") -> bool:
-        """Runs when a scope is entered; `left` receives its result."""
-
-    def left(self, strategy: "Strategy", noted: bool) -> None:
-        """Runs when the scope is left."""
-
-
-_listeners: list[ScopeListener] = []
-
-
-def register_scope_listener(listener: ScopeListener) -> None:
-    """Adds a listener; a package that brings other libraries into scopes calls this once."""
-    _listeners.append(listener)
-
-
-def tell_of_strategy() -> None:
-    """Tells the listeners that a strategy is made."""
-    import_what_registers()
-    for listener in _listeners:
-        listener.made()
-
-
 class _Entered(threading.local):
     def __init__(self) -> None:
-        self.modes: list[tuple[Mode, list[bool]] | None] = []
+        self.modes: list[tuple[Mode, list[tuple[Library, object]]] | None] = []
 
 
 class StrategyScope:
@@ -231,10 +203,9 @@ class StrategyScope:
                 " enter it before run, or use get_replica_context().merge_call."
             )
         mode = Mode(self._strategy, "cross")
-        import_what_registers()
-        noted = [listener.entered(self._strategy) for listener in _listeners]
+        told = [(library, library.scope_entered(self._strategy)) for library in libraries()]
         _state.modes.append(mode)
-        self._entered.modes.append((mode, noted))
+        self._entered.modes.append((mode, told))
         thread = threading.get_ident()
         _threads_in_scope[thread] += 1
         return self._strategy
@@ -248,15 +219,15 @@ class StrategyScope:
         if entry is None:
             self._entered.modes.pop()
             return
-        mode, noted = entry
+        mode, told = entry
         _leave(mode)
         self._entered.modes.pop()
         thread = threading.get_ident()
         _threads_in_scope[thread] -= 1
         if not _threads_in_scope[thread]:
             del _threads_in_scope[thread]
-        for listener, note in zip(_listeners, noted, strict=True):
-            listener.left(self._strategy, note)
+        for library, result in told:
+            library.scope_left(self._strategy, result)
 
 
 def check_same_strategy(strategy: "Strategy", what: str) -> None:

@@ -11,10 +11,10 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, final
 
 from distributary._late import late_names
-from distributary.context import register_scope_listener
+from distributary._libraries import Library, register
 from distributary.errors import (
     DistributaryWarning,
     MissingPackageError,
@@ -22,14 +22,8 @@ from distributary.errors import (
     pip_install,
     shown,
 )
-from distributary.tracing import register_around_traces, user_stacklevel
-from distributary.variables import (
-    ForeignVariable,
-    register_foreign_builder,
-    register_foreign_objects,
-    register_foreign_variables,
-    register_foreign_waiting,
-)
+from distributary.tracing import user_stacklevel
+from distributary.variables import ForeignVariable
 
 __all__ = ["connect", "expect_keras", "import_keras"]
 
@@ -102,17 +96,6 @@ def expect_keras() -> None:
     _expected = True
 
 
-def _around_trace() -> AbstractContextManager[object]:
-    """Lets a function that is traced use Keras variables."""
-    if _expected and not _connected and _can_be_imported():
-        import_keras()
-    if not connect() or not _uses_jax():
-        return nullcontext()
-    from distributary.keras_bridge._custom_loops import TracedVariables
-
-    return TracedVariables(collect_losses=True)
-
-
 def _can_be_imported() -> bool:
     """Returns whether Keras has not been imported yet, and would run on JAX."""
     return (
@@ -127,49 +110,12 @@ def _uses_jax() -> bool:
     return "keras" in sys.modules and bool(sys.modules["keras"].backend.backend() == "jax")
 
 
-def _resolve(value: object) -> ForeignVariable | None:
-    """Returns the object that stands for a Keras variable in programs."""
-    if not _uses_jax():
-        return None
-    from distributary.keras_bridge._custom_loops import resolve
-
-    return resolve(value)
-
-
-def _build(value: object, others: Iterable[Any]) -> bool:
-    """Builds an optimizer whose state a checkpoint has; see `_state`."""
-    if not _uses_jax():
-        return False
-    from distributary.keras_bridge._state import build_optimizer
-
-    return build_optimizer(value, others)
-
-
-def _parts_of(value: object) -> Mapping[str, Any] | None:
-    """Returns the objects that hold the state of a Keras object, for checkpoints."""
-    if not _uses_jax():
-        return None
-    from distributary.keras_bridge._state import parts_of
-
-    return parts_of(value)
-
-
-def _waits(value: object) -> bool:
-    """Returns whether a Keras object gets variables later, which `tell_new_state` tells."""
-    if not _uses_jax():
-        return False
-    from distributary.keras_bridge._state import waits
-
-    return waits(value) and connect()
-
-
-class _ScopeListener:
-    """A listener that notices when Keras is imported while a scope is open."""
-
-    def made(self) -> None:
+@final
+class _Keras(Library):
+    def strategy_created(self) -> None:
         connect()  # so that a model outside of its scope is noticed
 
-    def entered(self, strategy: Any) -> bool:
+    def scope_entered(self, strategy: Any) -> tuple[bool, bool]:
         connected = connect()
         other = sys.modules["keras"].distribution.distribution() if connected else None
         if other is not None:
@@ -180,9 +126,12 @@ class _ScopeListener:
                 DistributaryWarning,
                 stacklevel=user_stacklevel(),
             )
-        return connected
+        return connected, connected and strategy.extended.worker_number > 0 and _quieted()
 
-    def left(self, strategy: Any, connected: bool) -> None:
+    def scope_left(self, strategy: Any, entered: tuple[bool, bool]) -> None:
+        connected, was_quieted = entered
+        if was_quieted:
+            sys.modules["keras"].config.enable_interactive_logging()
         if not connected and not _connected and "keras" in sys.modules:
             warnings.warn(
                 f"Keras was imported inside the scope of {shown(strategy)}. Models created there"
@@ -193,30 +142,50 @@ class _ScopeListener:
             )
             connect()
 
+    def around_trace(self) -> AbstractContextManager[object]:
+        if _expected and not _connected and _can_be_imported():
+            import_keras()
+        if not connect() or not _uses_jax():
+            return nullcontext()
+        from distributary.keras_bridge._custom_loops import TracedVariables
 
-class _Quiet:
-    """A listener that turns Keras' messages off in scopes of workers other than the first."""
+        return TracedVariables(collect_losses=True)
 
-    def made(self) -> None:
-        return None
+    def variable(self, value: object) -> ForeignVariable | None:
+        if not _uses_jax():
+            return None
+        from distributary.keras_bridge._custom_loops import resolve
 
-    def entered(self, strategy: Any) -> bool:
-        keras = sys.modules.get("keras")
-        if keras is None or strategy.extended.worker_number == 0:
+        return resolve(value)
+
+    def parts(self, value: object) -> Mapping[str, Any] | None:
+        if not _uses_jax():
+            return None
+        from distributary.keras_bridge._state import parts_of
+
+        return parts_of(value)
+
+    def is_unbuilt(self, value: object) -> bool:
+        if not _uses_jax():
             return False
-        was_on = bool(keras.config.is_interactive_logging_enabled())
-        keras.config.disable_interactive_logging()
-        return was_on
+        from distributary.keras_bridge._state import waits
 
-    def left(self, strategy: Any, was_on: bool) -> None:
-        if was_on:
-            sys.modules["keras"].config.enable_interactive_logging()
+        return waits(value) and connect()
+
+    def build(self, value: object, others: Iterable[Any]) -> bool:
+        if not _uses_jax():
+            return False
+        from distributary.keras_bridge._state import build_optimizer
+
+        return build_optimizer(value, others)
 
 
-register_scope_listener(_ScopeListener())
-register_scope_listener(_Quiet())
-register_around_traces(_around_trace)
-register_foreign_objects(_parts_of)
-register_foreign_builder(_build)
-register_foreign_variables(_resolve)
-register_foreign_waiting(_waits)
+def _quieted() -> bool:
+    """Turns off what Keras prints in workers other than the first; returns whether it was on."""
+    config = sys.modules["keras"].config
+    was_on = bool(config.is_interactive_logging_enabled())
+    config.disable_interactive_logging()
+    return was_on
+
+
+register(_Keras())

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax import lax
 
+from distributary.checkpoint import settle
 from distributary.collectives import ReduceOp
 from distributary.context import current_mode, get_strategy
 from distributary.keras_bridge._custom_loops import build_optimizer
@@ -23,7 +24,6 @@ from distributary.keras_bridge._replica import (
 )
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import push
-from distributary.variables import tell_new_state
 
 
 def _must_combine() -> bool:
@@ -67,7 +67,7 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
             if not is_for_servers():
                 build_optimizer(args[0], given["trainable_variables"])
         if args[0].built:
-            tell_new_state(args[0])
+            settle(args[0])
         if not _must_combine():
             return original(**given)
         with optimizing():

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
+from distributary.checkpoint import settle
 from distributary.errors import DistributaryError
 from distributary.keras_bridge._keras_private import in_stateless_scope, sync_state, to_snake_case
 from distributary.keras_bridge._models import strategy_of
-from distributary.variables import tell_new_state
 
 
 def parts_of(value: object) -> dict[str, Any] | None:
@@ -55,7 +55,7 @@ def post_build(original: Callable[..., Any]) -> Callable[..., Any]:
     def _post_build(self: Any) -> Any:
         result = original(self)
         try:
-            tell_new_state(self)
+            settle(self)
         except DistributaryError:
             # Keras goes on if its first, symbolic call fails: then the next call builds it again.
             self.built = False

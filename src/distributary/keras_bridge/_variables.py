@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.checkpoint import settle
 from distributary.context import get_strategy, has_strategy
 from distributary.dispatch import JobEvent, fetch_whole, job_programs, latest_program
 from distributary.errors import UnsupportedError, WorkerMismatchError
@@ -31,7 +32,7 @@ from distributary.topology import (
     shard_dim,
 )
 from distributary.tracing import current_scope, describe_value, is_recording, noted_read
-from distributary.variables import ShardedVariable, Variable, colocated_with, tell_new_state
+from distributary.variables import ShardedVariable, Variable, colocated_with
 
 # The classes that keep the values of Keras variables on servers.
 ON_SERVERS = (Variable, ShardedVariable)
@@ -364,7 +365,7 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
                 variable = original(self, shape, initializer, dtype, aggregation, None, name)
             variable._distributary_layout = layout  # used if it is created or moved later
         if self.built:
-            tell_new_state(self, len(self.variables))
+            settle(self, len(self.variables))
         return variable
 
     return add_variable

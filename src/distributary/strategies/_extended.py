@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from distributary._libraries import libraries
 from distributary.collectives import (
     CrossDeviceOps,
     NcclAllReduce,
@@ -33,7 +34,6 @@ from distributary.context import (
     in_default_context,
     in_global_view,
     require_cross_replica,
-    tell_of_strategy,
 )
 from distributary.engine import RUN, UPDATE, Engine, Placement
 from distributary.errors import (
@@ -184,7 +184,8 @@ class StrategyExtended:
         self.combine = CrossReplica(strategy, placement, self.cross_device_ops, self.options)
         _alive.add(strategy)
         if not self.is_default:
-            tell_of_strategy()
+            for library in libraries():
+                library.strategy_created()
         if os.environ.get("DISTRIBUTARY_STATUS_FD") and not self.is_default:
             from distributary.launch import report_progress
 

@@ -78,7 +78,6 @@ from distributary.tracing._program import (
     ReplicaProgram,
     Results,
     purify,
-    register_around_traces,
     trace,
 )
 from distributary.tracing._scope import (
@@ -164,7 +163,6 @@ __all__ = [
     "purify",
     "push",
     "refuse_in_trace",
-    "register_around_traces",
     "replica_dim",
     "script_line",
     "shape_of",

@@ -15,7 +15,7 @@ replicas, from `purify` and as a function of global arrays:
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -28,7 +28,7 @@ from jax.sharding import (
     PartitionSpec as P,
 )
 
-from distributary._late import import_what_registers
+from distributary._libraries import libraries
 from distributary.dispatch import job_programs
 from distributary.errors import (
     ContextError,
@@ -84,16 +84,7 @@ Results = Literal["per replica", "shared"]
 # See `ReplicaProgram`.
 Rewrite: TypeAlias = Callable[[Callable[..., Any], Sequence[Jaxpr], Any], Callable[..., Any]]
 _MAX_TRACES = 10
-_around_traces: list[Callable[[], AbstractContextManager[object]]] = []
 _traces = itertools.count(1)
-
-
-def register_around_traces(around: Callable[[], AbstractContextManager[object]]) -> None:
-    """Registers a context manager that is entered for every trace.
-
-    For packages whose variables belong to another library.
-    """
-    _around_traces.append(around)
 
 
 @final
@@ -230,13 +221,12 @@ def _traced_once(
     kwargs: Any,
 ) -> Any:
     """Returns the jaxpr of one trace; errors speak of the user's function."""
-    import_what_registers()
     failures: list[Exception] = []
     subjects = [subject]
     begun = _begun(function, subjects, scope, failures)
     with ExitStack() as stack:
-        for around in _around_traces:
-            stack.enter_context(around())
+        for library in libraries():
+            stack.enter_context(library.around_trace())
         stack.enter_context(activate(scope))
         try:
             return jax.make_jaxpr(begun, axis_env=axis_env)(*args, **kwargs)

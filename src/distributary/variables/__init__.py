@@ -9,19 +9,7 @@ from distributary.variables._distributed_variables import (
     VariableComponent,
 )
 from distributary.variables._enums import VariableAggregation, VariableSynchronization
-from distributary.variables._foreign import (
-    ForeignVariable,
-    as_variable,
-    build_foreign,
-    foreign_parts,
-    foreign_waits,
-    listen_to_new_state,
-    register_foreign_builder,
-    register_foreign_objects,
-    register_foreign_variables,
-    register_foreign_waiting,
-    tell_new_state,
-)
+from distributary.variables._foreign import ForeignVariable, as_variable
 from distributary.variables._keepers import Keeper, KeptCopy, SavedVariable
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup

@@ -14,6 +14,7 @@ from typing import IO, Any, final
 import jax
 import numpy as np
 
+from distributary._libraries import Library, register
 from distributary._types import Nest
 from distributary.compat.tensorflow._control import name_scope
 from distributary.compat.tensorflow._operations import array, plain
@@ -21,7 +22,6 @@ from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.options import CommunicationOptions
 from distributary.topology import local_devices_of, resolve_device
 from distributary.tracing import current_scope
-from distributary.variables import register_foreign_objects
 
 
 def print_(
@@ -359,11 +359,12 @@ def _parts_of(module: object) -> Iterator[Any]:
             yield leaf
 
 
-def _saved_parts(value: object) -> dict[str, Any] | None:
-    """Returns the attributes of a module that hold variables, for checkpoints."""
-    if not isinstance(value, Module):
-        return None
-    return {name: part for name, part in vars(value).items() if _has_state(part)}
+@final
+class _Modules(Library):
+    def parts(self, value: object) -> dict[str, Any] | None:
+        if not isinstance(value, Module):
+            return None
+        return {name: part for name, part in vars(value).items() if _has_state(part)}
 
 
 def _has_state(value: object) -> bool:
@@ -371,7 +372,7 @@ def _has_state(value: object) -> bool:
     return any(hasattr(leaf, "assign") or hasattr(leaf, "variables") for leaf in leaves)
 
 
-register_foreign_objects(_saved_parts)
+register(_Modules())
 
 
 def map_structure(func: Callable[..., Any], *structure: Nest, **kwargs: Any) -> Any:
