@@ -1,8 +1,10 @@
-"""Prints the size and shape of the source as a Markdown table, for `docs/design/figures.md`.
+"""Prints the size and shape of the source, and holds every room to its budget.
 
-    python .ci/figures.py [FOLDER]
+    python .ci/figures.py           tables of size and shape
+    python .ci/figures.py --check   ends with 1 if a room is larger than .ci/budgets.toml allows
 
-SLOC are lines with code: no blank lines, comments or docstrings.
+SLOC are lines with code: no blank lines, comments or docstrings. A room is a package or a module of
+`src/distributary`.
 """
 
 import ast
@@ -10,6 +12,7 @@ import collections
 import io
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
@@ -58,9 +61,33 @@ def _complexity(function: ast.AST) -> int:
     return count
 
 
+_ROOT = Path(__file__).parents[1] / "src" / "distributary"
+
+
+def check() -> int:
+    """Prints the rooms beside their budgets; returns 1 if one is too large or has none."""
+    budgets = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text())
+    sizes: collections.Counter[str] = collections.Counter()
+    for path in _ROOT.rglob("*.py"):
+        text = path.read_text()
+        room = path.relative_to(_ROOT).parts[0].removesuffix(".py")
+        sizes[room] += _sloc_and_comments(text, ast.parse(text))[0]
+    lines = []
+    for part, rooms in budgets["rooms"].items():
+        total = sum(sizes[room] for room in rooms)
+        lines.append((part, total, budgets["parts"][part]))
+        lines += [(f"  {room}", sizes[room], budget) for room, budget in rooms.items()]
+    lines.append(("all", sum(sizes.values()), budgets["all"]))
+    known = {room for rooms in budgets["rooms"].values() for room in rooms}
+    lines += [(room, size, 0) for room, size in sizes.items() if room not in known]
+    for name, size, budget in lines:
+        print(f"{name:20} {size:7,} {budget:7,}{'  TOO LARGE' * (size > budget)}")
+    return int(any(size > budget for _, size, budget in lines))
+
+
 def main() -> None:
     """Prints the table."""
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "src/distributary")
+    root = _ROOT
     by_package: collections.Counter[str] = collections.Counter()
     num_files = num_comments = num_parameters = num_any = 0
     lengths: list[int] = []
@@ -108,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(check() if sys.argv[1:] == ["--check"] else main())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mkdocs.structure.files import File
 
-from distributary.cli import parser
+from distributary.tools.cli import parser
 
 _ROOT = Path(__file__).parents[1]
 _DOCS = _ROOT / "docs"

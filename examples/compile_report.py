@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from distributary.compilation import compile_script, parse_topology, prepare_compilers
+from distributary.tools.compilation import compile_script, parse_topology, prepare_compilers
 
 SCRIPT = Path(__file__).with_name("digits_custom_loop.py")
 

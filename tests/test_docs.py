@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import pytest
 
-from distributary.cli import parser
+from distributary.tools.cli import parser
 from tests.forks import Fork
 
 _ROOT = Path(__file__).parents[1]

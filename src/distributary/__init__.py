@@ -1,5 +1,6 @@
 """Distribution strategies for JAX and Keras 3, with the tf.distribute API."""
 
+import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -136,6 +137,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
+            "distributary.autograph": "autograph",
             "distributary.checkpoint": "checkpoint",
             "distributary.cluster_resolver": "cluster_resolver",
             "distributary.collectives": (
@@ -176,6 +178,9 @@ if not TYPE_CHECKING:  # or type checkers accept any name
 
 def _assemble() -> None:
     from distributary import keras_bridge, strategies  # noqa: F401
+
+    if importlib.util.find_spec(f"{__name__}.tensorflow"):  # a wing, which may be taken away
+        from distributary.tensorflow import autograph  # noqa: F401
 
 
 assemble_with(_assemble)

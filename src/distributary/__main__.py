@@ -2,7 +2,7 @@
 
 import sys
 
-from distributary.cli import main
+from distributary.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

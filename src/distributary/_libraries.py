@@ -78,6 +78,12 @@ def assemble() -> None:
         _assemble = None  # only now: another thread waits for the imports as well
 
 
+def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose Python control flow is that of JAX, if a library converts it."""
+    made = (library.converted(function) for library in libraries())
+    return next((one for one in made if one is not None), function)
+
+
 def libraries() -> Sequence[Library]:
     """Returns the libraries that are registered."""
     assemble()

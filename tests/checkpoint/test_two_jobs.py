@@ -15,9 +15,8 @@ from subprocess import PIPE
 import numpy as np
 import pytest
 
-from distributary.checkpoint import Checkpoint, CheckpointManager
+from distributary.checkpoint import Checkpoint, CheckpointManager, _save_locks
 from distributary.errors import CheckpointError
-from distributary.files import _save_locks
 from tests.forks import Fork
 
 _SECONDS = 120.0

@@ -11,7 +11,7 @@ import pytest
 
 import distributary as dist
 from distributary.collectives import CollectiveAllReduce
-from distributary.compilation import collectives_of
+from distributary.tools.compilation import collectives_of
 
 _SHAPES = [(3,), (4, 2), (), (17,)]
 

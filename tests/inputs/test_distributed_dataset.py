@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.datasets import WorkerShare, split_rows
+from distributary.data import WorkerShare, split_rows
 
 
 def _local(strategy, value):

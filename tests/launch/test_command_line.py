@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from distributary.cli import _bench, _compile, _doctor, launch_options, main
-from distributary.compilation import known_topologies
-from distributary.diagnosis import PARTS
 from distributary.launch import HostOptions
-from distributary.scaling import MODELS
+from distributary.tools.cli import _bench, _compile, _doctor, launch_options, main
+from distributary.tools.compilation import known_topologies
+from distributary.tools.diagnosis import PARTS
+from distributary.tools.scaling import MODELS
 
 _EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
 _TOKEN = {"DISTRIBUTARY_TOKEN": "0123456789abcdef"}
@@ -134,7 +134,7 @@ def test_wrong_arguments_are_named(arguments, message, capsys, monkeypatch, tmp_
 def test_help_and_messages_come_without_jax(tmp_path):
     code = f"""
 import io, sys, contextlib
-from distributary.cli import main
+from distributary.tools.cli import main
 lines = [[name, "--help"] for name in {_COMMANDS}] + [["--help"], ["--version"], ["launch", "no"]]
 for line in lines:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -215,7 +215,7 @@ def test_the_module_is_the_command(tmp_path):
 def test_importing_the_library_does_not_import_the_launcher():
     code = """
 import sys, distributary
-assert not {m for m in sys.modules if m.startswith(("distributary.launch", "distributary.cli"))}
+assert not {m for m in sys.modules if m.startswith(("distributary.launch", "distributary.tools"))}
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 

@@ -44,7 +44,7 @@ def test_a_signal_ends_the_workers(number, code, script, start, pid_of, wait_unt
     assert f"the launcher received {number.name}" in stderr
     wait_until_gone(*pids)
     if sys.platform == "linux":
-        assert len(descendants) == 8  # per worker: its keeper, itself, two children
+        assert len(descendants) == 8  # per worker: its subreaper, itself, two children
         wait_until_gone(*(process.pid for process in descendants))
 
 

@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from distributary.collectives import all_reduce_of_vectors
-from distributary.compilation import collectives_of
 from distributary.rows import with_sparse_gradients
+from distributary.tools.compilation import collectives_of
 from distributary.tracing import walk
 
 _ROWS, _WIDTH, _NUM_IDS = 4096, 16, 24

@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import distributary as dist
-from distributary.compilation import collectives_of
 from distributary.errors import (
     ContextError,
     DeviceError,
@@ -19,6 +18,7 @@ from distributary.errors import (
     InvalidValueError,
     UnsupportedError,
 )
+from distributary.tools.compilation import collectives_of
 from distributary.topology import make_mesh
 from distributary.tpu.experimental import DeviceAssignment, Topology, initialize_tpu_system
 from distributary.tracing import ReplicaProgram, constrained, spec_of_split

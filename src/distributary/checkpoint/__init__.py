@@ -1,5 +1,12 @@
 """Checkpoints: save and restore a training, on any number of replicas and workers."""
 
+from distributary.checkpoint._array_files import (
+    SavedRows as SavedRows,
+    WrittenFile as WrittenFile,
+    read_rows as read_rows,
+    rows_between as rows_between,
+    write_arrays as write_arrays,
+)
 from distributary.checkpoint._checkpoint import (
     Checkpoint,
     latest_checkpoint,
@@ -10,6 +17,11 @@ from distributary.checkpoint._commit import read as read, read_arrays as read_ar
 from distributary.checkpoint._deferred import settle as settle
 from distributary.checkpoint._manager import CheckpointManager
 from distributary.checkpoint._preemption import PreemptionCheckpointHandler, TerminationConfig
+from distributary.checkpoint._remote_store import (
+    RemoteStore as RemoteStore,
+    SavedVariable as SavedVariable,
+)
+from distributary.checkpoint._save_locks import hold as hold, release as release
 
 __all__ = [  # for users
     "Checkpoint",

@@ -17,12 +17,12 @@ from distributary.checkpoint._commit import (
     wait_for_writers,
 )
 from distributary.checkpoint._deferred import Deferred, differences, forget
-from distributary.checkpoint._leaves import Entry, Group, Leaf, by_keeper, find_leaves
+from distributary.checkpoint._leaves import Entry, Group, Leaf, by_store, find_leaves
+from distributary.checkpoint._remote_store import RemoteCopy
 from distributary.checkpoint._saving import Save, check_outside
 from distributary.checkpoint._workers import agree, this_worker
 from distributary.dispatch import latest_program, progress
 from distributary.errors import InvalidValueError
-from distributary.variables import KeptCopy
 
 _log = logging.getLogger(__name__)
 
@@ -364,20 +364,20 @@ class _Plan:
         self._partial = partial
         present = {name: leaf for name, leaf in leaves.items() if name in entries}
         self._check(path, partial, present)
-        # Variables with a value per replica are not loaded by keepers: they are combined here.
-        kept = by_keeper({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
+        # Variables with a value per replica are combined here, not loaded by remote stores.
+        kept = by_store({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
         far = {name for own in kept.values() for name in own}
         self._leaves = {name: leaf for name, leaf in present.items() if name not in far}
         near = [*self._leaves, *self._deferred]
         near = [name for name in near if entries[name]["kind"] == "array"]
         self._arrays = read_arrays(path, near, saved)
-        self._kept: list[KeptCopy] = []
-        for keeper, own in kept.items():
+        self._kept: list[RemoteCopy] = []
+        for store, own in kept.items():
             rows = {name: rows_of(name, saved) for name in own}
-            self._kept.append(keeper.load(located(path), own, rows))
+            self._kept.append(store.load(located(path), own, rows))
             stack.callback(self._kept[-1].drop)
-        for keeper in by_keeper(present):
-            stack.enter_context(keeper.at_rest())
+        for store in by_store(present):
+            stack.enter_context(store.at_rest())
 
     def _check(self, path: Path, partial: bool, present: Mapping[str, Leaf]) -> None:
         problems = [

@@ -32,18 +32,17 @@ import google_crc32c
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.checkpoint._leaves import Entry
-from distributary.errors import CheckpointError
-from distributary.files import (
+from distributary.checkpoint._array_files import (
     SavedRows,
     WrittenFile,
-    check_free,
-    hold,
     read_rows,
     unreadable,
     write_arrays,
 )
-from distributary.variables import KeptCopy
+from distributary.checkpoint._leaves import Entry
+from distributary.checkpoint._remote_store import RemoteCopy
+from distributary.checkpoint._save_locks import check_free, hold
+from distributary.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class Snapshot:
     entries: Mapping[str, Entry]
     counters: Mapping[str, int]
     arrays: Mapping[str, np.ndarray]
-    kept: Sequence[KeptCopy]
+    kept: Sequence[RemoteCopy]
 
 
 def claim(path: Path, is_series: bool) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary._libraries import libraries
+from distributary.checkpoint._remote_store import RemoteStore, SavedVariable
 from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -24,8 +25,6 @@ from distributary.topology import local_copy
 from distributary.values import DistributedValues
 from distributary.variables import (
     ForeignVariable,
-    Keeper,
-    SavedVariable,
     ShardedVariable,
     Variable,
     VariableAggregation,
@@ -234,11 +233,11 @@ class VariableLeaf:
     variable: SavedVariable
 
     @property
-    def keeper(self) -> Keeper | None:
-        """Keeper that saves and restores the value; None if this process does."""
+    def remote_store(self) -> RemoteStore | None:
+        """RemoteStore that saves and restores the value; None if this process does."""
         shards = getattr(self.variable, "_shards", ())
-        keeper: Keeper | None = getattr(shards[0], "_keeper", None) if shards else None
-        return None if 0 in self.variable.shape else keeper
+        store: RemoteStore | None = getattr(shards[0], "_remote_store", None) if shards else None
+        return None if 0 in self.variable.shape else store
 
     @property
     def num_rows(self) -> int | None:
@@ -254,7 +253,7 @@ class VariableLeaf:
     def entry(self) -> Entry:
         variable = self.variable
         if (
-            self.keeper is None
+            self.remote_store is None
             and not isinstance(variable, ShardedVariable)
             and variable._value is None
         ):
@@ -359,12 +358,12 @@ def _is_key(array: jax.Array) -> bool:
     return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
-def by_keeper(leaves: Mapping[str, Leaf]) -> dict[Keeper, dict[str, SavedVariable]]:
-    """Returns the variables that are kept elsewhere, by their keeper and their names."""
-    found: dict[Keeper, dict[str, SavedVariable]] = {}
+def by_store(leaves: Mapping[str, Leaf]) -> dict[RemoteStore, dict[str, SavedVariable]]:
+    """Returns the variables that are kept elsewhere, by their store and their names."""
+    found: dict[RemoteStore, dict[str, SavedVariable]] = {}
     for name, leaf in leaves.items():
-        if isinstance(leaf, VariableLeaf) and leaf.keeper is not None:
-            found.setdefault(leaf.keeper, {})[name] = leaf.variable
+        if isinstance(leaf, VariableLeaf) and leaf.remote_store is not None:
+            found.setdefault(leaf.remote_store, {})[name] = leaf.variable
     return found
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.checkpoint._commit import Snapshot, Turn, claim, commit, siblings
-from distributary.checkpoint._leaves import ArrayLeaf, Entry, VariableLeaf, by_keeper, find_leaves
+from distributary.checkpoint._leaves import ArrayLeaf, Entry, VariableLeaf, by_store, find_leaves
+from distributary.checkpoint._remote_store import SavedVariable
 from distributary.checkpoint._workers import Round
 from distributary.dispatch import (
     JobEvent,
@@ -28,7 +29,7 @@ from distributary.errors import CheckpointError, ContextError, DistributaryError
 from distributary.job import copies
 from distributary.topology import local_copy, shard_dim
 from distributary.tracing import current_scope
-from distributary.variables import SavedVariable, ShardedVariable
+from distributary.variables import ShardedVariable
 
 _PIECE_BYTES = 16 << 20
 _MAX_COPY_THREADS = 4
@@ -162,24 +163,24 @@ def _snapshot(
     found = find_leaves(objects)
     found.check_built()
     leaves = found.leaves
-    kept = by_keeper(leaves)
+    kept = by_store(leaves)
     with contextlib.ExitStack() as at_rest:
-        for keeper in kept:
-            at_rest.enter_context(keeper.at_rest())
+        for store in kept:
+            at_rest.enter_context(store.at_rest())
         # Under the lock, as a step in another thread could donate the arrays.
         with latest_program.lock:
             entries = {name: leaf.entry() for name, leaf in leaves.items()}
             variables = {
                 name: leaf.variable
                 for name, leaf in leaves.items()
-                if isinstance(leaf, VariableLeaf) and leaf.keeper is None
+                if isinstance(leaf, VariableLeaf) and leaf.remote_store is None
             }
             arrays = _stored(variables)
             for name, leaf in leaves.items():
                 if isinstance(leaf, ArrayLeaf):
                     arrays[name] = leaf.array()
             copied = _copied(arrays) if with_arrays else {}
-        kept_copies = [keeper.copy(own) for keeper, own in kept.items()]
+        kept_copies = [store.copy(own) for store, own in kept.items()]
     return Snapshot(entries, dict(counters), copied, kept_copies)
 
 

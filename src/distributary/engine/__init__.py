@@ -8,6 +8,17 @@ from distributary.engine._arguments import (
     struct_of,
 )
 from distributary.engine._cache import ProgramCache
+from distributary.engine._collectives import (
+    Collective,
+    collectives_of,
+    collectives_of_step,
+    counted,
+    format_bytes,
+    moved_activations,
+    num_aliased_outputs,
+    short_groups,
+    total_bytes,
+)
 from distributary.engine._engine import Engine, Programs
 from distributary.engine._function import Function, function
 from distributary.engine._global_batch import GlobalBatch, global_batch
@@ -19,6 +30,7 @@ __all__ = [
     "RUN",
     "RUNS",
     "UPDATE",
+    "Collective",
     "Engine",
     "Function",
     "GlobalBatch",
@@ -26,13 +38,21 @@ __all__ = [
     "ProgramCache",
     "Programs",
     "StepKind",
+    "collectives_of",
+    "collectives_of_step",
+    "counted",
+    "format_bytes",
     "function",
     "global_batch",
     "is_dynamic",
     "mode_of",
+    "moved_activations",
+    "num_aliased_outputs",
     "placed_struct_of",
     "several_steps",
+    "short_groups",
     "signature_of",
     "split_result",
     "struct_of",
+    "total_bytes",
 ]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary._types import Nest
-from distributary.datasets import DatasetIterator
+from distributary.data import DatasetIterator
 from distributary.engine._cache import WeakIdentity
 from distributary.errors import ContextError, InvalidTypeError, a_kind, described, shown
 from distributary.topology import is_left_over

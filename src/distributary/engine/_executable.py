@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.dispatch import JobEvent, interrupts, job_programs, latest_program, progress
 from distributary.engine._arguments import inside_jax, placed_struct_of, traced
+from distributary.engine._collectives import collective_bytes
 from distributary.engine._placement import Placement
 from distributary.inputs import StepCounts
 from distributary.job import copies
@@ -219,8 +220,6 @@ class Executable:
         """Returns the size of the arrays that one run sends through collectives."""
         if not self._has_collectives:
             return 0
-        from distributary.compilation import collective_bytes
-
         return collective_bytes(self.lowered(self._avals).compile().as_text())
 
     def __call__(self, args: Sequence[Any]) -> Any:

@@ -9,9 +9,9 @@ from typing import Any, Literal, final
 
 import jax
 
-from distributary.autograph import converted
+from distributary._libraries import converted
 from distributary.context import current_mode, in_default_context
-from distributary.datasets import Dataset, DatasetIterator
+from distributary.data import Dataset, DatasetIterator
 from distributary.dispatch import progress
 from distributary.engine._arguments import (
     changes_refused,

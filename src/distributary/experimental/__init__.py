@@ -11,11 +11,11 @@ from distributary.strategies import CentralStorageStrategy
 if TYPE_CHECKING:
     from distributary import coordinator
     from distributary.checkpoint import PreemptionCheckpointHandler, TerminationConfig
-    from distributary.coordinator import ParameterServerStrategy, local_cluster, ray_cluster
-    from distributary.datasets import Optional
+    from distributary.data import Optional
     from distributary.experimental import partitioners
-    from distributary.monitoring import StatisticsLogger, dashboard, profile
+    from distributary.servers import ParameterServerStrategy, local_cluster, ray_cluster
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
+    from distributary.tools.monitoring import StatisticsLogger, dashboard, profile
 
 __all__ = [
     "CentralStorageStrategy",
@@ -47,9 +47,9 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "distributary.coordinator": (
                 "ParameterServerStrategy coordinator local_cluster ray_cluster"
             ),
-            "distributary.datasets": "Optional",
+            "distributary.data": "Optional",
             "distributary.experimental.partitioners": "partitioners",
-            "distributary.monitoring": "StatisticsLogger dashboard profile",
+            "distributary.tools.monitoring": "StatisticsLogger dashboard profile",
             "distributary.strategies": "MultiWorkerMirroredStrategy TPUStrategy",
         },
         OF_EXPERIMENTAL,

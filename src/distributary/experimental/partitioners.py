@@ -1,6 +1,6 @@
 """Rules for how many shards `ParameterServerStrategy` divides a variable into."""
 
-from distributary.coordinator._partitioners import (
+from distributary.servers._partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

@@ -14,7 +14,7 @@ from jax.tree_util import PyTreeDef
 from distributary._elsewhere import OF_DATASET
 from distributary._late import no_attribute
 from distributary._types import Nest
-from distributary.datasets import (
+from distributary.data import (
     INFINITE_CARDINALITY,
     Node,
     PassIterator,

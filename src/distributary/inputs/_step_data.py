@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from distributary._types import Nest
-from distributary.datasets import (
+from distributary.data import (
     AutoShardPolicy,
     Batch,
     BatchedStream,

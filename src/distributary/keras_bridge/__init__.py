@@ -27,12 +27,13 @@ from distributary.variables import ForeignVariable
 
 __all__ = ["connect", "expect_keras", "import_keras"]
 
-# These modules import Keras.
+# Most of these modules import Keras.
 __getattr__ = late_names(
     __name__,
     {
         "_data": "UnknownSizes check_given current_call",
         "_model_step": "ModelStep num_rows",
+        "_summaries": "Summaries SummaryWriter",
     },
 )
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 
 from distributary.context import get_strategy, has_strategy
-from distributary.datasets import (
+from distributary.data import (
     INFINITE_CARDINALITY,
     AutoShardPolicy,
     Dataset,

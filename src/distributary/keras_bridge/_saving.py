@@ -23,10 +23,10 @@ import h5py  # type: ignore[import-untyped]
 import keras
 import numpy as np
 
+from distributary.checkpoint import hold, release
 from distributary.context import default_mode, entered, get_strategy, has_strategy
 from distributary.dispatch import job_programs, progress
 from distributary.errors import CheckpointError, ClusterError, InvalidValueError
-from distributary.files import hold, release
 from distributary.job import consensus
 from distributary.keras_bridge._data import DatasetAdapter, current_call, epoch_of
 from distributary.keras_bridge._keras_private import file_utils, find, saving_api, saving_lib

@@ -4,7 +4,7 @@ import importlib.util
 
 import keras
 
-from distributary.monitoring import Summaries
+from distributary.keras_bridge._summaries import Summaries
 
 
 def write_without_tensorflow(callback: keras.callbacks.TensorBoard) -> None:

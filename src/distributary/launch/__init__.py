@@ -10,6 +10,7 @@ from distributary._late import late_names
 from distributary.launch._options import HostOptions, LaunchOptions
 
 if TYPE_CHECKING:
+    from distributary.launch._numbers import Numbers, finite, numbers_of, rates
     from distributary.launch._status import refuse_job, report, report_progress, size_of_job
     from distributary.launch._supervisor import run
     from distributary.launch._worker import ALLOCATOR_SETTINGS, free_addresses
@@ -18,7 +19,11 @@ __all__ = [
     "ALLOCATOR_SETTINGS",
     "HostOptions",
     "LaunchOptions",
+    "Numbers",
+    "finite",
     "free_addresses",
+    "numbers_of",
+    "rates",
     "refuse_job",
     "report",
     "report_progress",
@@ -31,6 +36,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
+            "_numbers": "Numbers finite numbers_of rates",
             "_status": "refuse_job report report_progress size_of_job",
             "_supervisor": "run",
             "_worker": "ALLOCATOR_SETTINGS free_addresses",

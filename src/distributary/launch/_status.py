@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, final
 
 from distributary.dispatch import progress, start_thread
-from distributary.monitoring import numbers_of
+from distributary.launch._numbers import numbers_of
 
 STATUS_VARIABLE: Final = "DISTRIBUTARY_STATUS_FD"
 #: Exit code of a task that cannot be part of its job, `EX_CONFIG` of `<sysexits.h>`, and what it

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
-from distributary.errors import LaunchError, UnsupportedError, WorkerLostError
+from distributary.errors import InvalidValueError, LaunchError, UnsupportedError, WorkerLostError
 from distributary.launch import _restarts as restarts
 from distributary.launch._hosts import Link, LocalLink, Master, RemoteLink
 from distributary.launch._options import LaunchOptions
@@ -31,7 +31,6 @@ from distributary.launch._worker import (
     replaced_settings,
     worker_environ,
 )
-from distributary.monitoring import serve
 
 # Time for the last lines of an ended worker to arrive. Processes that it has left behind may hold
 # its stderr open.
@@ -48,6 +47,7 @@ _NOUNS: Final = {"chief": "chiefs", "worker": "workers", "ps": "ps"}
 def run(
     options: LaunchOptions,
     *,
+    serve: Callable[..., Any] | None = None,
     environ: Mapping[str, str] | None = None,
     stdout_fd: int = 1,
     stderr_fd: int = 2,
@@ -58,6 +58,7 @@ def run(
 
     Args:
         options: The job.
+        serve: Serves the page at `options.dashboard_port`: `distributary.tools.monitoring.serve`.
         environ: Environment of the workers; `os.environ` by default.
         stdout_fd: Descriptor for the workers' stdout.
         stderr_fd: Descriptor for the workers' stderr and for messages.
@@ -67,6 +68,7 @@ def run(
         failed first. If a signal ended that worker or the launcher, 128 + the signal's number.
 
     Raises:
+        InvalidValueError: for a `dashboard_port` without `serve`.
         LaunchError: if the hosts do not find each other.
         UnsupportedError: on Windows.
         OSError: if a worker cannot be started, or a log file cannot be opened.
@@ -75,6 +77,11 @@ def run(
         raise UnsupportedError(
             "launch: the launcher needs process groups, which Windows does not have. Run it on"
             " Linux, or in WSL."
+        )
+    if options.dashboard_port is not None and serve is None:
+        raise InvalidValueError(
+            f"launch: dashboard_port is {options.dashboard_port}, but nothing serves the page. Pass"
+            " serve=distributary.tools.monitoring.serve."
         )
     environ = dict(os.environ if environ is None else environ)
     if options.log_dir is not None:
@@ -104,7 +111,7 @@ def run(
         stack.enter_context(signals)
         supervisor = Supervisor(options, environ, link, output, signals)
         output.status = supervisor.status
-        if options.dashboard_port is not None:
+        if serve is not None and options.dashboard_port is not None:
 
             def tasks() -> dict[int, restarts.Tasks]:
                 rank = 0 if options.hosts is None else options.hosts.host_rank

@@ -37,7 +37,7 @@ _PORTS = range(10_000, 32_000)
 # Other processes that run this start elsewhere. Candidates do not follow one another, because
 # metrics are served at the ports after a given one.
 _candidates = itertools.count(os.getpid() * 1009, 61)
-_KEEPER = Path(__file__).with_name("_keeper.py")
+_SUBREAPER = Path(__file__).with_name("_subreaper.py")
 
 
 @final
@@ -179,7 +179,7 @@ class Ending:
 
 @final
 class Worker:
-    """One run of a task: its process, the keeper process that is its parent, output and status.
+    """One run of a task: its process, the subreaper process that is its parent, output and status.
 
     Args:
         options: The job.
@@ -219,17 +219,17 @@ class Worker:
             )
         )
         status_fd = self.status.write_fd
-        self._control, keeper_end = socket.socketpair()
-        with keeper_end:
-            keeper = [sys.executable, "-I", "-S", str(_KEEPER), str(keeper_end.fileno())]
-            self._keeper = subprocess.Popen(
-                [*keeper, str(options.grace_seconds), *options.command],
+        self._control, subreaper_end = socket.socketpair()
+        with subreaper_end:
+            subreaper = [sys.executable, "-I", "-S", str(_SUBREAPER), str(subreaper_end.fileno())]
+            self._subreaper = subprocess.Popen(
+                [*subreaper, str(options.grace_seconds), *options.command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env={**environ, STATUS_VARIABLE: str(status_fd)},
-                pass_fds=(keeper_end.fileno(), status_fd),
+                pass_fds=(subreaper_end.fileno(), status_fd),
                 # Ctrl-C goes to the launcher alone, and the worker is not in the launcher's group.
                 start_new_session=True,
             )
@@ -237,7 +237,7 @@ class Worker:
         self._control.setblocking(False)
         log = f"{task.task_type}-{task.task_id}.restart-{num_restarts}.log"
         log_path = None if options.log_dir is None else options.log_dir / log
-        stdout, stderr = self._keeper.stdout, self._keeper.stderr
+        stdout, stderr = self._subreaper.stdout, self._subreaper.stderr
         assert stdout is not None
         assert stderr is not None
         self.output = output.attach(str(task), number, (stdout, stderr), log_path)
@@ -247,12 +247,12 @@ class Worker:
         return self._control.fileno()
 
     def receive(self) -> None:
-        """Reads and notes the messages of the keeper."""
+        """Reads and notes the messages of the subreaper."""
         try:
             data = self._control.recv(4096)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # the keeper was killed with something unread
+        except ConnectionResetError:  # the subreaper was killed with something unread
             data = b""
         self._received += data
         *lines, self._received = self._received.split(b"\n")
@@ -277,13 +277,13 @@ class Worker:
         """Ends the worker at once if it is still running, and waits for its end."""
         self.kill()
         self._control.close()
-        self._keeper.wait()
+        self._subreaper.wait()
 
     def _finish(self) -> None:
-        returncode = self._keeper.wait()
+        returncode = self._subreaper.wait()
         self.is_gone = True
         self._control.close()
-        if self.ending is None:  # the keeper was killed and, on Linux, the worker with it
+        if self.ending is None:  # the subreaper was killed and, on Linux, the worker with it
             self.ending = Ending(returncode or 1)
             if self._pid is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

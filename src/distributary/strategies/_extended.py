@@ -99,10 +99,13 @@ class RemoteSteps(NamedTuple):
             `"train"`, `"test"` or `"predict"`, and the strategy.
         number: Returns the number of the step that is traced, a uint32 scalar, or None outside of
             one. A step that runs again keeps its number.
+        per_worker_dataset: Returns the dataset from which every worker takes its batches, for a
+            strategy and what its `distribute_datasets_from_function` returns.
     """
 
     of_model: Callable[[Any, str, Any], Callable[..., Any]]
     number: Callable[[], Any]
+    per_worker_dataset: Callable[[Any, Any], Any]
 
 
 @final
@@ -647,7 +650,7 @@ class StrategyExtended:
 
     def worker_share(self) -> Any:
         """Returns which replicas of a dataset's batches belong to this process."""
-        from distributary.datasets import WorkerShare
+        from distributary.data import WorkerShare
 
         return WorkerShare(self.num_workers, self.worker_number, self._replicas_per_worker)
 
@@ -666,7 +669,7 @@ class StrategyExtended:
 
     def distribute_values(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Makes a `PerReplica`, see `Strategy.experimental_distribute_values_from_function`."""
-        from distributary.datasets import kept
+        from distributary.data import kept
 
         if self.placement.stacked is None:
             return kept(value_fn(ValueContext(0, 1)))

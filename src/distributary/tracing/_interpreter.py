@@ -31,7 +31,6 @@ The result has the same floating point operations as the step written by hand.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, final
 
@@ -175,10 +174,7 @@ class _Interpreter:
         elif not contains(eqn, MARKERS) and not (self.tape is not None and _has_while(eqn)):
             outs = evaluate_one(eqn, operands)
         else:
-            # A scope, because the analyses ask how JAX made an equation: see `rows`.
-            scope = str(eqn.source_info.name_stack)
-            with jax.named_scope(scope) if scope else nullcontext():
-                outs = self._nested(eqn, operands, state)
+            outs = self._nested(eqn, operands, state)
         for var, out in zip(eqn.outvars, outs, strict=True):
             if self.paused:
                 out = lax.stop_gradient(out)

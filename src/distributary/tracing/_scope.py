@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -386,12 +387,10 @@ def check_not_frozen(name: str, what: str) -> None:
 
 def _user_calls() -> Iterator[Call]:
     """Yields the callers outside of distributary and JAX, innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(None):
         module = frame.f_globals.get("__name__", "")
         if not module.startswith(("distributary.", "jax.", "jax_", "keras.src.")):
-            yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+            yield frame.f_code.co_filename, line
 
 
 def location_of(calls: tuple[Call, ...]) -> str:

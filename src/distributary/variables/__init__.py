@@ -10,7 +10,6 @@ from distributary.variables._distributed_variables import (
 )
 from distributary.variables._enums import VariableAggregation, VariableSynchronization
 from distributary.variables._foreign import ForeignVariable, as_variable
-from distributary.variables._keepers import Keeper, KeptCopy, SavedVariable
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
 from distributary.variables._state_list import StateList, joined

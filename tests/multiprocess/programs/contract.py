@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import distributary as dist
-from distributary.compilation import collectives_of
 from distributary.data import Dataset
+from distributary.tools.compilation import collectives_of
 
 strategy = dist.MultiWorkerMirroredStrategy()
 extended = strategy.extended

@@ -2,23 +2,19 @@
 
     import distributary.compat.tensorflow as tf
 
-Arrays are JAX arrays. In your program they have TensorFlow's method `numpy()`, as have the NumPy
-arrays that a loop over a `tf.data.Dataset` yields. If you use a name that is not here, you get an
-AttributeError that says what to use instead.
+Arrays are JAX arrays. From this import on, all of them have TensorFlow's method `numpy()`, as have
+the NumPy arrays that a loop over a `tf.data.Dataset` yields. If you use a name that is not here,
+you get an AttributeError that says what to use instead.
 """
 
-import functools
 import importlib
-import sys
-from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import jax
 import numpy as np
 
-from distributary.compat.tensorflow import _namespaces
-from distributary.compat.tensorflow._callers import is_program
 from distributary.keras_bridge import expect_keras
+from distributary.tensorflow import _namespaces
 
 
 def __getattr__(name: str) -> Any:
@@ -36,20 +32,6 @@ def _numpy(array: jax.Array) -> np.ndarray:
     return np.array(array)[()]
 
 
-@final
-class _NumpyMethod:
-    """TensorFlow's method `numpy()` of arrays, for the code of programs.
-
-    JAX makes all arrays of one class, so that only this class can have the method. Code of
-    installed packages that do not use this module does not see it.
-    """
-
-    def __get__(self, array: jax.Array | None, owner: type) -> Callable[[], np.ndarray]:
-        if array is None or not is_program(sys._getframe(1)):
-            raise AttributeError(f"{owner.__name__!r} object has no attribute 'numpy'")
-        return functools.partial(_numpy, array)
-
-
-jax.Array.numpy = _NumpyMethod()  # type: ignore[attr-defined]
+jax.Array.numpy = _numpy  # type: ignore[attr-defined]
 _namespaces.install()
 expect_keras()  # the first use of Keras may be `tf.random` inside a step

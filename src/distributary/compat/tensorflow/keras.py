@@ -9,8 +9,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from distributary.compat.tensorflow._namespaces import Namespace, lookup, names_in
-from distributary.compat.tensorflow._operations import keras_of_tensorflow
+from distributary.tensorflow._namespaces import Namespace, lookup, names_in
+from distributary.tensorflow._operations import keras_of_tensorflow
 
 _keras = keras_of_tensorflow()
 # So that `from distributary.compat.tensorflow.keras.layers import Dense` finds Keras's own modules,

@@ -1,5 +1,0 @@
-"""The command `distributary`."""
-
-from distributary.cli._main import launch_options, main, parser
-
-__all__ = ["launch_options", "main", "parser"]

@@ -1,0 +1,319 @@
+"""One pass over a dataset: streams of elements, or of numbers that stand for rows of a source.
+
+Reordering operations (take, skip, shard, shuffle, repeat) work the same on both. As long as a
+dataset only reorders the rows of a source, they work on row numbers. The rows themselves are
+gathered only when a batch of them is needed.
+"""
+
+import abc
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeAlias, final
+
+import jax
+import numpy as np
+from jax.tree_util import PyTreeDef
+
+from distributary._types import Nest
+from distributary.data._structure import Block, join, num_rows, stack
+from distributary.errors import InvalidValueError
+
+Path: TypeAlias = tuple[int, ...]
+"""Says which repetition of its dataset a stream belongs to: the number of the pass, then the number
+in every `repeat` on the way. Shuffles derive their order from it."""
+
+PEEK: Path = (2**63,)
+"""The path of a pass that only looks at the first elements; they are not lost for other passes."""
+
+RowNumbers: TypeAlias = range | np.ndarray
+"""A block of a stream of row numbers: a range if they are at equal distances."""
+
+
+def is_peek(path: Path) -> bool:
+    """Returns whether a pass only looks at the first elements."""
+    return path[:1] == PEEK
+
+
+def as_array(numbers: RowNumbers) -> np.ndarray:
+    """Returns row numbers as an int64 array `[number]`."""
+    if isinstance(numbers, range):
+        return np.arange(numbers.start, numbers.stop, numbers.step)
+    return numbers
+
+
+class Rows(Protocol):
+    """Numbered elements that can be read in any order."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, number: int) -> Nest:
+        """Returns one element."""
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        """Returns several elements, stacked; int64 numbers `[k]`, k > 0."""
+
+
+@final
+class MadeRows:
+    """Rows that a function makes one at a time, from the rows of a source."""
+
+    def __init__(self, source: Rows, make: Callable[[int], Nest]) -> None:
+        self._source = source
+        self.row = make
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        """Returns several elements, stacked."""
+        return stack([self.row(number) for number in numbers.tolist()])
+
+
+@final
+class ZippedRows:
+    """The rows of several sources side by side."""
+
+    def __init__(self, sources: Sequence[Rows], tree: PyTreeDef) -> None:
+        self._sources = sources
+        self._tree = tree
+
+    def __len__(self) -> int:
+        return min(map(len, self._sources))
+
+    def row(self, number: int) -> Nest:
+        """Returns one element."""
+        return self._tree.unflatten([source.row(number) for source in self._sources])
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        """Returns several elements, stacked."""
+        return self._tree.unflatten([source.rows(numbers) for source in self._sources])
+
+
+@final
+class ChainedRows:
+    """The rows of several sources, one after the other."""
+
+    def __init__(self, sources: Sequence[Rows]) -> None:
+        self._sources = sources
+        self._ends = list(itertools.accumulate(map(len, sources)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def row(self, number: int) -> Nest:
+        """Returns one element."""
+        which = bisect.bisect_right(self._ends, number)
+        return self._sources[which].row(number - self._start(which))
+
+    def _start(self, which: int) -> int:
+        """Returns the number of the first row of a source."""
+        return self._ends[which - 1] if which else 0
+
+    def part(self, start: int, count: int) -> Block:
+        """Returns consecutive rows."""
+        which = bisect.bisect_right(self._ends, start)
+        part = getattr(self._sources[which], "part", None)
+        if part is None or start + count > self._ends[which]:
+            return self.rows(np.arange(start, start + count))
+        return part(start - self._start(which), count)
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        """Returns several elements, stacked."""
+        of = np.searchsorted(self._ends, numbers, side="right")
+        pieces = []
+        for which in np.unique(of):
+            places = np.flatnonzero(of == which)
+            own = numbers[places] - self._start(which)
+            pieces.append((places, self._sources[which].rows(own)))
+        if len(pieces) == 1:
+            return pieces[0][1]
+
+        def placed(*parts: np.ndarray) -> np.ndarray:
+            shapes = {part.shape[1:] for part in parts}
+            if len(shapes) > 1:
+                raise InvalidValueError(
+                    f"batch: elements have shapes {sorted(shapes)}; the arrays of a batch must"
+                    " agree. Use padded_batch to fill them up."
+                )
+            result = np.empty((len(numbers), *parts[0].shape[1:]), np.result_type(*parts))
+            for (places, _), part in zip(pieces, parts, strict=True):
+                result[places] = part
+            return result
+
+        return jax.tree.map(placed, *(piece for _, piece in pieces))
+
+
+class Stream(abc.ABC):
+    """An iterator over elements that can hand out several at once, and skip some."""
+
+    def __iter__(self) -> Iterator[Nest]:
+        return self
+
+    @abc.abstractmethod
+    def __next__(self) -> Nest: ...
+
+    def block(self, count: int) -> Block | None:
+        """Returns the next `count` elements, stacked; fewer at the end, None if none are left."""
+        elements = list(itertools.islice(self, count))
+        return stack(elements) if elements else None
+
+    def advance(self, count: int) -> int:
+        """Skips `count` elements, fewer only at the end; returns how many it skipped."""
+        return sum(1 for _ in itertools.islice(self, count))
+
+
+@final
+class IteratedStream(Stream):
+    """The items of a Python iterator.
+
+    Args:
+        iterator: The iterator.
+        skip: Skips items without making them and returns how many, if there is a way.
+    """
+
+    def __init__(self, iterator: Iterator[Nest], skip: Callable[[int], int] | None = None) -> None:
+        self._iterator = iterator
+        self._skip = skip
+
+    def __next__(self) -> Nest:
+        return next(self._iterator)
+
+    def advance(self, count: int) -> int:
+        return super().advance(count) if self._skip is None else self._skip(count)
+
+
+@final
+class Numbers(Stream):
+    """The row numbers 0 to `count - 1`; endless if `count` is negative."""
+
+    def __init__(self, count: int) -> None:
+        self._end = math.inf if count < 0 else count
+        self._at = 0
+
+    def __next__(self) -> int:
+        if self._at >= self._end:
+            raise StopIteration
+        self._at += 1
+        return self._at - 1
+
+    def block(self, count: int) -> Block | None:
+        start = self._at
+        self._at = int(min(start + count, self._end))
+        return range(start, self._at) or None
+
+    def advance(self, count: int) -> int:
+        return len(self.block(count) or ())
+
+
+@final
+class Picked(Stream):
+    """The rows of a source in the order of a stream of row numbers."""
+
+    def __init__(self, source: Rows, order: Stream) -> None:
+        self._source = source
+        self._order = order
+        # Returns consecutive rows for their first number and a count, where this is quicker.
+        self._part: Callable[[int, int], Block] | None = getattr(source, "part", None)
+
+    def __next__(self) -> Nest:
+        return self._source.row(next(self._order))
+
+    def block(self, count: int) -> Block | None:
+        numbers = self.numbers(count)
+        return None if numbers is None else self.rows(numbers)
+
+    def numbers(self, count: int) -> RowNumbers | None:
+        """Returns the next row numbers without fetching their rows; None if none are left."""
+        return self._order.block(count)
+
+    def rows(self, numbers: RowNumbers) -> Block:
+        """Returns rows of the source."""
+        if self._part is not None and isinstance(numbers, range) and numbers.step == 1:
+            return self._part(numbers.start, len(numbers))
+        return self._source.rows(as_array(numbers))
+
+    def advance(self, count: int) -> int:
+        return self._order.advance(count)
+
+
+@final
+class Chained(Stream):
+    """Streams of elements or of row numbers, one after the other.
+
+    Args:
+        make: Returns the stream with a number; None after the last.
+        length: Number of elements of every stream if it is the same for all, else None.
+    """
+
+    def __init__(self, make: Callable[[int], Stream | None], length: int | None = None) -> None:
+        self._make = make
+        self._length = length
+        self._number = 0
+        self._current: Stream | None = None
+        self._from_current = 0
+        self._ended = False
+
+    def _next_stream(self) -> bool:
+        """Moves on to the next stream; returns False after the last."""
+        if self._current is not None:
+            self._number += 1
+        current = self._make(self._number)
+        if current is None:
+            return False
+        self._current = current
+        self._from_current = 0
+        return True
+
+    def _over(self) -> bool:
+        """Returns whether nothing more will come; to be called at the end of a stream."""
+        # Repeating an empty stream forever would never end.
+        empty = self._current is not None and not self._from_current and self._length is not None
+        self._ended = self._ended or empty or not self._next_stream()
+        return self._ended
+
+    def __next__(self) -> Nest:
+        while True:
+            if self._current is not None:
+                for element in self._current:
+                    self._from_current += 1
+                    return element
+            if self._over():
+                raise StopIteration
+
+    def block(self, count: int) -> Block | None:
+        pieces: list[Block] = []
+        while count:
+            piece = None if self._current is None else self._current.block(count)
+            if piece is None:
+                if self._over():
+                    break
+                continue
+            are_numbers = isinstance(piece, (range, np.ndarray))
+            taken = len(piece) if are_numbers else num_rows(piece)
+            self._from_current += taken
+            count -= taken
+            pieces.append(piece)
+        if len(pieces) > 1:
+            pieces = [as_array(piece) for piece in pieces]
+        return join(pieces) if pieces else None
+
+    def advance(self, count: int) -> int:
+        skipped = 0
+        while skipped < count:
+            taken = 0 if self._current is None else self._current.advance(count - skipped)
+            self._from_current += taken
+            skipped += taken
+            if taken:
+                continue
+            if self._over():
+                break
+            if self._length and self._length > 0:
+                whole = (count - skipped) // self._length
+                later = self._make(self._number + whole) if whole else None
+                if later is not None:
+                    self._number += whole
+                    skipped += whole * self._length
+                    self._current = later
+        return skipped

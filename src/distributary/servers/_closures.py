@@ -1,0 +1,538 @@
+"""Traces the function of a closure, and makes programs for workers and servers of it.
+
+`plan_of` goes through five stages. With a variable `w` in two shards of one row, on servers 0 and
+1, and the function
+
+    def step(iterator):
+        x = next(iterator)
+        w.assign_sub(push(x))
+        return x.sum()
+
+the stages make
+
+1. `_traced`: a pure program of what the function reads, from w:f32[2,3] and x:f32[2,3] to the sum
+   and the new w.
+2. `_in_shards`: a program of what servers keep, from w0:f32[1,3], w1:f32[1,3] and x:f32[2,3] to the
+   sum, the new w0 and the new w1.
+3. `split_over_servers`: a program of the worker, from x to the sum and the pushed values x[0:1] and
+   x[1:2], and an update of each server, from its shard and a pushed value to its new shard.
+4. `rows_of`: programs that take and push only rows of tables. There are none here: without lookups,
+   nothing shows which rows of a variable a step needs.
+5. `_update_of` and `_worker_plan`: exported programs, and what the tasks are told about them. The
+   worker reads no variable; it pushes value 0 to server 0, and value 1 to server 1.
+
+Stages 2 to 4 count inputs and outputs by their positions in the program of stage 2, and pushed
+values by their positions in the order in which the worker computes them. Only stage 5 knows the
+numbers by which servers know variables.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Var
+
+from distributary._types import Nest
+from distributary.data import DatasetIterator
+from distributary.engine import split_result
+from distributary.errors import ContextError, UnsupportedError, shown
+from distributary.servers._nests import copy_of
+from distributary.servers._partitioners import Shard
+from distributary.servers._plans import Origin, Push, Update, WorkerPlan
+from distributary.servers._programs import (
+    Program,
+    export_divided,
+    export_function,
+    export_per_device,
+)
+from distributary.servers._table_rows import RowPlan, TablePart
+from distributary.servers.passes import (
+    RowSplit,
+    ServerPart,
+    ServerSplit,
+    SparseUpdate,
+    StepInput,
+    in_parts,
+    per_device,
+    rows_of,
+    rows_of_update,
+    split_over_servers,
+)
+from distributary.tracing import (
+    Array,
+    Handle,
+    Jaxpr,
+    Subject,
+    current_feeding,
+    current_scope,
+    fed_by,
+    has_replicas,
+    purify,
+    trace,
+)
+from distributary.values import PerReplica
+
+if TYPE_CHECKING:
+    from distributary.servers._per_worker import Feed, RemoteSource
+
+__all__ = ["ClosureTrace", "Plan", "Source", "current_trace", "plan_of", "share_rows"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Data that a worker itself supplies to a closure.
+
+    Attributes:
+        kind: "next" for the next batch of an iterator, "value" for a value.
+        number: Number of the iterator or value.
+        columns: The handles that stand in the trace for every array or `PerReplica` of the data:
+            one handle each, or one per replica if the replicas' arrays differ in shape.
+        tree: The structure of the data around the columns.
+        feed: The feed that makes the data, if the coordinator sends it.
+    """
+
+    kind: str
+    number: int
+    columns: list[list[Handle]]
+    tree: jax.tree_util.PyTreeDef
+    feed: "Feed | None"
+
+    @property
+    def handles(self) -> list[Handle]:
+        """The handles of all columns."""
+        return [handle for column in self.columns for handle in column]
+
+    @property
+    def leaves(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the leaves of the data, in their order."""
+        return [
+            jax.ShapeDtypeStruct(handle.shape, handle.dtype)
+            for handle in self.handles
+            for _ in range(handle.num_copies or 1)
+        ]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The programs that run a scheduled function on data of given shapes.
+
+    Attributes:
+        sources: The data that a worker supplies, in this order.
+        worker: What a worker does.
+        programs: The programs that a worker needs for it.
+        constants: Arrays that the function has captured.
+        updates: What each server does with what is pushed, and the program for it, by server
+            number.
+        refusals: The reason why a variable is sent as a whole although only rows of it are looked
+            up, by name of the variable.
+        cells: For every variable, a function that returns it, or None once it was collected.
+        rebuild: Converts the results into the return value of the function.
+    """
+
+    sources: list[Source]
+    worker: WorkerPlan
+    programs: list[Program]
+    constants: list[np.ndarray]
+    updates: dict[int, tuple[Update, Program]]
+    refusals: dict[str, str]
+    cells: list[Callable[[], Any]]
+    rebuild: Callable[..., Nest]
+
+
+@final
+class ClosureTrace:
+    """The trace of a closure, which records the data it takes from its worker.
+
+    Args:
+        data_avals: Shapes and dtypes of all leaves; None to use those of the sources.
+        source_of: Returns the source that sends the elements of a coordinator's iterator.
+
+    Attributes:
+        sources: The data taken so far.
+        position: Number of sources before the current point of the function. A function is traced
+            several times, and each trace resets this number.
+        divides_rows: Whether the devices of the worker share the rows of its arguments and data.
+    """
+
+    def __init__(
+        self,
+        data_avals: Sequence[jax.ShapeDtypeStruct] | None,
+        source_of: Callable[[DatasetIterator], "RemoteSource"],
+    ) -> None:
+        self._source_of = source_of
+        self.sources: list[Source] = []
+        self.position = 0
+        self.divides_rows = False
+        self._data_avals = None if data_avals is None else list(data_avals)
+
+    def take(self, kind: str, number: int, element: Nest, feed: "Feed | None" = None) -> Nest:
+        """Takes data of the worker, with tracers as leaves; in `Strategy.run`, a replica's data.
+
+        Args:
+            kind: Kind of the `Source`.
+            number: Number of the `Source`.
+            element: The structure of the data, with shapes and dtypes as leaves.
+            feed: The feed of the `Source`.
+        """
+        if self.position == len(self.sources):
+            if self._data_avals is not None:
+                avals = self._data_avals
+                element = jax.tree.map(lambda _: avals.pop(0), element)
+            columns, tree = jax.tree.flatten(element, is_leaf=_is_per_replica)
+            handles = [_handles_of(column, f"{kind} {number}") for column in columns]
+            self.sources.append(Source(kind, number, handles, tree, feed))
+        source = self.sources[self.position]
+        self.position += 1
+        return jax.tree.unflatten(source.tree, [_read(column) for column in source.columns])
+
+    def give(self, iterator: Any) -> Nest:
+        """Takes the next element of a coordinator's iterator, which is sent to the workers."""
+        source = self._source_of(iterator)
+        return self.take("fed", source.number, source.element_spec, source.feed)
+
+    def begin(self, dataset: object, is_plain: bool) -> Any:
+        """Raises an error: a scheduled function cannot loop over a dataset."""
+        raise ContextError(
+            f"A scheduled function iterates over {shown(dataset)} while it is traced, so every"
+            " closure would compute with the same elements. Pass iter(dataset) to schedule and call"
+            " next(iterator) in the function, or use create_per_worker_dataset."
+        )
+
+    def leave(self, error: Exception) -> None:
+        """Raises `error`, as a closure cannot fall back to running on the host."""
+        raise error
+
+
+def _is_per_replica(value: object) -> bool:
+    return isinstance(value, PerReplica)
+
+
+def _handles_of(column: jax.ShapeDtypeStruct | PerReplica, name: str) -> list[Handle]:
+    if not isinstance(column, PerReplica):
+        return [Handle(None, name, column.shape, column.dtype)]
+    first, *others = column.values
+    if all((one.shape, one.dtype) == (first.shape, first.dtype) for one in others):
+        return [Handle(None, name, first.shape, first.dtype, num_copies=len(column.values))]
+    return [Handle(None, name, one.shape, one.dtype) for one in column.values]
+
+
+def _read(column: list[Handle]) -> Any:
+    scope = current_scope()
+    assert scope is not None
+    values = [scope.read(handle) for handle in column]
+    if scope.kind == "replica" and len(values) > 1:
+        raise UnsupportedError(
+            "The next batch of a worker has parts of different sizes for its replicas, so"
+            " next(iterator) cannot be called inside Strategy.run. Call it outside:"
+            " strategy.run(step, args=(next(iterator),))."
+        )
+    if len(values) > 1:
+        return PerReplica(values)
+    num_replicas = column[0].num_copies
+    if num_replicas is None or scope.kind == "replica":
+        return values[0]
+    return PerReplica.from_stacked(values[0], num_replicas)
+
+
+def current_trace() -> ClosureTrace | None:
+    """Returns the trace of the closure that this thread is tracing, or None."""
+    feeding = current_feeding()
+    return feeding if isinstance(feeding, ClosureTrace) else None
+
+
+def share_rows() -> None:
+    """Lets the devices of a worker share the rows of what the traced closure is given.
+
+    The closure sees whole arrays, as on one device, and XLA divides its program.
+    """
+    closure = current_trace()
+    assert closure is not None
+    closure.divides_rows = True
+
+
+def plan_of(
+    function: Callable[..., Nest],
+    avals: Sequence[jax.ShapeDtypeStruct],
+    data_avals: Sequence[jax.ShapeDtypeStruct] | None,
+    shards_of: Callable[[Handle], Sequence[Shard]],
+    sparse_update: SparseUpdate = "exact",
+    num_replicas: int = 1,
+    *,
+    source_of: Callable[[DatasetIterator], "RemoteSource"],
+) -> Plan:
+    """Traces the function of a closure and returns its plan; call it in the strategy's scope.
+
+    Args:
+        function: Function of the argument arrays, which returns the result of the closure.
+        avals: Shapes and dtypes of the arguments.
+        data_avals: Shapes and dtypes of the data that workers supply; None to use those of its
+            sources.
+        shards_of: Returns the shards of a handle's variable, in the order of dim 0.
+        sparse_update: What servers do with rows that are not pushed.
+        num_replicas: Number of devices of a worker.
+        source_of: See `ClosureTrace`.
+
+    Raises:
+        InvalidTypeError: if the function returns something other than arrays.
+        UnsupportedError: if its updates cannot be split over the servers.
+    """
+    traced = _traced(function, avals, ClosureTrace(data_avals, source_of), num_replicas)
+    step = _in_shards(traced, shards_of)
+    split = split_over_servers(
+        step.jaxpr, step.inputs, step.state_of_output, step.constants, traced.num_devices
+    )
+    _check_sums(step, split)
+    rows, refusals = rows_of(split, step.handles.keys(), traced.num_devices)
+    updates = {
+        server: _update_of(step, part, rows, sparse_update)
+        for server, part in split.servers.items()
+    }
+    worker, programs = _worker_plan(step, split, rows, updates)
+    return Plan(
+        traced.sources,
+        worker,
+        programs,
+        # Copies, so that a worker that joins later gets the same values as the others.
+        [copy_of(capture) for capture in traced.captures],
+        {server: (update, program) for server, (update, program, _) in updates.items()},
+        {step.handles[i].name: why for i, why in refusals.items()},
+        [
+            cell
+            for handle in dict.fromkeys(step.handles.values())
+            if (cell := handle.cell) is not None
+        ],
+        traced.rebuild,
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """The first stage: a function as a program of arrays.
+
+    Attributes:
+        jaxpr: The program, which each device runs. Its inputs are `captures`, then the values of
+            `handles`, then the arguments. Its outputs are the results, then the new values of
+            `written`.
+        captures: Arrays that the function has captured.
+        handles: What the function reads: variables, and data of the worker.
+        written: The variables that it changes.
+        avals: Shapes and dtypes of the arguments.
+        num_results: Number of results.
+        num_devices: Number of devices that run the program.
+        num_shares: Number of devices over which XLA divides the program.
+        sources: The data of the worker.
+        rebuild: Converts the results into the return value of the function.
+    """
+
+    jaxpr: Jaxpr
+    captures: list[Array]
+    handles: Sequence[Handle]
+    written: Sequence[Handle]
+    avals: Sequence[jax.ShapeDtypeStruct]
+    num_results: int
+    num_devices: int
+    num_shares: int
+    sources: list[Source]
+    rebuild: Callable[..., Nest]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The second stage: a program with an input and an output for every shard of a variable.
+
+    Attributes:
+        traced: The first stage.
+        jaxpr: The program, without calls of functions.
+        constants: Values of its last inputs.
+        inputs: Its other inputs.
+        handles: The variable of each input that is state, by position.
+        state_of_output: For every output that is new state, the position of its old state.
+    """
+
+    traced: _Traced
+    jaxpr: Jaxpr
+    constants: dict[Var, Array]
+    inputs: list[StepInput]
+    handles: dict[int, Handle]
+    state_of_output: list[int | None]
+
+    def origins(self, positions: Sequence[int]) -> list[Origin]:
+        """Returns the origins of inputs."""
+        return [(self.inputs[i].kind, self.inputs[i].number) for i in positions]
+
+
+def _traced(
+    function: Callable[..., Nest],
+    avals: Sequence[jax.ShapeDtypeStruct],
+    closure: ClosureTrace,
+    num_replicas: int,
+) -> _Traced:
+    rebuilds: list[Callable[..., Nest]] = []
+
+    def flat(*arrays: Array) -> list[Array]:
+        outs, rebuild = split_result(function(*arrays), "ClusterCoordinator.schedule")
+        rebuilds[:] = [rebuild]
+        return outs
+
+    with fed_by(closure):
+        closed, scope = trace(
+            flat,
+            avals,
+            "function",
+            [],
+            is_for_workers=num_replicas > 1,
+            subject=Subject(function),
+        )
+    pure = purify(closed, scope, avals, [])
+    jaxpr, captures = pure.jaxpr, pure.captures
+    num_devices = num_replicas if has_replicas(jaxpr.eqns) else 1
+    if num_devices > 1:
+        of_inputs = [*[None] * len(captures), *pure.handles, *[None] * len(avals)]
+        is_split = [handle is not None and handle.per_replica for handle in of_inputs]
+        jaxpr, consts = per_device(jaxpr, is_split, num_devices)
+        captures = [*consts, *captures]
+    return _Traced(
+        jaxpr,
+        captures,
+        pure.handles,
+        pure.written,
+        avals,
+        pure.num_outs,
+        num_devices,
+        num_replicas if closure.divides_rows else 1,
+        closure.sources,
+        rebuilds[0],
+    )
+
+
+def _in_shards(traced: _Traced, shards_of: Callable[[Handle], Sequence[Shard]]) -> _Step:
+    data = _inputs_of_data(traced.sources)
+    inputs = [StepInput("constant", i) for i in range(len(traced.captures))]
+    handles: dict[int, Handle] = {}
+    positions: dict[Handle, range] = {}
+    for handle in traced.handles:
+        start = len(inputs)
+        if handle in data:
+            inputs.append(data[handle])
+            continue
+        for shard in shards_of(handle):
+            handles[len(inputs)] = handle
+            inputs.append(
+                StepInput("state", shard.number, handle.name, shard.server, shard.num_rows)
+            )
+        positions[handle] = range(start, len(inputs))
+    inputs += [StepInput("argument", i) for i in range(len(traced.avals))]
+    sizes = {h: [inputs[i].num_rows for i in own] for h, own in positions.items() if len(own) > 1}
+    first, num_results = len(traced.captures), traced.num_results
+    jaxpr, constants = in_parts(
+        traced.jaxpr,
+        {i: sizes[h] for i, h in enumerate(traced.handles, first) if h in sizes},
+        {i: sizes[h] for i, h in enumerate(traced.written, num_results) if h in sizes},
+    )
+    olds = [i for handle in traced.written for i in positions[handle]]
+    return _Step(traced, jaxpr, constants, inputs, handles, [*[None] * num_results, *olds])
+
+
+def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, StepInput]:
+    """Returns the input that each handle of the sources stands for."""
+    inputs: dict[Handle, StepInput] = {}
+    leaf = 0
+    for handle in [handle for source in sources for handle in source.handles]:
+        inputs[handle] = StepInput("replicas" if handle.per_replica else "data", leaf)
+        leaf += handle.num_copies or 1
+    return inputs
+
+
+def _check_sums(step: _Step, split: ServerSplit) -> None:
+    """Refuses a metric that workers would overwrite instead of adding to it."""
+    for output in split.overwritten:
+        position = step.state_of_output[output]
+        assert position is not None
+        handle = step.handles[position]
+        if handle.cell is not None and getattr(handle.cell(), "is_sum", False):
+            raise UnsupportedError(
+                f"Variable {handle.name!r} is a sum over all workers, but its new value is not its"
+                " old one plus something, so the last worker would overwrite what the others have"
+                " added. Use metrics that add to their variables, or compute the value from what"
+                " closures return."
+            )
+
+
+def _update_of(
+    step: _Step, part: ServerPart, rows: RowSplit | None, sparse_update: SparseUpdate
+) -> tuple[Update, Program, list[int]]:
+    """Returns the update of a server, its program, and the pushed values that it takes."""
+    pushes = {} if rows is None else rows.pushes
+    capacities = [] if rows is None else [space.capacity for space in rows.spaces]
+    update = rows_of_update(part, pushes, capacities, sparse_update)
+    avals = part.update.in_avals
+    buckets: list[int | None] = [None] * len(avals)
+    for own in update.rows:
+        if not own.is_whole:
+            for i in (*own.states, *(len(part.states) + i for i in own.pushes)):
+                buckets[i] = own.bucket
+    program = export_function(update.run, avals, buckets)
+    states = [step.inputs[i].number for i in part.states]
+    olds = [step.state_of_output[i] for i in part.outputs]
+    outputs = [step.inputs[i].number for i in olds if i is not None]
+    return Update(program.name, states, outputs, update.rows), program, part.pushes
+
+
+def _worker_plan(
+    step: _Step,
+    split: ServerSplit,
+    rows: RowSplit | None,
+    updates: Mapping[int, tuple[Update, Program, list[int]]],
+) -> tuple[WorkerPlan, list[Program]]:
+    """Returns what a worker does, and the programs that it needs for it."""
+    inputs = (rows or split).inputs
+    origins = step.origins(inputs)
+    programs: list[Program] = []
+    row_plan = None
+    if rows is not None:
+        num_lookups = sum(len(space.lookups) for space in rows.spaces)
+        origins += [("rows", i) for i in range(len(rows.buffers))]
+        origins += [("position", i) for i in range(num_lookups)]
+        of_ids = step.origins(rows.ids_inputs)
+        programs.append(_exported(rows.ids, of_ids, step, split_outputs=True))
+        buffers = []
+        for buffer in rows.buffers:
+            parts = [(step.inputs[i], start) for i, start in buffer.parts]
+            tables = [
+                TablePart(own.server or 0, own.number, start, own.num_rows) for own, start in parts
+            ]
+            buffers.append((buffer.space, tables))
+        row_plan = RowPlan(programs[0].name, of_ids, rows.spaces, buffers)
+    if step.traced.num_shares > 1:
+        worker = (rows or split).worker
+        has_rows = [
+            kind in ("argument", "data", "replicas") and len(aval.shape) > 0
+            for (kind, _), aval in zip(origins, worker.in_avals, strict=True)
+        ]
+        program = export_divided(worker, has_rows, step.traced.num_shares)
+    else:
+        program = _exported((rows or split).worker, origins, step, split_outputs=False)
+    pulls: dict[int, list[int]] = {}
+    for own in [step.inputs[i] for i in inputs]:
+        if own.server is not None:
+            pulls.setdefault(own.server, []).append(own.number)
+    pushes = [
+        Push(server, update.name, values, update.rows)
+        for server, (update, _, values) in updates.items()
+    ]
+    num_results = step.traced.num_results
+    plan = WorkerPlan(program.name, origins, num_results, list(pulls.items()), pushes, row_plan)
+    return plan, [program, *programs]
+
+
+def _exported(
+    closed: ClosedJaxpr, origins: Sequence[Origin], step: _Step, split_outputs: bool
+) -> Program:
+    is_split = [kind in ("replicas", "position") for kind, _ in origins]
+    return export_per_device(closed, is_split, step.traced.num_devices, split_outputs)

@@ -1,0 +1,459 @@
+"""The object that schedules closures on workers and collects their results."""
+
+import contextlib
+import functools
+import itertools
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+import jax
+
+from distributary._types import Nest
+from distributary.data import DatasetIterator
+from distributary.dispatch import call_when_collected
+from distributary.engine import ProgramCache, is_dynamic, signature_of, struct_of
+from distributary.errors import (
+    DistributaryWarning,
+    InvalidTypeError,
+    InvalidValueError,
+    a_kind,
+    shown,
+)
+from distributary.servers._closures import Plan, plan_of
+from distributary.servers._cluster import Session
+from distributary.servers._messages import Message
+from distributary.servers._nests import (
+    copy_of,
+    leaves_of,
+    nest_of,
+    shapes_of,
+    structs_of,
+    tree_of,
+)
+from distributary.servers._per_worker import (
+    Feed,
+    PerWorkerDataset,
+    PerWorkerIterator,
+    PerWorkerValues,
+    RemoteSource,
+)
+from distributary.servers._queue import Closure, ClosureQueue, RemoteValue
+from distributary.servers._sources import UnknownMakerError, distributed_by
+from distributary.servers._statistics import CoordinatorStatistics, lines_of, metrics_server
+from distributary.servers._worker_threads import Key, Workers
+from distributary.tracing import user_stacklevel
+
+if TYPE_CHECKING:
+    from distributary.servers._strategy import ParameterServerStrategy
+
+__all__ = ["ClusterCoordinator"]
+
+
+@final
+class ClusterCoordinator:
+    """A scheduler of functions on the workers of a `ParameterServerStrategy`.
+
+    Each strategy has one: calling this again with the same strategy returns the same object.
+
+    Args:
+        strategy: The strategy.
+
+    Raises:
+        InvalidTypeError: if `strategy` is not a `ParameterServerStrategy`.
+
+    Source: `tf.distribute.coordinator.ClusterCoordinator`.
+    """
+
+    def __new__(cls, strategy: Any) -> "ClusterCoordinator":
+        if getattr(strategy, "_cluster", None) is None:
+            raise InvalidTypeError(
+                f"ClusterCoordinator: strategy is {shown(strategy)}, expected a"
+                " ParameterServerStrategy."
+            )
+        if strategy._coordinator is None:
+            strategy._coordinator = super().__new__(cls)
+            strategy._coordinator._start(strategy)
+        coordinator: ClusterCoordinator = strategy._coordinator
+        return coordinator
+
+    def _start(self, strategy: "ParameterServerStrategy") -> None:
+        self._strategy = strategy
+        self._cluster = strategy._cluster
+        self._queue = ClosureQueue(self._cluster.options.max_closure_losses, self._cluster.finish)
+        self._functions = ProgramCache("ClusterCoordinator.schedule")
+        self._function_numbers = itertools.count()
+        self._source_numbers = itertools.count()
+        # Keyed by the `id` of the iterator, which its feed keeps alive.
+        self._shared: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
+        # Collected objects, from any thread, that the workers have not yet been told to forget.
+        self._gone: deque[Key] = deque()
+        self._has_warned_of_feeding = False
+        self._warned_of_rows: set[str] = set()
+        # The thread that schedules a function traces it; the threads below trace other shapes.
+        self._tracing = threading.RLock()
+        # The threads hold no reference to the coordinator, so that they end with it.
+        add_plan = weakref.WeakMethod(self._add_plan)
+        session, queue = self._cluster, self._queue
+        workers = Workers(session, queue, lambda *args: add_plan()(*args))  # type: ignore[misc]
+        collect = lambda: _statistics(queue, workers, session)
+        metrics = metrics_server(os.environ, lambda: lines_of("coordinator", collect()))
+        strategy.extended.statistics_sources["coordinator"] = collect
+
+        def end(error: Exception) -> None:
+            queue.end(error)
+            if metrics is not None:
+                metrics.close()
+
+        session.watch(end, queue.at_rest)
+        self._workers = workers
+        self._collect = collect
+        self._metrics = metrics
+        call_when_collected(self, session.close)
+
+    @property
+    def strategy(self) -> "ParameterServerStrategy":
+        """The strategy whose workers run the functions."""
+        return self._strategy
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Schedules a call of `fn` on one of the workers, and returns at once.
+
+        The function is traced here, in the scope of the strategy. When it assigns variables, their
+        servers apply the change exactly once per closure.
+
+        Args:
+            fn: Function of arrays, numbers, `PerWorkerValues`, and iterators made by
+                `iter(per_worker_dataset)` or `iter(dataset)`. Python side effects happen once per
+                trace. With an iterator over a dataset, each closure receives the next element.
+            args: Positional arguments of `fn`.
+            kwargs: Keyword arguments of `fn`.
+
+        Returns:
+            A `RemoteValue` that will hold the result.
+
+        Raises:
+            InvalidTypeError: if `fn` is not callable, `args` is not a tuple, or an argument
+                contains strings.
+            InvalidValueError: if an argument is a `RemoteValue`.
+            UnsupportedError: if `fn` calls back into Python, or its updates cannot be split over
+                the servers.
+            Exception: the first error of an earlier closure, raised once. Closures that were still
+                queued are cancelled.
+            UnavailableError: if there is no worker for too long, or workers keep ending while they
+                run one closure.
+            PSUnavailableError: if a server is lost; raised by every later call, too.
+            CoordinatorReplacedError: if another coordinator uses the cluster; raised by every
+                later call, too.
+
+        Source: `tf.distribute.coordinator.ClusterCoordinator.schedule`.
+        """
+        if not callable(fn):
+            raise InvalidTypeError(f"schedule: fn is {shown(fn)}, expected a function.")
+        if not isinstance(args, (tuple, list, type(None))):
+            raise InvalidTypeError(
+                f"schedule: args is {a_kind(type(args))}, expected a tuple of the arguments of"
+                f" {shown(fn)}. A single one needs a comma: args=(x,)."
+            )
+        leaves, tree = jax.tree.flatten((tuple(args or ()), dict(kwargs or {})))
+        if any(isinstance(leaf, RemoteValue) for leaf in leaves):
+            raise InvalidValueError(
+                "schedule: an argument is a RemoteValue, which one worker has computed and another"
+                " may not have. Pass remote_value.fetch()."
+            )
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, DatasetIterator):
+                leaves[i] = PerWorkerIterator(self._source_of(leaf))
+        sources = [leaf.source for leaf in leaves if isinstance(leaf, _OF_WORKERS)]
+        dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+        arrays = [leaves[i] for i in dynamic]
+        key = tree, tuple([_signature_of(leaf) for leaf in leaves])
+        for i in dynamic:
+            leaves[i] = None  # `call` keeps the other arguments, but not the arrays
+        call = functools.update_wrapper(functools.partial(_call, fn, leaves, dynamic, tree), fn)
+        function = self._function(fn, call, key, arrays)
+        own = [copy_of(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]
+        return self._queue.put(function, own, call, sources)
+
+    def join(self) -> None:
+        """Waits until all closures have ended.
+
+        Raises:
+            Exception: the same errors as `schedule`.
+        """
+        self._queue.join()
+
+    def done(self) -> bool:
+        """Returns whether all closures have ended; raises the same errors as `join`."""
+        return self._queue.is_done()
+
+    def fetch(self, val: Nest) -> Nest:
+        """Waits for the `RemoteValue`s in a nest, and returns the nest with their values."""
+        return jax.tree.map(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
+        )
+
+    def statistics(self) -> CoordinatorStatistics:
+        """Returns the numbers counted so far about closures, workers and servers.
+
+        Raises:
+            PSUnavailableError: if a server is lost.
+        """
+        return self._collect()
+
+    def create_per_worker_dataset(self, dataset_fn: object) -> "PerWorkerDataset":
+        """Creates a dataset that every worker makes for itself.
+
+        Each worker goes through all of its batches, so shuffle and repeat the dataset.
+
+        Args:
+            dataset_fn: Function without arguments that returns an iterable of batches, or an
+                iterable that can be iterated several times at once. You can also pass the result
+                of the strategy's `experimental_distribute_dataset` or
+                `distribute_datasets_from_function`, or a function that returns such a result; that
+                function is called in this process.
+
+        Source: `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
+        """
+        return PerWorkerDataset(lambda: self._new_dataset(dataset_fn))
+
+    def create_per_worker_value(self, value_fn: Callable[[], Any]) -> PerWorkerValues:
+        """Creates a value that every worker computes for itself; pass it to scheduled functions.
+
+        Args:
+            value_fn: Function without arguments that returns a nest of arrays.
+        """
+        number = self._new_source("value", value_fn)
+        if number is None:
+            number = next(self._source_numbers)
+            values = [value_fn() for _ in self._cluster.workers]
+            messages = [
+                Message(
+                    "source",
+                    {"kind": "value", "number": number, "nest": nest_of(value)},
+                    leaves_of(value),
+                )
+                for value in values
+            ]
+            self._workers.tell(("source", number), messages)
+        return PerWorkerValues(self._of_workers("value", number))
+
+    def _new_dataset(self, dataset_fn: object) -> RemoteSource:
+        dataset_fn = distributed_by(dataset_fn, self._strategy)
+        number = self._new_source("next", dataset_fn)
+        if number is not None:
+            return self._of_workers("next", number)
+        return self._fed(Feed(next(self._source_numbers), dataset_fn))
+
+    def _source_of(self, iterator: DatasetIterator) -> RemoteSource:
+        """Returns the source that sends the elements of an iterator of this process to workers."""
+        with self._tracing:
+            feed = self._shared.get(id(iterator))
+            if feed is None:
+                feed = self._shared[id(iterator)] = Feed(next(self._source_numbers), iterator)
+        return self._fed(feed)
+
+    def _fed(self, feed: Feed) -> RemoteSource:
+        return RemoteSource("fed", feed.number, feed.peek, feed)
+
+    def _of_workers(self, kind: str, number: int) -> RemoteSource:
+        """Returns a source of data that the workers keep for as long as the source is in use."""
+        source = RemoteSource(kind, number, functools.partial(self._peek, kind, number))
+        self._forget_when_collected(source, ("source", number))
+        return source
+
+    def _forget_when_collected(self, owner: object, key: Key) -> None:
+        weakref.finalize(owner, self._gone.append, key).atexit = False
+
+    def _forget(self) -> None:
+        """Tells the workers to forget the objects that have been collected."""
+        keys = set()
+        with contextlib.suppress(IndexError):  # raised when empty; other threads may empty it, too
+            while True:
+                keys.add(self._gone.popleft())
+        if keys:
+            self._workers.setup.remove(keys)
+
+    def _new_source(self, kind: str, maker: object) -> int | None:
+        """Makes the workers call `maker`; returns its number, or None if they do not have it."""
+        self._forget()
+        number = next(self._source_numbers)
+        try:
+            fields = {"kind": kind, "number": number, "maker": self._cluster.describe(maker)}
+            message = Message("source", fields)
+            reply = self._workers.tell(("source", number), self._for_all(message))
+            if reply.kind == "unknown maker":
+                raise UnknownMakerError(reply.fields["why"])
+        except UnknownMakerError as error:
+            if not self._has_warned_of_feeding:
+                self._has_warned_of_feeding = True
+                warnings.warn(
+                    f"The coordinator makes the data of {maker!r} and sends it to the workers,"
+                    f" because {error}. Workers make it themselves, and faster, if you pass a"
+                    " function of a module beside the script, or one at the top level of the"
+                    " script, above the line that creates the strategy.",
+                    DistributaryWarning,
+                    stacklevel=user_stacklevel(),
+                )
+            return None
+        return number
+
+    def _for_all(self, message: Message) -> list[Message]:
+        return [message] * len(self._cluster.workers)
+
+    def _peek(self, kind: str, number: int) -> tuple[list[Any], Any]:
+        """Returns the shapes and dtypes of a worker's next data, and their structure."""
+        message = Message("peek", {"kind": kind, "number": number})
+        fields = self._workers.call(message).fields
+        return structs_of(fields["shapes"]), tree_of(fields["nest"])
+
+    # Functions
+
+    def _function(
+        self, fn: Any, call: Callable[..., Any], key: Any, arrays: Sequence[Any]
+    ) -> "_Function":
+        with self._tracing:
+            versions = self._functions.programs_of(fn)
+            function: _Function | None = versions.get(key)
+            if function is None or any(cell() is None for cell in function.cells()):
+                self._forget()
+                avals = [struct_of(array) for array in arrays]
+                name = getattr(fn, "__qualname__", None) or repr(fn)
+                function = _Function(next(self._function_numbers), name, avals)
+                self._forget_when_collected(function, ("function", function.number))
+                self._trace(function, call, None)
+                self._functions.note_trace(fn, versions, key)
+                versions[key] = function
+        return function
+
+    def _add_plan(self, closure: Closure, shapes: list[Any]) -> None:
+        """Traces the function of a closure again, for data of new shapes."""
+        function = closure.function
+        num_data = len(shapes) - len(function.avals)
+        self._trace(function, closure.call, structs_of(shapes[:num_data]))
+
+    def _trace(
+        self, function: "_Function", call: Callable[..., Any], data: list[Any] | None
+    ) -> None:
+        """Traces a function and sends the plan to the workers."""
+        with self._tracing, self._strategy.scope():
+            plan = plan_of(
+                call,
+                function.avals,
+                data,
+                self._cluster.shards_of,
+                self._strategy._sparse_update,
+                self._strategy.num_replicas_in_sync,
+                source_of=self._source_of,
+            )
+            number = len(function.plans)
+            function.plans.append(plan)
+        self._warn_of_refusals(plan.refusals)
+        self._cluster.add_updates(plan.updates)
+        message = _message_of(function, plan, number)
+        self._workers.setup.add(("function", function.number), self._for_all(message))
+
+    def _warn_of_refusals(self, refusals: Mapping[str, str]) -> None:
+        for name in refusals.keys() - self._warned_of_rows:
+            self._warned_of_rows.add(name)
+            warnings.warn(
+                f"Rows of variable {name!r} are looked up, but all of it travels in every step:"
+                f" {refusals[name]}. Only rows travel of a variable that is read by table[ids],"
+                " jnp.take or embedding_lookup alone, with ids that depend on no variable.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
+
+
+def _statistics(queue: ClosureQueue, workers: Workers, session: Session) -> CoordinatorStatistics:
+    counts = {f"num_{name}": number for name, number in queue.counts().items()}
+    return CoordinatorStatistics(
+        **counts, workers=workers.statistics(), servers=session.statistics()
+    )
+
+
+_OF_WORKERS = (PerWorkerIterator, PerWorkerValues)
+
+
+def _signature_of(leaf: object) -> Any:
+    if isinstance(leaf, _OF_WORKERS):
+        return leaf.source.signature
+    return signature_of(leaf, "ClusterCoordinator.schedule")
+
+
+def _call(
+    fn: Callable[..., Any],
+    static: Sequence[Any],
+    dynamic: Sequence[int],
+    tree: jax.tree_util.PyTreeDef,
+    *arrays: Any,
+) -> Any:
+    """Calls `fn` with arrays at the positions in `dynamic` among the leaves of its arguments."""
+    parts = list(static)
+    numbers = itertools.count()
+    for i, leaf in enumerate(static):
+        if isinstance(leaf, _OF_WORKERS):
+            bound = leaf.source.bound(next(numbers))
+            is_value = isinstance(leaf, PerWorkerValues)
+            parts[i] = bound.take() if is_value else PerWorkerIterator(bound)
+    for i, array in zip(dynamic, arrays, strict=True):
+        parts[i] = array
+    args, kwargs = jax.tree.unflatten(tree, parts)
+    return fn(*args, **kwargs)
+
+
+@final
+@dataclass(slots=True, weakref_slot=True)
+class _Function:
+    """The part shared by all closures with the same function and arguments of the same signature.
+
+    It does not keep the Python function alive; the closures that need the function do.
+
+    Attributes:
+        number: The number by which workers know it.
+        name: The name shown in messages.
+        avals: Shapes and dtypes of the arrays among the arguments.
+        plans: The plans, each for other shapes of the data.
+    """
+
+    number: int
+    name: str
+    avals: list[Any]
+    plans: list[Plan] = field(default_factory=list)
+
+    def cells(self) -> list[Callable[[], Any]]:
+        """Returns the cells of the variables; see `Plan`.
+
+        If one of the variables was collected, its name may now mean another variable, so the
+        function is traced again.
+        """
+        return [cell for plan in self.plans for cell in plan.cells]
+
+    def feeds_of(self, sources: Sequence[RemoteSource]) -> list[Feed]:
+        """Returns the feeds whose data is sent with a closure that has these sources."""
+        own = [sources[s.number] if s.kind == "bound" else s for s in self.plans[0].sources]
+        return [source.feed for source in own if source.feed is not None]
+
+
+def _message_of(function: _Function, plan: Plan, number: int) -> Message:
+    """Returns the message that a worker needs before it can run a function with data of a plan."""
+    leaves = [leaf for source in plan.sources for leaf in source.leaves]
+    fields = {
+        "function": function.number,
+        "sources": [(s.kind, s.number, len(s.leaves)) for s in plan.sources],
+        "shapes": shapes_of([*leaves, *function.avals]),
+        "plan": astuple(plan.worker),
+        "number": number,
+    }
+    programs = [program.content for program in plan.programs]
+    return Message("plan", fields, plan.constants, programs)

@@ -1,0 +1,232 @@
+"""Copies of variables on servers, for values being saved and values just loaded."""
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, final
+
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.checkpoint import SavedRows, WrittenFile, read_rows, rows_between, write_arrays
+from distributary.errors import CheckpointError, InvalidValueError, UnavailableError
+from distributary.servers._messages import JSON, Message
+from distributary.servers._partitioners import Shard
+from distributary.servers._sessions import ServerLink, call_all
+
+__all__ = ["Copies", "CopyOnServers", "frozen"]
+
+_TOKEN = "token"
+
+
+@final
+class Copies:
+    """The copies on one server, a part of a `Tenant`.
+
+    It handles these messages. Each has the number of the copy in `copy`, and can be sent again:
+
+        copy    ids                        copies the current values of variables
+        load    ids, path, rows            reads values from a checkpoint, given a list of
+                                           `SavedRows` for each variable
+        save    path, token -> file        writes the copy to a new file `ps-<number>.safetensors`
+                                           in a folder that has a file `token` with this text; the
+                                           reply has a `WrittenFile`
+        adopt                              assigns the copy to the variables
+        drop                               forgets the copy
+
+    Args:
+        number: Number of the server.
+        state: Variables of the server.
+        lock: Lock to hold while reading or changing the state.
+    """
+
+    def __init__(self, number: int, state: dict[int, Any], lock: threading.Lock) -> None:
+        self._number = number
+        self._state = state
+        self._lock = lock
+        self._copies: dict[int, _Copy] = {}
+
+    def close(self) -> None:
+        """Drops all copies."""
+        self._copies.clear()
+
+    def _on_copy(self, message: Message) -> None:
+        with self._lock:
+            arrays = {number: frozen(array) for number, array in self._variables(message).items()}
+        self._copies[message.fields["copy"]] = _Copy(arrays)
+
+    def _on_load(self, message: Message) -> None:
+        path = Path(message.fields["path"])
+        if not path.is_dir():
+            raise CheckpointError(
+                f"ps {self._number} does not see the checkpoint {path}. Servers read and write"
+                " their variables themselves, so all tasks need the same folder."
+            )
+        with self._lock:
+            variables = self._variables(message)
+        arrays = {number: np.empty(old.shape, old.dtype) for number, old in variables.items()}
+        rows = [[SavedRows(*part) for part in parts] for parts in message.fields["rows"]]
+        read_rows(path, list(arrays.values()), rows)
+        self._copies[message.fields["copy"]] = _Copy(arrays)
+
+    def _on_save(self, message: Message) -> Message:
+        path, token = Path(message.fields["path"]), message.fields["token"]
+        copy = self._copy(message)
+        with copy.lock:  # a repeated message waits until the first one is done
+            if copy.file is None:
+                self._check_token(path, token)
+                arrays = {str(number): np.asarray(a) for number, a in copy.arrays.items()}
+                copy.file = write_arrays(path / _file(self._number), arrays)
+        return Message("ok", {"file": astuple(copy.file)})
+
+    def _check_token(self, path: Path, token: str) -> None:
+        """Checks by a token that the coordinator itself has written to the folder."""
+        try:
+            found = (path / _TOKEN).read_text(encoding="utf-8")
+        except OSError as error:
+            found = str(error)
+        if found != token:
+            raise CheckpointError(
+                f"ps {self._number} does not see what the coordinator has written to {path}"
+                f" ({found[:200]}). Servers read and write their variables themselves, so all tasks"
+                " need the same folder."
+            )
+
+    def _on_adopt(self, message: Message) -> None:
+        arrays = self._copy(message).arrays
+        with self._lock:
+            for number, array in arrays.items():
+                is_table = _is_table(self._state[number])
+                self._state[number] = array if is_table else jnp.asarray(array)
+
+    def _on_drop(self, message: Message) -> None:
+        self._copies.pop(message.fields["copy"], None)
+
+    def _variables(self, message: Message) -> dict[int, Any]:
+        return {number: self._state[number] for number in message.fields["ids"]}
+
+    def _copy(self, message: Message) -> "_Copy":
+        copy = self._copies.get(message.fields["copy"])
+        if copy is None:
+            raise InvalidValueError(
+                f"ps {self._number} has no copy {message.fields['copy']} of variables."
+            )
+        return copy
+
+
+@final
+class _Copy:
+    def __init__(self, arrays: dict[int, Any]) -> None:
+        self.arrays = arrays
+        self.lock = threading.Lock()
+        self.file: WrittenFile | None = None  # None until it is written
+
+
+@final
+class CopyOnServers:
+    """A copy of variables as the coordinator sees it; a `RemoteCopy`.
+
+    Args:
+        number: Number of the copy.
+        shards: The shards of each variable, by name.
+        connect: Opens a link to a server for this copy alone, so that other calls do not wait.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        shards: Mapping[str, Sequence[Shard]],
+        connect: Callable[[int], ServerLink],
+    ) -> None:
+        self._number = number
+        self._shards = shards
+        servers = {server for own in shards.values() for server, _, _ in own}
+        self._links = {server: connect(server) for server in sorted(servers)}
+
+    def make(self) -> None:
+        """Makes the servers copy the current values of the variables."""
+        self._begin("copy", {server: {} for server in self._links})
+
+    def load(self, path: Path, rows: Mapping[str, Sequence[SavedRows]]) -> None:
+        """Makes the servers read values from a checkpoint; see `RemoteStore.load`."""
+        wanted: dict[int, list[JSON]] = {server: [] for server in self._links}
+        for name, own in self._shards.items():
+            start = 0
+            for server, _, num_rows in own:
+                found = rows_between(rows[name], start, start + num_rows)
+                wanted[server].append([astuple(part) for part in found])
+                start += num_rows
+        self._begin("load", {i: {"path": str(path), "rows": own} for i, own in wanted.items()})
+
+    def save(self, path: Path) -> Mapping[str, Sequence[SavedRows]]:
+        """Makes the servers write the copy to a folder; see `RemoteCopy`.
+
+        Raises:
+            CheckpointError: if servers cannot write, or do not see the folder.
+            PSUnavailableError: if a server is lost.
+        """
+        token = secrets.token_hex(16)
+        (path / _TOKEN).write_text(token, encoding="utf-8")
+        fields = {"path": str(path), "token": token}
+        replies = self._call("save", dict.fromkeys(self._links, fields))
+        (path / _TOKEN).unlink()
+        files = {server: WrittenFile(*reply.fields["file"]) for server, reply in replies.items()}
+        for server, written in files.items():
+            file = path / _file(server)
+            seen = file.stat().st_size if file.exists() else 0
+            if written.num_bytes != seen:
+                raise CheckpointError(
+                    f"ps {server} has written {written.num_bytes} bytes to {file}, of which the"
+                    f" coordinator sees {seen}. All tasks need the same folder."
+                )
+        return {
+            name: [
+                SavedRows(_file(server), files[server].checksum, str(number), 0, rows)
+                for server, number, rows in own
+            ]
+            for name, own in self._shards.items()
+        }
+
+    def adopt(self) -> None:
+        """Assigns the copy to the variables; see `RemoteCopy`."""
+        self._call("adopt", {server: {} for server in self._links})
+
+    def drop(self) -> None:
+        """Drops the copy; see `RemoteCopy`."""
+        for link in self._links.values():
+            with contextlib.suppress(UnavailableError):  # the copy of a lost server is gone anyway
+                link.call(Message("drop", {"copy": self._number}))
+            link.close()
+
+    def _begin(self, kind: str, fields: Mapping[int, dict[str, JSON]]) -> None:
+        """Sends each server the numbers of its variables, and other fields."""
+        ids: dict[int, list[int]] = {server: [] for server in self._links}
+        for own in self._shards.values():
+            for server, number, _ in own:
+                ids[server].append(number)
+        try:
+            self._call(kind, {i: {**own, "ids": ids[i]} for i, own in fields.items()})
+        except BaseException:
+            self.drop()
+            raise
+
+    def _call(self, kind: str, fields: Mapping[int, dict[str, JSON]]) -> dict[int, Message]:
+        """Sends a message to each server, all at the same time, and returns the replies."""
+        messages = {i: Message(kind, {**own, "copy": self._number}) for i, own in fields.items()}
+        return call_all(self._links, messages)
+
+
+def _file(server: int) -> str:
+    return f"ps-{server}.safetensors"
+
+
+def frozen(array: Any) -> Any:
+    """Returns an array that will not change. On a server, only tables change in place."""
+    return array.copy() if _is_table(array) else array
+
+
+def _is_table(array: object) -> bool:
+    return isinstance(array, np.ndarray)

@@ -1,0 +1,419 @@
+"""Calls between the tasks of a cluster, independent of how messages are sent, and without sockets.
+
+A link carries the calls of one task to another: numbered requests, and replies with the number of
+their request. The requests of a link are handled one after the other, in the order of `start`. To
+avoid waiting behind a long one, open a second link.
+"""
+
+import builtins
+import functools
+import itertools
+import queue
+import random
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, final
+
+from distributary import errors
+from distributary.dispatch import start_thread
+from distributary.errors import DistributaryError
+from distributary.servers._messages import JSON, Limits, Message, WireError, decode, encode
+
+__all__ = [
+    "LOCAL",
+    "Connection",
+    "ConnectionLostError",
+    "DeadlineError",
+    "InProcessLink",
+    "Link",
+    "Peer",
+    "RefusedError",
+    "Service",
+    "UnauthenticatedError",
+    "answer",
+    "error_reply",
+    "exception_of",
+]
+
+_ERROR_KIND = "error"  # a kind of reply that services do not use
+_MAX_ERROR_CHARACTERS = 20_000
+_NUM_PARTS = 4  # in which the time for a reply is measured; see `Link.call`
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
+_random = random.Random()  # not the program's, which may be seeded: threads draw at any time
+
+
+class ConnectionLostError(DistributaryError, ConnectionError):
+    """A call without a reply because the connection broke. It was handled once or not at all."""
+
+
+class RefusedError(ConnectionLostError):
+    """A failed connection: nothing listens at the other end, as its process has ended."""
+
+
+class UnauthenticatedError(ConnectionLostError):
+    """A failed connection: one end does not know the secret of the job."""
+
+
+class DeadlineError(DistributaryError, TimeoutError):
+    """A call without a reply in time. It was or will be handled once, or not at all."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The caller of a service.
+
+    Args:
+        role: `"chief"`, `"worker"` or `"ps"`, from the certificate. Without a certificate it is
+            `"local"`: a caller in the same process, one that knows the secret of the job, or
+            anyone if the server is insecure.
+        identity: Text that identifies the peer in messages: the name in its certificate and its
+            address.
+    """
+
+    role: str
+    identity: str
+
+
+LOCAL: Final = Peer("local", "local")
+
+
+class Service(Protocol):
+    """The service that a task provides to others."""
+
+    def handle(self, message: Message, peer: Peer) -> Message:
+        """Handles a request and returns the reply; called by several threads, one per link.
+
+        It must not write to the arrays of the request. The arrays of the reply must not change
+        afterwards, as they are sent later.
+
+        Args:
+            message: The request.
+            peer: The sender of the request.
+
+        Raises:
+            Exception: any error; the caller gets one of the same type and text.
+        """
+
+
+@final
+class Connection:
+    """Requests on their way out over a connection, and the calls that wait for their replies.
+
+    Args:
+        target: Name of the task called, for messages.
+        pause: Seconds after which to connect, roughly.
+
+    Attributes:
+        pause: The same.
+        has_begun: True once there has been a request, so that a thread serves the connection.
+        has_heard: True once a reply has come.
+    """
+
+    def __init__(self, target: str, pause: float = 0) -> None:
+        self.pause = pause
+        self.has_begun = self.has_heard = False
+        self._target = target
+        self._start = time.monotonic() + pause * _random.uniform(0.5, 1)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._calls: dict[int, Future[Message]] = {}
+        self._requests: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        self._cancel: Callable[[], object] = lambda: None
+        self._ended = threading.Event()
+        self._error: Exception | None = None  # set by `end`
+
+    def begin(self, request: object) -> "Future[Message]":
+        """Sends a request; returns the future of its reply, which has failed after `end`."""
+        future: Future[Message] = Future()
+        with self._lock:  # so that requests are sent in the order of their numbers
+            if self._error is None:
+                number = next(self._numbers)
+                self._calls[number] = future
+                self._requests.put((number, request))
+                return future
+        future.set_exception(_again(self._error))
+        return future
+
+    def requests(self) -> Iterator[tuple[int, Any]]:
+        """Yields the requests whose callers still wait, with their numbers, until `end`."""
+        while (request := self._requests.get()) is not None:
+            future = self._calls.get(request[0])
+            if future is None:  # the connection has ended
+                continue
+            if future.cancelled():
+                self._calls.pop(request[0], None)
+            else:
+                yield request
+
+    def reply(self, number: int, message: Message) -> None:
+        """Hands a reply that has come to its caller."""
+        self.has_heard = True
+        with self._lock:
+            future = self._calls.pop(number, None)
+        if future is None or not future.set_running_or_notify_cancel():  # the caller has given up
+            return
+        if message.kind == _ERROR_KIND:
+            future.set_exception(exception_of(message.fields, self._target))
+        else:
+            future.set_result(message)
+
+    def cancel_at_end(self, cancel: Callable[[], object]) -> None:
+        """Calls `cancel` when the connection ends; now, if it has ended."""
+        with self._lock:
+            self._cancel = cancel
+        if self._ended.is_set():
+            cancel()
+
+    def wait_to_connect(self) -> bool:
+        """Waits until it is time to connect; returns False if the connection has ended by then."""
+        return not self._ended.wait(self._start - time.monotonic())
+
+    def end(self, error: Exception) -> None:
+        """Fails all calls, present and later ones: no reply will come. The first error counts."""
+        with self._lock:
+            self._error = self._error or error
+            futures = list(self._calls.values())
+            self._calls.clear()
+            self._ended.set()
+        self._requests.put(None)
+        self._cancel()
+        for future in futures:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_again(self._error))
+
+
+class Link(ABC):
+    """A connection over which one task calls another, made again after it has broken.
+
+    It connects at the first call. After a connection has broken, calls wait 50 ms to 1 s until the
+    next one is tried.
+
+    Args:
+        name: Name of the task called, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._connection = Connection(name)
+
+    @abstractmethod
+    def _encode(self, message: Message) -> Any:
+        """Returns a request in the form in which `_converse` sends it."""
+
+    @abstractmethod
+    def _converse(self, connection: Connection) -> Exception:
+        """Connects, sends the requests and receives replies; returns why the connection ended."""
+
+    def close(self) -> None:
+        """Ends the link. Calls under way raise `ConnectionLostError`."""
+        self._end(f"The link to {self._name} is closed.")
+
+    def start(self, message: Message) -> "Future[Message]":
+        """Sends a request; replies come in the order of the requests.
+
+        Returns:
+            A future of the reply, or of an exception as raised by `call`. If you cancel it, the
+            request is not sent, unless it has been already.
+
+        Raises:
+            WireError: if the message cannot be encoded.
+        """
+        request = self._encode(message)
+        with self._lock:
+            connection = self._connection
+            if not connection.has_begun:
+                connection.has_begun = True
+                name = f"distributary link to {self._name}"
+                start_thread(functools.partial(self._serve, connection), self.close, name)
+        return connection.begin(request)
+
+    def call(self, message: Message, timeout: float | None = None) -> Message:
+        """Sends a request, waits for the reply and returns it.
+
+        Args:
+            message: The request. Its arrays must not change before the reply.
+            timeout: Seconds to wait; None waits for the reply or the end of the connection. It is
+                split into parts. A part that took much longer than it should does not count: it
+                shows that this process itself was frozen, or had no processor.
+
+        Raises:
+            ConnectionLostError: if there is no connection, or it breaks. The next call makes a new
+                one.
+            DeadlineError: if there is no reply in time.
+            WireError: if the message cannot be sent or the other end does not understand it.
+            Exception: the error that the service raised, if its type is in `distributary.errors` or
+                is a common builtin; otherwise the nearest of these types. A note contains the
+                traceback of the other end.
+        """
+        future = self.start(message)
+        if timeout is None:
+            return future.result()
+        num_silent, part = 0, timeout / _NUM_PARTS
+        while num_silent < _NUM_PARTS:
+            begin = time.monotonic()
+            try:
+                return future.result(part)
+            except TimeoutError:
+                if future.done():  # the service raised a TimeoutError, or a reply has just come
+                    return future.result()
+            num_silent += time.monotonic() - begin < 2 * part
+        future.cancel()
+        raise DeadlineError(f"{self._name} has not replied within {timeout:g} s.")
+
+    def _serve(self, connection: Connection) -> None:
+        error: Exception = ConnectionLostError(f"The link to {self._name} failed.")
+        try:
+            if connection.wait_to_connect():
+                error = self._converse(connection)
+        finally:  # even after an error here, no call waits forever
+            self._replace(connection, error)
+
+    def _replace(self, connection: Connection, error: Exception) -> None:
+        """Ends a connection, and makes another one for later calls."""
+        pause = 0 if connection.has_heard else connection.pause
+        with self._lock:
+            # Replaced before the calls end, so that a repeated call uses the new connection.
+            if self._connection is connection:
+                pause = min(max(2 * pause, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
+                self._connection = Connection(self._name, pause)
+        connection.end(error)
+
+    def _end(self, reason: str) -> None:
+        """Ends the connection, and all later ones."""
+        new = Connection(self._name)
+        new.has_begun = True
+        new.end(RefusedError(reason))
+        with self._lock:
+            old, self._connection = self._connection, new
+        old.end(ConnectionLostError(reason))
+
+
+@final
+class InProcessLink(Link):
+    """A `Link` to a service in the same process. A thread handles the requests.
+
+    Args:
+        service: The service to call; None for a process that has ended.
+        name: Name of the other end in messages, such as `"ps 0"`.
+        limits: If given, messages are encoded, checked and decoded as if they were sent over a
+            network. None hands them over as they are.
+        fault: Function that delivers a request in tests of faults. It is called in the link's
+            thread with the request and a function that delivers it and returns the reply; it must
+            return the reply. It can deliver twice, wait, or raise `ConnectionLostError` before or
+            after delivery, which has the effect of `cut`.
+    """
+
+    def __init__(
+        self,
+        service: Service | None,
+        *,
+        name: str = "the service",
+        limits: Limits | None = None,
+        fault: Callable[[Message, Callable[[Message], Message]], Message] | None = None,
+    ) -> None:
+        super().__init__(name)
+        self._service = service
+        self._limits = limits
+        self._fault = fault
+
+    def cut(self) -> None:
+        """Breaks the connection. Calls under way raise; the next call makes a new connection."""
+        self._replace(self._connection, self._was_cut())
+
+    def kill(self) -> None:
+        """Breaks the connection as if the process at the other end had been killed.
+
+        All later calls raise, too. A request that is being handled is still finished.
+        """
+        self._end(f"The connection to {self._name} broke: it was killed.")
+
+    def _encode(self, message: Message) -> Message:
+        if self._limits is None:
+            return message
+        return decode(b"".join(encode(message, self._limits)), self._limits)
+
+    def _converse(self, connection: Connection) -> Exception:
+        service = self._service
+        if service is None:
+            return RefusedError(f"Nothing listens at {self._name}.")
+
+        def deliver(message: Message) -> Message:
+            return self._encode(answer(service, message, LOCAL))
+
+        for number, message in connection.requests():
+            try:
+                reply = deliver(message) if self._fault is None else self._fault(message, deliver)
+            except ConnectionLostError:
+                return self._was_cut()
+            except Exception as error:
+                reply = error_reply(error)
+            connection.reply(number, reply)
+        return self._was_cut()
+
+    def _was_cut(self) -> ConnectionLostError:
+        return ConnectionLostError(f"The connection to {self._name} was cut.")
+
+
+def answer(service: Service, message: Message, peer: Peer) -> Message:
+    """Returns the reply of a service, or a reply that describes the exception it raised."""
+    try:
+        return service.handle(message, peer)
+    except Exception as error:
+        return error_reply(error)
+
+
+def error_reply(error: Exception) -> Message:
+    """Returns the reply that raises an exception at the other end."""
+    name = next(cls.__name__ for cls in type(error).__mro__ if cls in _EXCEPTIONS.values())
+    text = str(error.args[0]) if len(error.args) == 1 else str(error)
+    if name != type(error).__name__:
+        text = f"{type(error).__name__}: {text}"
+    trace = "".join(traceback.format_exception(error))
+    fields: dict[str, JSON] = {
+        "type": name,
+        "text": text[:_MAX_ERROR_CHARACTERS],
+        "traceback": trace[-_MAX_ERROR_CHARACTERS:],
+    }
+    return Message(_ERROR_KIND, fields)
+
+
+def exception_of(fields: Mapping[str, JSON], target: str) -> Exception:
+    """Returns the exception described by the fields of an `error_reply` from `target`."""
+    kind, text, trace = (fields.get(name) for name in ("type", "text", "traceback"))
+    cls = _EXCEPTIONS.get(str(kind), RuntimeError)
+    error = cls(str(text))
+    error.add_note(f"Raised at {target}:\n{trace}")
+    return error
+
+
+def _again(error: Exception) -> Exception:
+    """Returns a copy of an exception for each call, as raising one adds to its traceback."""
+    return type(error)(*error.args)
+
+
+def _is_made_of_a_text(cls: object) -> bool:
+    if not (isinstance(cls, type) and issubclass(cls, Exception)) or issubclass(cls, Warning):
+        return False
+    try:
+        cls("text")
+    except TypeError:
+        return False
+    return True
+
+
+# Without ConnectionLostError and DeadlineError: if a service raises them, it is for another link.
+_EXCEPTIONS: Final = {
+    cls.__name__: cls
+    for cls in (
+        *(getattr(errors, name) for name in errors.__all__ if name != "DistributaryWarning"),
+        WireError,
+        *filter(_is_made_of_a_text, vars(builtins).values()),
+    )
+}

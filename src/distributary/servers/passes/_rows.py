@@ -1,0 +1,625 @@
+"""Splits steps that look up rows of large variables, so that only these rows travel.
+
+A worker does not need a whole table if it only gathers rows, by numbers that do not depend on
+variables. Its gradient is then a scatter into zeros, which is zero in all other rows. Both are
+found in the jaxpr of the worker. With a table of 1000 rows, 3 of them named by `ids`,
+
+    { lambda ; t:f32[1000,2] ids:i32[3,1]. let
+        a:f32[3,2] = gather t ids
+        b:f32[] = reduce_sum a
+        c:f32[3,2] = broadcast_in_dim 1.0
+        d:f32[1000,2] = broadcast_in_dim 0.0
+        e:f32[1000,2] = scatter-add d ids c
+        f:f32[1000,2] = push e
+      in (b, f) }
+
+becomes a program of as many rows as there are numbers. `rows` are the rows that `ids` name, and
+`at` are the positions among them: where the row of each of `ids` is.
+
+    { lambda ; rows:f32[3,2] at:i32[3,1]. let
+        a:f32[3,2] = gather rows at
+        b:f32[] = reduce_sum a
+        c:f32[3,2] = broadcast_in_dim 1.0
+        d:f32[3,2] = broadcast_in_dim 0.0
+        e:f32[3,2] = scatter-add d at c
+        f:f32[3,2] = push e
+      in (b, f) }
+
+The numbers come from a program of their own, `{ lambda ; ids:i32[3,1]. let  in (ids,) }`. It runs
+first, so that the worker knows which rows to pull.
+
+The stages of `rows_of`:
+
+1. `RowFlow` finds tables, and `_flow_of_worker` refuses those of which something needs all rows;
+2. `_Spaces` groups tables that are looked up by the same numbers;
+3. `_worker_with_rows` evaluates the program once more, with rows in the place of tables;
+4. `closed_part` cuts out the program of the numbers.
+
+`rows_of_update` examines a server's update in the same way: does it treat every row by itself, and
+does it leave a row alone if its gradient is zero? With the update
+
+    { lambda ; t:f32[1000,2] f:f32[1000,2]. let
+        g:f32[1000,2] = mul 0.1 f
+        h:f32[1000,2] = sub t g
+      in (h,) }
+
+both hold, so the server runs it on the 3 rows that are pushed:
+
+    { lambda ; t:f32[3,2] f:f32[3,2]. let
+        g:f32[3,2] = mul 0.1 f
+        h:f32[3,2] = sub t g
+      in (h,) }
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Var
+from jax.lax import GatherScatterMode
+
+from distributary.rows import bind_rows, numbers_of_other_rows, row_operands
+from distributary.servers.passes._row_flow import Atom, RowFlow, RowUse, aval_of
+from distributary.servers.passes._servers import ServerPart, ServerSplit, closed_part
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing import (
+    Array,
+    Equation,
+    Jaxpr,
+    Numbering,
+    evaluate_one,
+    jaxpr_of,
+    variables_of,
+)
+
+__all__ = [
+    "Lookup",
+    "RowBuffer",
+    "RowSpace",
+    "RowSplit",
+    "RowUpdate",
+    "SparseUpdate",
+    "UpdatedRows",
+    "bucket_of",
+    "rows_of",
+    "rows_of_update",
+]
+
+SparseUpdate = Literal["exact", "lazy"]
+#: The number of a space, and a row there: that of row 0 of a table.
+SpaceRow: TypeAlias = tuple[int, int]
+# A key for the rows that an equation takes: one that is equal for equal numbers of rows, and the
+# first row and the number of rows of their table in the table that it is joined with.
+_Rows: TypeAlias = tuple[Any, int, int]
+_MIN_BUCKET = 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Numbers of rows in one part of a space.
+
+    Attributes:
+        start: The row of the space that is row 0 of the part.
+        size: Number of rows of the part.
+        is_clipped: Whether a number out of range means the nearest row; else it means none.
+        is_again: Whether its numbers are those of the lookup before it, which is clipped.
+    """
+
+    start: int
+    size: int
+    is_clipped: bool
+    is_again: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowSpace:
+    """Rows that several tables have in common; a step works on some of them, given by number.
+
+    Attributes:
+        lookups: The numbers of the rows that a step takes. Leaving out lookups with `is_again`,
+            they are, over all spaces, in the order of the outputs of `RowSplit.ids`.
+        capacity: Largest number of rows that a step works on.
+    """
+
+    lookups: list[Lookup]
+    capacity: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowBuffer:
+    """Rows of a table as an input of the worker; the table may lie on several servers.
+
+    Attributes:
+        space: Number of the space.
+        parts: Positions of the table's states among the inputs of the step, each with its first
+            row.
+    """
+
+    space: int
+    parts: list[tuple[int, int]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowSplit:
+    """The work of a worker on rows instead of tables.
+
+    Attributes:
+        worker: Closed jaxpr like `ServerSplit.worker`. Its inputs are those of the step at
+            `inputs`, the rows `[capacity, *row]` of every one of `buffers`, and for every lookup
+            the positions of its numbers among the rows, int32 in the shape of the numbers.
+        inputs: Positions among the inputs of the step.
+        ids: Closed jaxpr from the inputs of the step at `ids_inputs` to the numbers `[..., 1]` of
+            the lookups.
+        ids_inputs: Positions among the inputs of the step.
+        spaces: The spaces that `buffers` and `pushes` refer to.
+        buffers: The tables.
+        pushes: The pushed values that are rows; by their number, the space and the first row.
+    """
+
+    worker: ClosedJaxpr
+    inputs: list[int]
+    ids: ClosedJaxpr
+    ids_inputs: list[int]
+    spaces: list[RowSpace]
+    buffers: list[RowBuffer]
+    pushes: dict[int, SpaceRow]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UpdatedRows:
+    """Rows of the variables of one server that change together.
+
+    Attributes:
+        space: Number of the space.
+        start: First row of the variables in the space.
+        size: Number of rows of the variables.
+        capacity: Largest number of rows that a worker pushes.
+        states: Positions among the states of the server part.
+        pushes: Positions among its pushes.
+        outputs: Positions among its outputs.
+        is_whole: Whether the update changes other rows, too, so that the pushed rows must be put
+            into zeros first.
+    """
+
+    space: int
+    start: int
+    size: int
+    capacity: int
+    states: list[int]
+    pushes: list[int]
+    outputs: list[int]
+    is_whole: bool
+
+    @property
+    def bucket(self) -> int:
+        """Number that rows share if they are padded to the same number of rows."""
+        return bucket_of(min(self.size, self.capacity))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowUpdate:
+    """The work of a server on pushed rows.
+
+    Attributes:
+        rows: The variables that rows are pushed for.
+        run: The update, as a function of flat arrays. The states and pushes in `rows` have only
+            some of their rows, unless `is_whole`.
+    """
+
+    rows: list[UpdatedRows]
+    run: Callable[..., list[Array]]
+
+
+def bucket_of(num_rows: int) -> int:
+    """Returns the number of rows to pad to, one of few, so that few programs are compiled."""
+    return max(_MIN_BUCKET, 1 << max(0, num_rows - 1).bit_length())
+
+
+def rows_of(
+    split: ServerSplit, states: Collection[int], num_devices: int = 1
+) -> tuple[RowSplit | None, dict[int, str]]:
+    """Finds tables of which a worker needs only rows.
+
+    Args:
+        split: The step.
+        states: Positions of variables among the inputs of the step.
+        num_devices: Number of devices of a worker. Each of them looks up rows by numbers of its
+            own, and has the rows of all.
+
+    Returns:
+        The worker's part with rows, or None if there are none; and for every variable that is
+        looked up but travels as a whole, by its position, the reason.
+    """
+    jaxpr = split.worker.jaxpr
+    position = dict(zip(jaxpr.invars, split.inputs, strict=True))
+    tables = [v for v in jaxpr.invars if position[v] in states]
+    num_results = len(jaxpr.outvars) - split.num_pushes
+    flow = _flow_of_worker(jaxpr, tables, num_results)
+    spaces = _Spaces(jaxpr, flow, num_devices)
+    refusals = {position[v]: why for v, why in spaces.refusals.items() if v in tables}
+    if not spaces.spaces:
+        return None, refusals
+
+    first_rows = {v: first for v in tables if (first := spaces.first_row(v)) is not None}
+    groups = _joined_tables(jaxpr, first_rows)
+    plain = [v for v in jaxpr.invars if v not in first_rows]
+    worker = _worker_with_rows(split.worker, flow, spaces, plain, groups, num_devices)
+    consts = dict(zip(jaxpr.constvars, split.worker.consts, strict=True))
+    ids = closed_part(jaxpr.invars, spaces.ids, jaxpr.eqns, consts)
+    buffers = []
+    for group in groups:
+        parts = [(position[v], first_rows[v][1]) for v in group]
+        buffers.append(RowBuffer(first_rows[group[0]][0], sorted(parts, key=lambda part: part[1])))
+    pushes = {
+        i: first
+        for i, v in enumerate(jaxpr.outvars[num_results:])
+        if isinstance(v, Var) and v not in flow.same and (first := spaces.first_row(v)) is not None
+    }
+    inputs, ids_inputs = ([position[v] for v in own] for own in (plain, ids.jaxpr.invars))
+    return RowSplit(worker, inputs, ids, ids_inputs, spaces.spaces, buffers, pushes), refusals
+
+
+def _flow_of_worker(jaxpr: Jaxpr, tables: Collection[Var], num_results: int) -> RowFlow:
+    """Returns the tables of a worker's program, without those of which it needs all rows.
+
+    Args:
+        jaxpr: The program.
+        tables: The inputs that may be tables.
+        num_results: Number of outputs that are returned; the others are pushed.
+    """
+    flow = RowFlow(jaxpr, tables, is_worker=True)
+    for v in variables_of(jaxpr.outvars[:num_results]):
+        flow.refuse(v, "it is returned")
+    # Values that are summed or pushed must be zero in rows that are not looked up.
+    pushed = [v for v in variables_of(jaxpr.outvars[num_results:]) if v not in flow.same]
+    reasons = [
+        *((v, "a sum needs all of it") for v in flow.sums),
+        *((v, "all of it is pushed") for v in pushed),
+    ]
+    zeros = [use.table for use in flow.scatters]
+    numbers = numbers_of_other_rows(jaxpr, [v for v, _ in reasons], zeros)
+    for (v, reason), number in zip(reasons, numbers, strict=True):
+        if number != "zero":
+            flow.refuse(v, reason)
+    return flow
+
+
+def _joined_tables(jaxpr: Jaxpr, tables: Iterable[Var]) -> list[list[Var]]:
+    """Returns the inputs that are tables, grouped by the tables that are joined."""
+    group_of: dict[Var, dict[Var, None]] = {v: {v: None} for v in tables}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "concatenate" and group_of.keys() >= {*variables_of(eqn.invars)}:
+            merged: dict[Var, None] = {}
+            for v in variables_of(eqn.invars):
+                merged.update(group_of[v])
+            group_of.update(dict.fromkeys(merged, merged))
+    return [list(group) for group in {id(group): group for group in group_of.values()}.values()]
+
+
+def _worker_with_rows(
+    worker: ClosedJaxpr,
+    flow: RowFlow,
+    spaces: "_Spaces",
+    plain: Sequence[Var],
+    groups: Sequence[Sequence[Var]],
+    num_devices: int,
+) -> ClosedJaxpr:
+    """Returns the program of a worker with rows in the place of tables; see `RowSplit.worker`.
+
+    Args:
+        worker: The program with tables.
+        flow: Its tables.
+        spaces: The numbers of the rows that it looks up.
+        plain: The inputs that stay.
+        groups: The inputs that are tables; those that are joined are together one input.
+        num_devices: Number of devices that run the program.
+    """
+    jaxpr = worker.jaxpr
+
+    def run(*arrays: Array) -> list[Array]:
+        left = iter(arrays)
+        values = dict(zip(jaxpr.constvars, worker.consts, strict=True))
+        values.update((v, next(left)) for v in plain)
+        for group in groups:
+            values.update(dict.fromkeys(group, next(left)))
+        return _evaluated(jaxpr, flow, values, spaces.capacities(), spaces.positions_of(left))
+
+    capacities = spaces.capacities()
+    shapes = [(aval_of(v).shape, aval_of(v).dtype) for v in plain]
+    for v, *_ in groups:
+        rows_shape = capacities[flow.find(v)[0]], *aval_of(v).shape[1:]
+        shapes.append((rows_shape, aval_of(v).dtype))
+    shapes += [(aval_of(v).shape, np.dtype(np.int32)) for v in spaces.ids_of_lookups]
+    structs = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    made: ClosedJaxpr = jax.make_jaxpr(run, axis_env=[(REPLICA_AXIS, num_devices)])(*structs)
+    return made
+
+
+def rows_of_update(
+    part: ServerPart,
+    pushes: Mapping[int, SpaceRow],
+    capacities: Sequence[int],
+    sparse_update: SparseUpdate,
+) -> RowUpdate:
+    """Returns the work of a server when some of the pushed values are rows.
+
+    Args:
+        part: Its work on whole values.
+        pushes: The `pushes` of the `RowSplit`.
+        capacities: The capacity of every space.
+        sparse_update: "lazy" leaves rows alone that are not pushed. "exact" does so only if the
+            update itself leaves them alone.
+    """
+    jaxpr = part.update.jaxpr
+    states, given = jaxpr.invars[: len(part.states)], jaxpr.invars[len(part.states) :]
+    flow = RowFlow(jaxpr, {*jaxpr.invars}, is_worker=False)
+    pushed = {
+        v: pushes[number] for v, number in zip(given, part.pushes, strict=True) if number in pushes
+    }
+    numbers = numbers_of_other_rows(jaxpr, jaxpr.outvars, pushed)
+    groups: dict[tuple[Var, int], list[Var]] = {}
+    for v in pushed:
+        groups.setdefault(flow.find(v), []).append(v)
+    rows: list[UpdatedRows] = []
+    inputs_of: dict[Var, Var] = {}  # by table, an input with its rows
+    for (root, start), own in groups.items():
+        outputs = [i for i, v in enumerate(jaxpr.outvars) if _is_of(flow, v, root)]
+        olds = [(i, part.state_of_output[i]) for i in outputs]
+        leaves_others = all(k is not None and numbers[i] is states[k] for i, k in olds)
+        is_whole = not (
+            _can_be_rows(flow, part, root, start, outputs, pushed)
+            and (leaves_others or sparse_update == "lazy")
+        )
+        if not is_whole:
+            inputs_of[root] = own[0]
+        for space, first in sorted({pushed[v] for v in own}):
+            rows.append(
+                UpdatedRows(
+                    space,
+                    first,
+                    aval_of(own[0]).shape[0],
+                    capacities[space],
+                    [] if is_whole else [i for i, v in enumerate(states) if _is_of(flow, v, root)],
+                    [i for i, v in enumerate(given) if v in own and pushed[v] == (space, first)],
+                    [] if is_whole else outputs,
+                    is_whole,
+                )
+            )
+
+    def run(*arrays: Array) -> list[Array]:
+        values = dict(zip(jaxpr.invars, arrays, strict=True))
+        sizes = {root: values[v].shape[0] for root, v in inputs_of.items()}
+        values.update(zip(jaxpr.constvars, part.update.consts, strict=True))
+        return _evaluated(jaxpr, flow, values, sizes, {})
+
+    return RowUpdate(rows, run)
+
+
+def _is_of(flow: RowFlow, atom: Atom, root: Var) -> bool:
+    """Returns whether an atom belongs to a table."""
+    return isinstance(atom, Var) and flow.find(atom)[0] is root
+
+
+def _can_be_rows(
+    flow: RowFlow,
+    part: ServerPart,
+    root: Var,
+    start: int,
+    outputs: Sequence[int],
+    pushed: Mapping[Var, SpaceRow],
+) -> bool:
+    """Returns whether a server can compute the update of some rows of a table from these rows.
+
+    Args:
+        flow: The tables of the update.
+        part: The work of the server.
+        root: The table.
+        start: The first row of what is pushed for it.
+        outputs: The outputs that belong to the table.
+        pushed: The inputs that are pushed rows.
+    """
+    jaxpr = part.update.jaxpr
+    states = jaxpr.invars[: len(part.states)]
+    members = [v for v in jaxpr.invars if _is_of(flow, v, root)]
+    olds = [part.state_of_output[i] for i in outputs]
+    return (
+        flow.reason(root) is None
+        and len({pushed[v] for v in members if v in pushed}) == 1
+        and all((v in pushed or v in states) and flow.find(v)[1] == start for v in members)
+        and all(k is not None and states[k] in members for k in olds)
+    )
+
+
+@final
+class _Spaces:
+    """The numbers of rows that a worker looks up, by table.
+
+    Attributes:
+        spaces: The spaces; tables that are looked up by the same numbers share one.
+        ids: The variables with the numbers.
+        ids_of_lookups: The variable with the numbers, for every lookup of every space.
+        refusals: Reasons, by variable, why a table that is looked up has no space.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, flow: RowFlow, num_devices: int) -> None:
+        self._flow = flow
+        self._num_devices = num_devices
+        self.spaces: list[RowSpace] = []
+        self.ids: list[Atom] = []
+        self.ids_of_lookups: list[Atom] = []
+        # By table, its space, and the row of the table that is row 0 there.
+        self._of_root: dict[Var, SpaceRow] = {}
+        # By the lookups in it, a space and the number of its first lookup.
+        self._made: dict[Any, tuple[int, int]] = {}
+        self._lookup_of: dict[int, int] = {}  # by equation
+        uses = [*flow.lookups, *flow.scatters]
+        # Numbered by value, because the same numbers may be computed twice.
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        ids = jaxpr_of(inputs, [use.ids for use in uses], jaxpr.eqns)
+        numbers = dict(zip(uses, Numbering().outputs(ids, inputs), strict=True))
+        tables: dict[Var, dict[_Rows, list[RowUse]]] = {}
+        for use, number in numbers.items():
+            root, start = flow.find(use.table)
+            rows = number, start, aval_of(use.table).shape[0]
+            tables.setdefault(root, {}).setdefault(rows, []).append(use)
+        for root, lookups in tables.items():
+            self._add(root, lookups)
+        self.refusals = self._refusals(numbers)
+
+    def _add(self, root: Var, lookups: Mapping[_Rows, list[RowUse]]) -> None:
+        """Gives a table a space, unless it is refused or has no more rows than are looked up.
+
+        Args:
+            root: The table.
+            lookups: The equations that take or add rows of it, by these rows.
+        """
+        find = self._flow.find
+        members = [(find(v)[1], aval_of(v).shape[0]) for v in self._flow.members(root)]
+        first = min(start for start, _ in members)
+        num_rows = max(start + size for start, size in members) - first
+        capacity = sum(self._num_ids(uses[0]) for uses in lookups.values())
+        if capacity >= num_rows or self._flow.reason(root) is not None:
+            return
+        shifted = tuple(
+            (number, start - first, size, _modes(uses))
+            for (number, start, size), uses in lookups.items()
+        )
+        if shifted not in self._made:
+            self._made[shifted] = len(self.spaces), len(self.ids_of_lookups)
+            found = [
+                Lookup(start, size, is_clipped, is_again=i > 0)
+                for _, start, size, modes in shifted
+                for i, is_clipped in enumerate(modes)
+            ]
+            self.spaces.append(RowSpace(found, capacity))
+            for use, *others in lookups.values():
+                self.ids.append(use.ids)
+                self.ids_of_lookups += [use.ids] * len(_modes([use, *others]))
+        space, lookup = self._made[shifted]
+        self._of_root[root] = space, first
+        for uses in lookups.values():
+            modes = _modes(uses)
+            for use in uses:
+                self._lookup_of[id(use.eqn)] = lookup + modes.index(_is_clipped(use))
+            lookup += len(modes)
+
+    def first_row(self, v: Var) -> SpaceRow | None:
+        """Returns the space of a variable, and its first row there; None without a space."""
+        root, start = self._flow.find(v)
+        if root not in self._of_root:
+            return None
+        space, first = self._of_root[root]
+        return space, start - first
+
+    def capacities(self) -> dict[Var, int]:
+        """Returns the number of rows that a worker has of every table."""
+        return {root: self.spaces[space].capacity for root, (space, _) in self._of_root.items()}
+
+    def positions_of(self, arrays: Iterator[Array]) -> dict[int, Array]:
+        """Returns by equation the positions that it takes instead of numbers.
+
+        Args:
+            arrays: The positions of every lookup.
+        """
+        positions = list(arrays)
+        return {eqn: positions[i] for eqn, i in self._lookup_of.items()}
+
+    def _refusals(self, numbers_of: Mapping[RowUse, Any]) -> dict[Var, str]:
+        """Returns the reasons, by variable, why a table that is looked up has no space.
+
+        Args:
+            numbers_of: By lookup and scatter, a key that is equal for equal numbers of rows.
+        """
+        flow = self._flow
+        of_gradients = {
+            numbers_of[use]: f"of its gradient {why}"
+            for use in flow.scatters
+            if (why := flow.reason(flow.find(use.table)[0])) is not None
+        }
+        refusals: dict[Var, str] = {}
+        for use in (*flow.lookups, *flow.refused_lookups):
+            root, _ = flow.find(use.table)
+            why = flow.reason(root) or of_gradients.get(numbers_of.get(use))
+            if why is not None and self._num_ids(use) < aval_of(use.table).shape[0]:
+                refusals.update((v, why) for v in flow.members(root))
+        return refusals
+
+    def _num_ids(self, use: RowUse) -> int:
+        return self._num_devices * math.prod(aval_of(use.ids).shape[:-1])
+
+
+def _modes(uses: Sequence[RowUse]) -> tuple[bool, ...]:
+    """Returns whether equations clip numbers out of range; both answers if they differ."""
+    return tuple(sorted({_is_clipped(use) for use in uses}, reverse=True))
+
+
+def _is_clipped(use: RowUse) -> bool:
+    mode = use.eqn.params["mode"]
+    if use.eqn.primitive.name == "gather":
+        return mode is not GatherScatterMode.FILL_OR_DROP
+    return mode is GatherScatterMode.CLIP  # numbers promised to be in bounds are dropped
+
+
+def _evaluated(
+    jaxpr: Jaxpr,
+    flow: RowFlow,
+    values: dict[Var, Array],
+    sizes: Mapping[Var, int],
+    positions_of: Mapping[int, Array],
+) -> list[Array]:
+    """Returns the outputs of a jaxpr, some of whose tables have fewer rows.
+
+    Args:
+        jaxpr: The jaxpr.
+        flow: Its tables.
+        values: Values of its inputs.
+        sizes: By table, the number of rows it has.
+        positions_of: By equation, the positions among the rows that it takes instead of numbers.
+    """
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def value(atom: Atom) -> Array:
+        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+    def in_rows(atom: Atom, num_rows: int) -> Array:
+        """Returns a value whose rows are all equal with another number of rows."""
+        if isinstance(atom, jex_core.Literal) or atom not in flow.same:
+            return value(atom)
+        eqn = makers[atom]
+        row = bind_rows(eqn, operands(eqn, 1), 1)[eqn.outvars.index(atom)]
+        return jnp.broadcast_to(row, (num_rows, *row.shape[1:]))
+
+    def operands(eqn: Equation, num_rows: int) -> list[Array]:
+        of_rows = row_operands(eqn) or ()
+        return [
+            in_rows(v, num_rows) if any(v is own for own in of_rows) else value(v)
+            for v in eqn.invars
+        ]
+
+    for eqn in jaxpr.eqns:
+        num_rows = sizes.get(flow.find(eqn.outvars[0])[0]) if eqn.outvars else None
+        if id(eqn) in positions_of:
+            first, _, *rest = eqn.invars
+            # A gather takes rows of a table; a scatter adds rows to zeros, of which there are as
+            # many as the table has here.
+            given = [in_rows(first, num_rows or 0), positions_of[id(eqn)], *map(value, rest)]
+            outs = [eqn.primitive.bind(*given, **eqn.params)]
+        elif num_rows is None:
+            outs = evaluate_one(eqn, list(map(value, eqn.invars)))
+        elif row_operands(eqn) is None:  # tables are joined or parted
+            outs = [value(eqn.invars[0])]
+        else:
+            outs = bind_rows(eqn, operands(eqn, num_rows), num_rows)
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [value(v) for v in jaxpr.outvars]

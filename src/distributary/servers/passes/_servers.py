@@ -1,0 +1,530 @@
+"""Splits the step of a worker into the worker's part and the updates of parameter servers.
+
+A worker reads variables, computes on its batch and pushes gradients. A value that is computed from
+a pushed value and the state of variables is an update. It belongs to the server that keeps the
+variables, which starts from their latest values, whatever other workers have done since this one
+read them. With a variable `w` on server 0 and data `x`, the step
+
+    { lambda ; w:f32[2] x:f32[2]. let
+        a:f32[2] = mul x w
+        b:f32[] = reduce_sum a
+        c:f32[2] = push x
+        d:f32[2] = mul 0.1 c
+        e:f32[2] = sub w d
+      in (b, e) }
+
+splits into a part of the worker, whose last output is the pushed value, and one of the server:
+
+    { lambda ; w:f32[2] x:f32[2]. let       { lambda ; w:f32[2] c:f32[2]. let
+        a:f32[2] = mul x w                      d:f32[2] = mul 0.1 c
+        b:f32[] = reduce_sum a                  e:f32[2] = sub w d
+        c:f32[2] = push x                     in (e,) }
+      in (b, c) }
+
+The stages of `split_over_servers` decide
+
+1. which equations depend on data, and so are the worker's (`is_in_first_stage`): those of a, b, c;
+2. which last operations of the worker a server does in its place (`_last_operations`): none here,
+   but with `sub w x` in place of `sub w d`, that subtraction;
+3. for every other equation, the servers whose variables its result is for (`_tasks_of_equations`):
+   server 0 for those of d and e;
+4. what every server is given (`_server_part`): `w`, which it has, and `c`, which is pushed;
+5. what the worker has to compute (`_worker_part`): the results and everything that is pushed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import final
+
+from jax.extend.core import ClosedJaxpr, Literal, Var
+
+from distributary.errors import UnsupportedError
+from distributary.servers.passes._row_flow import Atom
+from distributary.tracing import (
+    Array,
+    Equation,
+    Jaxpr,
+    is_in_first_stage,
+    is_of_devices,
+    is_sum_of_replicas,
+    jaxpr_of,
+    start_p,
+    variables_of,
+    without_calls,
+)
+
+__all__ = ["ServerPart", "ServerSplit", "StepInput", "closed_part", "split_over_servers"]
+
+# Stands in for the number of a server, for values that the worker returns or computes with.
+_WORKER = -1
+_DATA = ("data", "replicas", "argument")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """An input of a step.
+
+    Attributes:
+        kind: `"state"` for a variable or one of its shards, `"data"`, `"replicas"` or `"argument"`
+            for data of the worker, `"constant"`. `WorkerPlan.inputs` explains them.
+        number: The number of the variable, or of the input among those of its kind.
+        name: The name of the variable in messages.
+        server: The number of the server that keeps the variable; None for other inputs.
+        num_rows: Number of rows of the variable.
+    """
+
+    kind: str
+    number: int
+    name: str = ""
+    server: int | None = None
+    num_rows: int = 0
+
+    @property
+    def is_data(self) -> bool:
+        """True for data of the worker."""
+        return self.kind in _DATA
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ServerPart:
+    """The work of one server on the values that a worker pushes.
+
+    Attributes:
+        update: Closed jaxpr from the state at `states`, then the values at `pushes`, to the new
+            state at `outputs`.
+        states: Positions among the inputs of the step.
+        pushes: Positions among the pushed values.
+        outputs: Positions among the outputs of the step.
+        state_of_output: For every output, the number among `states` of the state it replaces; None
+            if the update does not read that state.
+    """
+
+    update: ClosedJaxpr
+    states: list[int]
+    pushes: list[int]
+    outputs: list[int]
+    state_of_output: list[int | None]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ServerSplit:
+    """A step in parts.
+
+    Attributes:
+        worker: Closed jaxpr from the inputs of the step at `inputs` to the outputs of the step that
+            are not state, then the pushed values.
+        inputs: Positions among the inputs of the step. The worker pulls the state among them.
+        num_pushes: Number of pushed values.
+        servers: The servers that keep state which the step changes, by number.
+        overwritten: Positions among the outputs of the step of new state that no server computes:
+            the last worker wins.
+    """
+
+    worker: ClosedJaxpr
+    inputs: list[int]
+    num_pushes: int
+    servers: dict[int, ServerPart]
+    overwritten: list[int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step, and what its variables are.
+
+    Attributes:
+        jaxpr: The step.
+        constants: Values of its last inputs.
+        is_data: For every other input, whether it is data of the worker.
+        server_of: For every input that is state, the number of its server.
+        state_of_output: For every output that is new state, the position of its old state.
+        goals: For every output, the server that keeps it; `_WORKER` for results.
+    """
+
+    jaxpr: Jaxpr
+    constants: Mapping[Var, Array]
+    is_data: list[bool]
+    server_of: dict[Var, int]
+    state_of_output: Sequence[int | None]
+    goals: list[int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Equations:
+    """The equations of a step.
+
+    Attributes:
+        eqns: The equations of the step, then copies of the last operations that servers do.
+        is_update: For every equation, whether it may be a server's.
+        outputs: The outputs of the step, some of them made by the copies.
+    """
+
+    eqns: list[Equation]
+    is_update: list[bool]
+    outputs: list[Atom]
+
+
+def split_over_servers(
+    jaxpr: Jaxpr,
+    inputs: Sequence[StepInput],
+    state_of_output: Sequence[int | None],
+    constants: Mapping[Var, Array] = MappingProxyType({}),
+    num_devices: int = 1,
+) -> ServerSplit:
+    """Splits a step over the servers that keep its variables.
+
+    A server computes the values that need its own state or a pushed value, and are of use to it
+    alone. The worker computes values that several servers need, such as the norm of all gradients
+    or a learning rate that depends on a counter, from the state that it has pulled.
+
+    If a value depends on data and was not pushed, only its last operation is the server's, with
+    those operands that are computed from state alone: `v.assign_add(x)` and moving averages. The
+    other operands are pushed. Without such an operation the value is assigned as it is, and the
+    last worker wins. If there are several additions to the old state, also by several devices that
+    add to parts of it, the addition to the state is made the last one.
+
+    Args:
+        jaxpr: The step, without markers of variables and without constants.
+        inputs: Its inputs.
+        state_of_output: For every output that is the new state of a variable, the position of the
+            input that is its old state.
+        constants: Values of further inputs, which come last.
+        num_devices: Number of devices of a worker; each of them runs the step.
+
+    Raises:
+        UnsupportedError: if the update of a variable needs the state of several servers at once.
+    """
+    # Written out, so that an optimizer that is one function can be split over servers.
+    jaxpr, constants = without_calls(jaxpr, constants)
+    jaxpr = _with_sums_last(jaxpr, state_of_output)
+    is_data = [own.is_data for own in inputs]
+    is_varying = [*is_data, *[False] * len(constants)]
+    of_worker = is_in_first_stage(jaxpr, is_varying, max(2, num_devices))
+    pairs = zip(jaxpr.invars, inputs, strict=False)
+    server_of = {v: own.server for v, own in pairs if own.server is not None}
+    goals = [_WORKER if i is None else server_of[jaxpr.invars[i]] for i in state_of_output]
+    step = _Step(jaxpr, constants, is_data, server_of, state_of_output, goals)
+
+    outputs, last = _last_operations(step, of_worker)
+    is_update = [*(not own for own in of_worker), *[True] * len(last)]
+    equations = _Equations([*jaxpr.eqns, *last], is_update, outputs)
+    at_server, at_worker = _tasks_of_equations(step, equations)
+    _check_updates(step, equations, at_server, inputs)
+
+    pushes: dict[Var, int] = {}
+    overwritten: list[int] = []
+    servers = {
+        server: _server_part(step, server, eqns, outputs, pushes, overwritten)
+        for server, eqns in at_server.items()
+    }
+    worker, worker_inputs = _worker_part(step, at_worker, outputs, pushes)
+    return ServerSplit(worker, worker_inputs, len(pushes), servers, overwritten)
+
+
+def _with_sums_last(jaxpr: Jaxpr, state_of_output: Sequence[int | None]) -> Jaxpr:
+    """Rewrites new state `(v + x) + y` as `v + (x + y)`, also if several devices add to it.
+
+    Devices add to `start_of_sum(v)`, whose sum over them is `v`.
+    """
+    makers = _makers_of(jaxpr.eqns)
+    outputs = list(jaxpr.outvars)
+    eqns = list(jaxpr.eqns)
+    for i, position in enumerate(state_of_output):
+        state = None if position is None else jaxpr.invars[position]
+        maker = makers.get(_hashable(outputs[i]))
+        if state is None or maker is None or state in variables_of(maker.invars):
+            continue
+        found = _Sum(makers, state, eqns).added_to(outputs[i])
+        if found is not None:
+            new = outputs[i] = Var(outputs[i].aval)
+            eqns.append(found[1].replace(invars=[state, found[0]], outvars=[new]))
+    return jaxpr_of(jaxpr.invars, outputs, eqns, jaxpr.constvars)
+
+
+@final
+class _Sum:
+    """A search for what a step adds to the state of a variable.
+
+    Args:
+        makers: The equation that makes each variable.
+        state: The state.
+        eqns: Receives equations that add up what is added.
+    """
+
+    def __init__(
+        self, makers: Mapping[Var | None, Equation], state: Var, eqns: list[Equation]
+    ) -> None:
+        self._makers = makers
+        self._state = state
+        self._eqns = eqns
+        self._seen: set[tuple[Atom, bool]] = set()
+
+    def added_to(self, atom: Atom, of_devices: bool = False) -> tuple[Atom, Equation] | None:
+        """Returns what is added to the state to make an atom, and an equation that adds.
+
+        Args:
+            atom: The atom.
+            of_devices: Whether it is the summand of one of several devices.
+        """
+        eqn = self._makers.get(_hashable(atom))
+        if eqn is None or (atom, of_devices) in self._seen:
+            return None
+        self._seen.add((atom, of_devices))
+        is_sum = is_sum_of_replicas(eqn)
+        others: list[Atom] = []
+        found = None
+        if (is_sum or eqn.primitive.name == "push") and len(eqn.invars) == 1:
+            found = self.added_to(eqn.invars[0], of_devices or is_sum)
+        elif eqn.primitive.name in ("add", "add_any"):
+            for first, other in (eqn.invars, eqn.invars[::-1]):
+                if self._is_state(first, of_devices):
+                    return other, eqn
+                found, others = self.added_to(first, of_devices), [other]
+                if found is not None:
+                    break
+        if found is None:
+            return None
+        new = Var(atom.aval)
+        self._eqns.append(eqn.replace(invars=[found[0], *others], outvars=[new]))
+        return new, found[1]
+
+    def _is_state(self, atom: Atom, of_devices: bool) -> bool:
+        """Returns whether an atom is the state, or what devices start from in its place."""
+        if not of_devices:
+            return atom is self._state
+        eqn = self._makers.get(_hashable(atom))
+        return eqn is not None and eqn.primitive is start_p and eqn.invars[0] is self._state
+
+
+def _last_operations(step: _Step, of_worker: Sequence[bool]) -> tuple[list[Atom], list[Equation]]:
+    """Returns the outputs, and copies of the worker's equations that servers need for new state.
+
+    For new state that depends on no data these are all its equations; else only the last operation,
+    with those operands that depend on no data.
+    """
+    eqns_of_step = step.jaxpr.eqns
+    makers = _makers_of(eqns_of_step)
+    own = {v for eqn, own in zip(eqns_of_step, of_worker, strict=True) if own for v in eqn.outvars}
+    free = _servers_without_data(step)
+    outputs = list(step.jaxpr.outvars)
+    eqns: list[Equation] = []
+    for i, goal in enumerate(step.goals):
+        output = _hashable(outputs[i])
+        eqn = makers.get(output)
+        if goal == _WORKER or output is None or eqn is None or output not in own:
+            continue
+        copies: dict[Var | None, Var] = {}
+        known = {v for v, servers in free.items() if servers <= {goal}}
+        if output in known:
+            eqns += _copied([output], makers, known, copies)
+            outputs[i] = copies[output]
+        elif (
+            len(eqn.outvars) == 1
+            and not eqn.effects
+            and not is_of_devices(eqn)
+            and any(free.get(v) == {goal} for v in variables_of(eqn.invars))
+        ):
+            eqns += _copied(eqn.invars, makers, known, copies)
+            new = outputs[i] = Var(eqn.outvars[0].aval)
+            eqns.append(_renamed(eqn, copies, [new]))
+    return outputs, eqns
+
+
+def _servers_without_data(step: _Step) -> dict[Var, set[int]]:
+    """Returns the variables that depend on no data and no pushed value.
+
+    Each comes with the servers whose state it depends on.
+    """
+    free: dict[Var, set[int]] = {
+        v: {step.server_of[v]} if v in step.server_of else set()
+        for i, v in enumerate(step.jaxpr.invars)
+        if i >= len(step.is_data) or not step.is_data[i]
+    }
+    for eqn in step.jaxpr.eqns:
+        operands = variables_of(eqn.invars)
+        stays = eqn.effects or is_of_devices(eqn)  # `push` counts as such
+        if not stays and all(v in free for v in operands):
+            servers = set().union(*(free[v] for v in operands))
+            free.update((v, servers) for v in eqn.outvars)
+    return free
+
+
+def _copied(
+    atoms: Iterable[Atom],
+    makers: Mapping[Var | None, Equation],
+    known: set[Var],
+    copies: dict[Var | None, Var],
+) -> list[Equation]:
+    """Copies the equations that make atoms from `known` variables, with outputs of their own."""
+    eqns: list[Equation] = []
+    for v in variables_of(atoms):
+        eqn = makers.get(v)
+        if eqn is None or v not in known or v in copies:
+            continue
+        eqns += _copied(eqn.invars, makers, known, copies)
+        outvars = [Var(out.aval) for out in eqn.outvars]
+        eqns.append(_renamed(eqn, copies, outvars))
+        copies.update(zip(eqn.outvars, outvars, strict=True))
+    return eqns
+
+
+def _renamed(eqn: Equation, names: Mapping[Var | None, Var], outvars: list[Var]) -> Equation:
+    return eqn.replace(
+        invars=[names.get(_hashable(atom), atom) for atom in eqn.invars], outvars=outvars
+    )
+
+
+def _tasks_of_equations(
+    step: _Step, equations: _Equations
+) -> tuple[dict[int, list[Equation]], list[Equation]]:
+    """Returns the equations of every server that keeps changed state, and those of the worker.
+
+    An update is a server's if only that server needs its result, or if it depends on the state of
+    that server alone. The worker has the other equations, and those of a server whose result others
+    need, too.
+    """
+    depends = _servers_of_inputs(step, equations)
+    reaches = _servers_of_outputs(step, equations)
+    at_server: dict[int, list[Equation]] = {goal: [] for goal in step.goals if goal != _WORKER}
+    at_worker: list[Equation] = []
+    for eqn, late in zip(equations.eqns, equations.is_update, strict=True):
+        to = set().union(*(reaches.get(v, ()) for v in eqn.outvars))
+        own = {s for s in to if late and (to == {s} or depends[eqn.outvars[0]] == {s})} - {_WORKER}
+        for server in own:
+            at_server[server].append(eqn)
+        if not own.issuperset(to) or not late:
+            at_worker.append(eqn)
+    return at_server, at_worker
+
+
+def _servers_of_inputs(step: _Step, equations: _Equations) -> dict[Var, set[int]]:
+    """Returns by variable the servers whose state it depends on."""
+    depends: dict[Var, set[int]] = {v: {owner} for v, owner in step.server_of.items()}
+    for eqn in equations.eqns:
+        on = set().union(*(depends.get(v, ()) for v in variables_of(eqn.invars)))
+        depends.update((v, on) for v in eqn.outvars)
+    return depends
+
+
+def _servers_of_outputs(step: _Step, equations: _Equations) -> dict[Var, set[int]]:
+    """Returns by variable the servers whose updates need it, and `_WORKER` if that does."""
+    reaches: dict[Var, set[int]] = {}
+    for output, goal in zip(equations.outputs, step.goals, strict=True):
+        for v in variables_of([output]):
+            reaches.setdefault(v, set()).add(goal)
+    pairs = zip(reversed(equations.eqns), reversed(equations.is_update), strict=True)
+    for eqn, late in pairs:
+        to = set().union(*(reaches.get(v, ()) for v in eqn.outvars)) if late else {_WORKER}
+        for v in variables_of(eqn.invars):
+            reaches.setdefault(v, set()).update(to)
+    return reaches
+
+
+def _check_updates(
+    step: _Step,
+    equations: _Equations,
+    at_server: Mapping[int, Sequence[Equation]],
+    inputs: Sequence[StepInput],
+) -> None:
+    """Refuses an update that would be computed from old state and overwrite that of others."""
+    pairs = zip(equations.eqns, equations.is_update, strict=True)
+    updates = {v for eqn, late in pairs if late for v in eqn.outvars}
+    for output, goal, i in zip(equations.outputs, step.goals, step.state_of_output, strict=True):
+        if i is None or _hashable(output) not in updates:
+            continue
+        if not any(output in eqn.outvars for eqn in at_server[goal]):
+            raise UnsupportedError(
+                f"The update of {inputs[i].name!r} needs variables on several servers, so no server"
+                " can compute it. Start one server, or use an optimizer that updates each variable"
+                " by itself; Adafactor, loss scaling and gradient accumulation do not."
+            )
+
+
+def _server_part(
+    step: _Step,
+    server: int,
+    eqns: list[Equation],
+    outputs: Sequence[Atom],
+    pushes: dict[Var, int],
+    overwritten: list[int],
+) -> ServerPart:
+    """Returns the part of one server.
+
+    Args:
+        step: The step.
+        server: Number of the server.
+        eqns: Its equations.
+        outputs: The outputs of the step.
+        pushes: Receives the variables that are pushed to the server, with their positions.
+        overwritten: Receives the outputs that it does not compute; see `ServerSplit`.
+    """
+    own_outputs = [i for i, goal in enumerate(step.goals) if goal == server]
+    outvars = [outputs[i] for i in own_outputs]
+    made = {v for eqn in eqns for v in eqn.outvars}
+    used = [*(atom for eqn in eqns for atom in eqn.invars), *outvars]
+    needed = list(dict.fromkeys(variables_of(used)))
+    states = [v for v in needed if step.server_of.get(v) == server]
+    given = [v for v in needed if v not in made.union(states, step.constants)]
+    for v in given:
+        pushes.setdefault(v, len(pushes))
+    overwritten += [i for i in own_outputs if _hashable(outputs[i]) in given]
+    olds = [step.jaxpr.invars[k] for i in own_outputs if (k := step.state_of_output[i]) is not None]
+    return ServerPart(
+        closed_part([*states, *given], outvars, eqns, step.constants),
+        [step.jaxpr.invars.index(v) for v in states],
+        [pushes[v] for v in given],
+        own_outputs,
+        [states.index(v) if v in states else None for v in olds],
+    )
+
+
+def _worker_part(
+    step: _Step, eqns: Sequence[Equation], outputs: Sequence[Atom], pushes: Mapping[Var, int]
+) -> tuple[ClosedJaxpr, list[int]]:
+    """Returns the part of the worker, and the positions of its inputs among those of the step."""
+    results = [v for v, goal in zip(outputs, step.goals, strict=True) if goal == _WORKER]
+    invars = [v for v in step.jaxpr.invars if v not in step.constants]
+    worker = closed_part(invars, [*results, *pushes], eqns, step.constants, with_effects=True)
+    position = {v: i for i, v in enumerate(step.jaxpr.invars)}
+    return worker, [position[v] for v in worker.jaxpr.invars]
+
+
+def closed_part(
+    invars: Iterable[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[Equation],
+    constants: Mapping[Var, Array],
+    with_effects: bool = False,
+) -> ClosedJaxpr:
+    """Returns the part of a program that computes `outvars`.
+
+    Args:
+        invars: Inputs of the program. Those that the part needs are its inputs.
+        outvars: The outputs of the part.
+        eqns: Equations of the program.
+        constants: Values of further inputs.
+        with_effects: Whether equations with effects stay, even if no output needs them.
+    """
+    wanted = set(variables_of(outvars))
+    kept: list[Equation] = []
+    for eqn in reversed(eqns):
+        if (with_effects and eqn.effects) or not wanted.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            wanted.update(variables_of(eqn.invars))
+    consts = {v: value for v, value in constants.items() if v in wanted}
+    part = jaxpr_of([v for v in invars if v in wanted], outvars, kept[::-1], list(consts))
+    return ClosedJaxpr(part, list(consts.values()))
+
+
+def _makers_of(eqns: Iterable[Equation]) -> dict[Var | None, Equation]:
+    """Returns the equation that makes each variable."""
+    return {v: eqn for eqn in eqns for v in eqn.outvars}
+
+
+def _hashable(atom: Atom) -> Var | None:
+    return None if isinstance(atom, Literal) else atom

@@ -1,0 +1,222 @@
+"""Control flow and calls of Python under TensorFlow's names: `tf.case`, `tf.py_function`, ..."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distributary._types import Nest
+from distributary.data import TensorSpec
+from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.tensorflow._host import as_element, host_array
+from distributary.tensorflow._operations import TensorLike, array, plain, tensor
+from distributary.tensorflow.autograph import check_when_run, is_traced
+from distributary.tracing import current_scope
+
+_Branch = Callable[[], Any]
+
+
+def cond(
+    pred: TensorLike,
+    true_fn: _Branch | None = None,
+    false_fn: _Branch | None = None,
+    name: str | None = None,
+) -> Any:
+    """`tf.cond`: calls one of two functions without arguments, with results of one structure."""
+    if true_fn is None or false_fn is None:
+        raise TypeError("tf.cond: true_fn and false_fn are functions without arguments.")
+    holds = tensor(pred)
+    if not is_traced(holds):
+        return true_fn() if holds else false_fn()
+    return jax.lax.cond(holds, true_fn, false_fn)
+
+
+def case(
+    pred_fn_pairs: Any,
+    default: _Branch | None = None,
+    exclusive: bool = False,
+    strict: bool = False,
+    name: str = "case",
+) -> Any:
+    """`tf.case`: calls the function of the first condition that holds."""
+    is_dict = isinstance(pred_fn_pairs, dict)
+    pairs = [*pred_fn_pairs.items()] if is_dict else [*pred_fn_pairs]
+    holds = [jnp.asarray(tensor(pred), bool) for pred, _ in pairs]
+    count = sum(pred.astype(int) for pred in holds) if holds else 0
+    if exclusive:
+        _require(count <= 1, "tf.case: several conditions hold, but exclusive is True.")
+    if default is None:
+        _require(count >= 1, "tf.case: no condition holds. Pass a default.")
+        default = pairs[-1][1]
+    result = default
+    for pred, (_, branch) in zip(reversed(holds), reversed(pairs), strict=True):
+        result = _either(pred, branch, result)
+    return result()
+
+
+def _either(pred: Any, branch: _Branch, other: _Branch) -> _Branch:
+    return lambda: cond(pred, branch, other)
+
+
+def _require(holds: object, text: str) -> None:
+    error = InvalidValueError(text)
+    if is_traced(holds):
+        check_when_run(holds, error)
+    elif not holds:
+        raise error
+
+
+def switch_case(
+    branch_index: TensorLike,
+    branch_fns: Any,
+    default: _Branch | None = None,
+    name: str = "switch_case",
+) -> Any:
+    """`tf.switch_case`: the default, or the last function, for a number that has none."""
+    functions = dict(branch_fns) if isinstance(branch_fns, dict) else None
+    if functions is None:
+        are_pairs = any(isinstance(branch, tuple) for branch in branch_fns)
+        functions = dict(branch_fns if are_pairs else enumerate(branch_fns))
+    numbers = sorted(functions)
+    branches = [functions[number] for number in numbers]
+    branches.append(branches[-1] if default is None else default)
+    index = tensor(branch_index)
+    if not is_traced(index):
+        return functions.get(int(index), branches[-1])()
+    is_own = jnp.append(jnp.asarray(numbers) == index, True)
+    return jax.lax.switch(jnp.argmax(is_own), branches)
+
+
+def foldr(
+    fn: Callable[[Any, Any], Any],
+    elems: Nest,
+    initializer: Nest = None,
+    parallel_iterations: int = 10,
+    back_prop: bool = True,
+    swap_memory: bool = False,
+    name: str | None = None,
+) -> Any:
+    """`tf.foldr`: the result after the first element, from the last one on."""
+    arrays = jax.tree.map(array, elems)
+    if initializer is None:
+        initializer = jax.tree.map(lambda x: x[-1], arrays)
+        arrays = jax.tree.map(lambda x: x[:-1], arrays)
+    step = lambda carry, element: (fn(carry, element), None)
+    return jax.lax.scan(step, jax.tree.map(array, initializer), arrays, reverse=True)[0]
+
+
+def py_function(
+    func: Any = None,
+    inp: Any = None,
+    Tout: Any = None,
+    name: str | None = None,
+) -> Any:
+    """`tf.py_function`: in a step, `Tout` are `tf.TensorSpec`s, which say the shapes."""
+    return _called("py_function", lambda *values: func(*map(_element, values)), inp, Tout)
+
+
+def numpy_function(
+    func: Any = None,
+    inp: Any = None,
+    Tout: Any = None,
+    stateful: bool = True,
+    name: str | None = None,
+) -> Any:
+    """`tf.numpy_function`: in a step, `Tout` are `tf.TensorSpec`s, which say the shapes."""
+    return _called("numpy_function", func, inp, Tout)
+
+
+def _element(value: object) -> Any:
+    return as_element(np.asarray(value))
+
+
+def _called(what: str, func: Callable[..., Any], inp: Sequence[Any], wanted: Any) -> Any:
+    values = [tensor(value) for value in inp or ()]
+    is_spec = lambda leaf: isinstance(leaf, TensorSpec)
+    if not any(map(is_traced, values)) and current_scope() is None:
+        found = func(*map(np.asarray, values))
+        if isinstance(wanted, (list, tuple)):
+            parts = [found] if len(wanted) == 1 and not isinstance(found, (list, tuple)) else found
+            dtypes = [spec.dtype if is_spec(spec) else spec for spec in wanted]
+            return [host_array(p, dtype) for p, dtype in zip(parts, dtypes, strict=True)]
+        return host_array(found, wanted.dtype if is_spec(wanted) else wanted)
+    specs = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
+    if not all(map(is_spec, specs)) or any(None in spec.shape for spec in specs):
+        raise UnsupportedError(
+            f"tf.{what}: in a step, the shape of the result must be known, but Tout is {wanted!r}."
+            " Pass tf.TensorSpec(shape, dtype) in its place, or call it in Dataset.map."
+        )
+    shapes = [jax.ShapeDtypeStruct(spec.shape, array(0, spec.dtype).dtype) for spec in specs]
+
+    def call(*arrays: Any) -> list[np.ndarray]:
+        found = func(*map(np.asarray, arrays))
+        parts = found if isinstance(found, (list, tuple)) else [found]
+        return [np.asarray(part, shape.dtype) for part, shape in zip(parts, shapes, strict=True)]
+
+    results = jax.pure_callback(call, shapes, *values)
+    return results if isinstance(wanted, (list, tuple)) else results[0]
+
+
+def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`tf.recompute_grad`: computes the function again for its gradient, to save memory."""
+    compute = jax.checkpoint(f)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        arrays, named = jax.tree.map(plain, (args, kwargs))
+        return compute(*arrays, **named)
+
+    return recomputed
+
+
+class _Names(threading.local):
+    def __init__(self) -> None:
+        self.path = ""
+
+
+_names = _Names()
+
+
+@final
+class name_scope:  # noqa: N801
+    """`tf.name_scope`: names what is computed in a profile; variables keep their own names."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._stack: list[contextlib.ExitStack] = []
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return self._name
+
+    def __enter__(self) -> str:
+        stack = contextlib.ExitStack()
+        stack.callback(setattr, _names, "path", _names.path)
+        _names.path = f"{_names.path}{self._name.removesuffix('/')}/"
+        stack.enter_context(jax.named_scope(self._name))
+        self._stack.append(stack)
+        return _names.path
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.pop().close()
+
+
+@contextlib.contextmanager
+def init_scope() -> Iterator[None]:
+    """`tf.init_scope`: computes at once what does not depend on the arguments of the step."""
+    with jax.ensure_compile_time_eval():
+        yield
+
+
+def inside_function() -> bool:
+    """`tf.inside_function`: True inside `Strategy.run` and `tf.function`."""
+    return current_scope() is not None
+
+
+def get_static_value(tensor: object, partial: bool = False) -> Any:
+    """`tf.get_static_value`: None for what is computed in a step."""
+    return None if is_traced(tensor) else np.asarray(tensor)

@@ -1,0 +1,154 @@
+"""Advice for names of TensorFlow that are not supported: what to use instead.
+
+The name of a module stands for everything in it.
+"""
+
+import importlib
+
+from distributary.tensorflow._tables import targets_of
+
+# Objects that have another name elsewhere.
+_ELSEWHERE = targets_of(
+    """
+    . jax:
+        autodiff:jvp grad_pass_through:custom_vjp hessians:hessian
+        matrix_square_root:scipy.linalg.sqrtm no_gradient:custom_vjp
+        random.create_rng_state:random.key raw_ops:lax
+        xla:jit
+    . jax.lax:
+        bitcast:bitcast_convert_type complex
+        math.cumulative_logsumexp:cumlogsumexp truncatediv:div
+        truncatemod:rem
+    . jax.numpy:
+        broadcast_dynamic_shape:broadcast_shapes
+        broadcast_static_shape:broadcast_shapes eig:linalg.eig eigvals:linalg.eigvals
+        histogram_fixed_width:histogram histogram_fixed_width_bins:digitize
+        math.invert_permutation:argsort math.reduce_euclidean_norm:linalg.norm
+    math. jax.scipy.special:
+        bessel_i0:i0 bessel_i0e:i0e bessel_i1:i1 bessel_i1e:i1e igamma:gammainc igammac:gammaincc
+        lbeta:betaln
+    math. jax.ops:
+        segment_prod unsorted_segment_prod:segment_prod
+    nn. keras.ops:
+        avg_pool:average_pool conv1d:conv conv2d_transpose:conv_transpose conv3d:conv
+        convolution:conv ctc_loss depth_to_space depthwise_conv2d:depthwise_conv max_pool
+        separable_conv2d:separable_conv softsign space_to_depth
+    . keras:
+        feature_column:utils.FeatureSpace quantization:quantizers
+        tpu.experimental.embedding:layers.Embedding
+    . tf:
+        queue:data.Dataset.prefetch realdiv:divide
+        scalar_mul:multiply
+        version:__version__
+    nn. tf.nn:
+        nce_loss:sigmoid_cross_entropy_with_logits
+        sampled_softmax_loss:sparse_softmax_cross_entropy_with_logits
+    config. tf.config:
+        experimental_connect_to_host:experimental_connect_to_cluster
+    distribute.experimental. tf.distribute:
+        PreemptionWatcher:experimental.PreemptionCheckpointHandler
+        rpc:coordinator.ClusterCoordinator.schedule
+    """
+)
+# Advice for names after `tf.`; several of them may share it.
+_ADVICE: dict[str, str] = {
+    # Programs and control flow.
+    "Graph": "tf.function, and jax.make_jaxpr to look at a program",
+    "gradients": "tf.GradientTape or jax.grad",
+    "autograph": "tf.function, which converts control flow",
+    "variable_creator_scope": "strategy.scope()",
+    "assert_equal assert_greater assert_less": (
+        "an assert on what the step returns, or checkify of JAX"
+    ),
+    "debugging": "an assert on what the step returns, numpy.testing, or checkify of JAX",
+    "assert_rank": "an assert on the shape, which is known while a step is traced",
+    "TypeSpec": "tf.TensorSpec or jax.ShapeDtypeStruct",
+    "is_symbolic_tensor": "isinstance(x, jax.core.Tracer)",
+    "config.optimizer": "the environment variable XLA_FLAGS",
+    "config.threading": "the environment variable PJRT_NPROC, the number of threads of XLA",
+    "config.experimental": "tf.config, or the settings of JAX: jax.config",
+    # Strategies.
+    "dtensor": "jax.sharding.NamedSharding and jax.jit, or keras.distribution.ModelParallel",
+    "tpu.experimental.HardwareFeature": "jax.devices()[0].device_kind",
+    # Data.
+    "data.experimental.service": "several workers, each with its share of the dataset",
+    "data.experimental": "tf.data.Dataset, the methods of distributary.data.Dataset",
+    "io.gfile": "pathlib, os and shutil of Python, or fsspec for object stores",
+    "io": "functions of Python and NumPy in Dataset.map; pillow for images",
+    "image": "keras.ops.image in a step, keras.layers.RandomFlip and others, NumPy in Dataset.map",
+    "audio": "soundfile or scipy.io.wavfile in Dataset.map",
+    "strings": "methods of Python's str in Dataset.map",
+    "ragged RaggedTensor RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
+    "sparse": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
+    # Saving, logging and what surrounds a program.
+    "saved_model.LoadOptions saved_model.SaveOptions": "no options; none would have an effect",
+    "io.RaggedFeature io.SparseFeature": (
+        "tf.io.FixedLenSequenceFeature(shape, dtype, allow_missing=True)"
+    ),
+    "train.Coordinator": "threading and concurrent.futures of Python",
+    "train": "tf.train.Checkpoint and keras.optimizers",
+    "summary": "keras.callbacks.TensorBoard, or tensorboardX",
+    "lite": "model.export(path, format='onnx') of Keras",
+    "mlir": "jax.jit(f).lower(x).as_text()",
+    "test": "pytest, numpy.testing, and tf.config.list_physical_devices for what is there",
+    "compat": "the names of TensorFlow 2; those of TensorFlow 1 are not there",
+    "errors": "the exceptions of distributary.errors, which are also those of Python",
+    "random.experimental random": "jax.random with a key",
+    # Mathematics under other names.
+    "batch_to_space": "jax.numpy.reshape and jax.numpy.transpose",
+    "bitwise": "jax.numpy.bitwise_and, bitwise_or, left_shift and others",
+    "dynamic_partition": "a boolean mask, x[mask], outside of the step",
+    "dynamic_stitch": "x.at[indices].set(values)",
+    "linalg": "jax.numpy.linalg and jax.scipy.linalg",
+    "keras.backend": "keras.ops, which has nearly the same names",
+    "saturate_cast": "tf.clip_by_value and tf.cast",
+    "sets": "jax.numpy.intersect1d, union1d and setdiff1d outside of the step",
+    "signal": "jax.numpy.fft, jax.scipy.signal, keras.ops.stft",
+    "strided_slice": "x[begin:end:step]",
+    "tensor_scatter_nd_max": "x.at[indices].max(updates)",
+    "tensor_scatter_nd_min": "x.at[indices].min(updates)",
+    "unique_with_counts": "jax.numpy.unique with return_counts=True",
+    "math.erfcinv": "jax.scipy.special.erfinv of 1 - x",
+    "math.multiply_no_nan": "jax.numpy.where(y == 0, 0, x * y)",
+    "math.reciprocal_no_nan": "jax.numpy.where(x == 0, 0, 1 / x)",
+    "math.segment_mean math.unsorted_segment_mean": "jax.ops.segment_sum, divided by the counts",
+    "math.unsorted_segment_sqrt_n": "jax.ops.segment_sum, divided by the roots of the counts",
+    "math.zero_fraction nn.zero_fraction": "jax.numpy.mean(x == 0)",
+    "math": "jax.numpy, jax.lax and jax.scipy.special",
+    "nn.batch_normalization": "keras.layers.BatchNormalization, keras.ops.batch_normalization",
+    "nn.crelu": "jax.nn.relu of x and -x",
+    "nn.weighted_cross_entropy_with_logits": "keras.losses.BinaryCrossentropy with sample_weight",
+    "nn.weighted_moments": "jax.numpy.average and its square",
+    "nn.embedding_lookup_sparse nn.safe_embedding_lookup_sparse": (
+        "tf.nn.embedding_lookup with padded ids and a mask"
+    ),
+    "nn": "jax.nn and keras.ops",
+}
+
+#: The advice, by the name after `tf.`. docs/api/tensorflow.md shows it.
+EQUIVALENTS: dict[str, str] = _ELSEWHERE | {
+    name: advice for names, advice in _ADVICE.items() for name in names.split()
+}
+
+# Modules in which a function of the same name usually has the same meaning.
+_SEARCHED = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special")
+
+
+def equivalent(name: str) -> str:
+    """Returns what to use instead of `tf.{name}`, as the end of an error message."""
+    if name in EQUIVALENTS:
+        return EQUIVALENTS[name]
+    last = name.rpartition(".")[2]
+    space = name
+    is_of_arrays = "." not in name or name.startswith(("math.", "nn."))
+    if is_of_arrays and last in EQUIVALENTS:
+        return EQUIVALENTS[last]
+    if is_of_arrays:
+        for module in _SEARCHED:
+            if hasattr(importlib.import_module(module), last):
+                return f"{module}.{last}"
+    while space:
+        space = space.rpartition(".")[0]
+        if space in EQUIVALENTS:
+            return EQUIVALENTS[space]
+    return "jax.numpy, jax.lax, keras.ops or distributary; docs/api/tensorflow.md has a table"

@@ -1,0 +1,311 @@
+"""`tf.function`: compiled functions, their signatures and concrete functions."""
+
+import contextlib
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from distributary._types import Nest
+from distributary.data import TensorSpec
+from distributary.engine import function as compile_function
+from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.inputs import PerReplicaSpec
+from distributary.tensorflow._operations import array
+from distributary.values import PerReplica
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def function(
+    func: Callable[..., Any] | None = None,
+    input_signature: Sequence[Nest] | None = None,
+    autograph: bool = True,
+    jit_compile: bool | None = None,
+    reduce_retracing: bool = False,
+    experimental_implements: str | None = None,
+    experimental_autograph_options: object = None,
+    experimental_attributes: object = None,
+    experimental_relax_shapes: bool | None = None,
+    experimental_compile: bool | None = None,
+    experimental_follow_type_hints: bool | None = None,
+) -> Any:
+    """Compiles a function like `distributary.function`, with the arguments of `tf.function`.
+
+    `input_signature` converts arguments to its dtypes and checks their shapes. It can contain the
+    `element_spec` of a distributed dataset. Python control flow is converted, unless `autograph` is
+    False. The other options have no effect: functions are always compiled, once for every shape.
+
+    Raises:
+        InvalidValueError: if an argument does not have the shape that `input_signature` gives, or
+            has another number of components.
+        InvalidTypeError: if an argument is not a `PerReplica` although `input_signature` has the
+            spec of one.
+
+    Source: `tf.function`.
+    """
+    if func is None:
+        return lambda func: Function(func, input_signature, autograph)
+    return Function(func, input_signature, autograph)
+
+
+@final
+class Function:
+    """A compiled function; made by `function`.
+
+    Source: `tf.types.experimental.PolymorphicFunction`.
+    """
+
+    def __init__(
+        self,
+        python_function: Callable[..., Any],
+        input_signature: Sequence[Nest] | None,
+        autograph: bool,
+    ) -> None:
+        self.python_function = python_function
+        self.input_signature = None if input_signature is None else tuple(input_signature)
+        self._compiled = compile_function(python_function, autograph=autograph)
+        functools.update_wrapper(self, python_function, updated=())
+        self._name = getattr(python_function, "__name__", repr(python_function))
+        # The arguments of concrete functions, by the object whose method this is, or this itself.
+        self._asked: weakref.WeakKeyDictionary[Any, list[_Arguments]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.input_signature is None:
+            return self._compiled(*args, **kwargs)
+        parameters = inspect.signature(self.python_function)
+        num_own = int(next(iter(parameters.parameters), "") == "self")
+        try:
+            given = parameters.bind(*args, **kwargs).args
+        except TypeError as error:
+            raise TypeError(f"tf.function {self._name}{parameters}: {error}") from None
+        own, given = given[:num_own], given[num_own:]
+        if len(given) != len(self.input_signature):
+            raise InvalidValueError(
+                f"tf.function {self._name}: {len(given)} arguments, but input_signature has"
+                f" {len(self.input_signature)}."
+            )
+        return self._compiled(*own, *_checked(self._name, self.input_signature, given))
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else Method(self, instance)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> "ConcreteFunction":
+        """Returns the function for arguments of these shapes and dtypes.
+
+        Args:
+            *args: `tf.TensorSpec`s or arrays in place of arrays, and the values of other arguments.
+                Without arguments, those of `input_signature`.
+            **kwargs: The same, by name.
+
+        Raises:
+            TypeError: if the arguments do not fit the function.
+
+        Source: `tf.types.experimental.PolymorphicFunction.get_concrete_function`.
+        """
+        signature = self.input_signature or ()
+        num_own = int(next(iter(inspect.signature(self.python_function).parameters), "") == "self")
+        if len(args) + len(kwargs) == num_own:
+            args = (*args, *signature)
+        concrete = ConcreteFunction(self, args, kwargs)
+        with contextlib.suppress(TypeError):  # of an object without a hash or a weak reference
+            owner = args[0] if num_own else self
+            asked = self._asked.setdefault(owner, [])
+            asked.append(jax.tree.map(_spec_of, (args[num_own:], kwargs), is_leaf=_is_spec))
+        return concrete
+
+    def concrete_functions(self, *own: Any) -> list["ConcreteFunction"]:
+        """Returns a function for `input_signature`, or for each that `get_concrete_function` made.
+
+        Args:
+            *own: The object, for a method.
+        """
+        if self.input_signature is not None:
+            return [ConcreteFunction(self, (*own, *self.input_signature), {})]
+        owner = own[0] if own else self
+        asked = self._asked.get(owner, []) if isinstance(owner, Hashable) else []
+        return [ConcreteFunction(self, (*own, *args), kwargs) for args, kwargs in asked]
+
+    def pretty_printed_concrete_signatures(self, verbose: bool = True) -> str:
+        """Returns the parameters of the function as text, for messages."""
+        return f"{self._name}{inspect.signature(self.python_function)}"
+
+    def experimental_get_tracing_count(self) -> int:
+        """Returns how often the Python function was traced."""
+        return int(self._compiled.num_traces)
+
+    def __repr__(self) -> str:
+        return f"<tf.function {self._name}>"
+
+
+class Method:
+    """A `Function` as the method of an object; like `types.MethodType`, but with methods."""
+
+    def __init__(self, function: Function, owner: object) -> None:
+        self.__func__ = function
+        self.__self__ = owner
+        self.__wrapped__ = types.MethodType(function.python_function, owner)  # for its signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> "ConcreteFunction":
+        """Returns the method for arguments of these shapes and dtypes."""
+        return self.__func__.get_concrete_function(self.__self__, *args, **kwargs)
+
+    def concrete_functions(self) -> list["ConcreteFunction"]:
+        """Returns the functions of `Function.concrete_functions` for this object."""
+        return self.__func__.concrete_functions(self.__self__)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Method)
+            and self.__self__ is other.__self__
+            and self.__func__ is other.__func__
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self.__self__), self.__func__))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+    def __repr__(self) -> str:
+        return repr(self.__func__)
+
+
+@final
+class ConcreteFunction:
+    """A compiled function for arguments of certain shapes and dtypes.
+
+    Call it with the same arguments; those that are not arrays may be left out. It is compiled when
+    you call it first.
+
+    Source: `tf.types.experimental.ConcreteFunction`.
+    """
+
+    def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            bound = inspect.signature(function.python_function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"get_concrete_function of {function._name}: {error}") from None
+        self._function = function
+        self._parameters = bound.signature
+        self._arguments = {  # in the order of the parameters
+            name: jax.tree.map(_spec_of, value, is_leaf=_is_spec)
+            for name, value in bound.arguments.items()
+        }
+        self.name = function._name
+
+    @property
+    def structured_input_signature(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with a `tf.TensorSpec` for each array."""
+        bound = inspect.BoundArguments(self._parameters, self._arguments)
+        return bound.args, bound.kwargs
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, with a `tf.TensorSpec` for each array."""
+        return dict(self._arguments)
+
+    def program(self, structs: Sequence[jax.ShapeDtypeStruct]) -> tuple[Any, Any, list[int]]:
+        """Returns the program, see `distributary.function`, and how it takes the arrays.
+
+        Args:
+            structs: Shape and dtype for every spec in `arguments`.
+
+        Returns:
+            The program, a function from its outputs to the result, and the numbers of its arrays in
+            `structs`.
+        """
+        rest = iter(structs)
+        given = {
+            name: jax.tree.map(
+                lambda leaf: next(rest) if _is_spec(leaf) else leaf, value, is_leaf=_is_spec
+            )
+            for name, value in self._arguments.items()
+        }
+        bound = inspect.BoundArguments(self._parameters, given)
+        numbers = {id(struct): number for number, struct in enumerate(structs)}
+        leaves = jax.tree.leaves((bound.args, bound.kwargs))
+        order = [numbers[id(leaf)] for leaf in leaves if id(leaf) in numbers]
+        return *self._function._compiled.program_of(*bound.args, **bound.kwargs), order
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arrays = [
+            name
+            for name, argument in self._arguments.items()
+            if any(map(_is_spec, jax.tree.leaves(argument, is_leaf=_is_spec)))
+        ]
+        complete = dict(self._arguments)
+        if len(args) + len(kwargs) == len(arrays) and not set(kwargs) - set(arrays):
+            rest = iter([name for name in arrays if name not in kwargs])
+            complete |= dict(zip(rest, args, strict=True)) | kwargs
+        else:
+            complete |= self._parameters.bind(*args, **kwargs).arguments
+        checked = {
+            name: _checked(self.name, self._arguments[name], complete[name]) for name in complete
+        }
+        bound = inspect.BoundArguments(self._parameters, checked)
+        return self._function(*bound.args, **bound.kwargs)
+
+    def __repr__(self) -> str:
+        return f"<ConcreteFunction {self.name}{self.structured_input_signature}>"
+
+
+def _is_spec(node: object) -> bool:
+    return isinstance(node, (TensorSpec, PerReplicaSpec))
+
+
+def _spec_of(leaf: Any) -> Any:
+    is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    return TensorSpec(leaf.shape, leaf.dtype) if is_array else leaf
+
+
+def _checked(name: str, specs: Nest, values: Nest) -> Any:
+    """Returns arguments as arrays of the specs, where there are specs."""
+    convert = lambda spec, value: _converted(name, spec, value) if _is_spec(spec) else value
+    return jax.tree.map(convert, specs, values, is_leaf=_is_spec)
+
+
+def _converted(name: str, spec: TensorSpec | PerReplicaSpec, value: Nest) -> Any:
+    if isinstance(spec, PerReplicaSpec):
+        return _converted_components(name, spec, value)
+    made = array(value, spec.dtype)
+    if not spec.accepts(made):
+        raise InvalidValueError(
+            f"tf.function {name}: an argument has shape {made.shape}, but input_signature says"
+            f" {spec}."
+        )
+    return made
+
+
+def _converted_components(name: str, spec: PerReplicaSpec, value: Nest) -> Any:
+    specs = spec.value_specs
+    if not isinstance(value, PerReplica):
+        raise InvalidTypeError(
+            f"tf.function {name}: an argument is {value!r}, but input_signature has the spec of a"
+            f" PerReplica with {len(specs)} components. Pass an element of the distributed dataset."
+        )
+    # A stacked value, [replica, *shape], has the components of all workers; others of this one.
+    is_stacked = value.form == "stacked"
+    num_components = value.num_replicas if is_stacked else len(value.values)
+    if num_components % len(specs) or (num_components != len(specs) and not is_stacked):
+        raise InvalidValueError(
+            f"tf.function {name}: an argument is a PerReplica with {num_components} components, but"
+            f" input_signature has {len(specs)}."
+        )
+    parts = [value.payload] * len(specs) if is_stacked else value.values
+    for own, part in zip(specs, parts, strict=True):
+        shape = np.shape(part)[is_stacked:]
+        if not own.accepts(jax.ShapeDtypeStruct(shape, own.dtype)):
+            raise InvalidValueError(
+                f"tf.function {name}: a component of an argument has shape {shape}, but"
+                f" input_signature says {own}."
+            )
+    return jax.tree.map(lambda leaf: array(leaf, specs[0].dtype), value)

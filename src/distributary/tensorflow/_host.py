@@ -1,0 +1,66 @@
+"""The work of the host: strings, tables of words, Python functions, and records as text.
+
+Their arrays are NumPy's, as in `Dataset.map`, and have TensorFlow's method `numpy()`.
+"""
+
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from distributary.errors import UnsupportedError
+from distributary.tensorflow.autograph import is_traced
+
+
+@final
+class Element(np.ndarray):
+    """An array on the host, such as one that a loop over a dataset yields."""
+
+    def numpy(self) -> Any:
+        """Returns a copy as a NumPy array, or a number for a scalar, as TensorFlow does."""
+        return np.array(self)[()]
+
+
+def as_element(array: object) -> object:
+    """Returns an array in the form in which loops over datasets yield it."""
+    return array.view(Element) if type(array) is np.ndarray else array
+
+
+def host_array(value: object, dtype: Any = None) -> np.ndarray:
+    """Returns a value as an array on the host.
+
+    Args:
+        value: An array, a number, text, or a nest of lists.
+        dtype: The dtype; `tf.string` keeps text.
+    """
+    made = np.asarray(value)
+    is_text = dtype is None or np.dtype(dtype).kind == "O"
+    return (made if is_text else made.astype(dtype)).view(Element)
+
+
+def is_text(value: object) -> bool:
+    """Returns whether a value is text, or an array of it."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and is_text(value[0])
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in "US" or (value.dtype.kind == "O" and _is_text_of(value))
+    return isinstance(value, (str, bytes))
+
+
+def _is_text_of(objects: Any) -> bool:
+    first = next(iter(np.ravel(objects).tolist()), None)
+    return isinstance(first, (str, bytes))
+
+
+def text_of(value: object) -> str:
+    """Returns one text; bytes are UTF-8."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def require_host(what: str, *values: Any) -> None:
+    """Raises an error in a step, where values are known only when it runs."""
+    if any(map(is_traced, jax.tree.leaves(values))):
+        raise UnsupportedError(
+            f"{what}: the value is computed in a step, where there is no text and no Python. Call"
+            f" {what} in Dataset.map, or outside of the step."
+        )

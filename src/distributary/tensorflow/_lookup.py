@@ -1,0 +1,372 @@
+"""`tf.lookup`: tables from words or numbers to numbers or words.
+
+Lookups of text run on the host, for example in `Dataset.map`. Numbers are looked up in steps, too.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.tensorflow._host import Element, host_array, require_host, text_of
+from distributary.tensorflow._io import local_path
+from distributary.tensorflow._operations import plain
+from distributary.tensorflow._strings import bucket_of
+from distributary.tensorflow.autograph import is_traced
+
+
+@final
+class TextFileIndex:
+    """`tf.lookup.TextFileIndex`: what stands for the whole line, and for its number."""
+
+    WHOLE_LINE: Final = -2
+    LINE_NUMBER: Final = -1
+
+
+@final
+@dataclass
+class KeyValueTensorInitializer:
+    """Keys and values in memory.
+
+    Source: `tf.lookup.KeyValueTensorInitializer`.
+    """
+
+    keys: Any
+    values: Any
+    key_dtype: DTypeLike | None = None
+    value_dtype: DTypeLike | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        keys, values = np.asarray(self.keys), np.asarray(self.values)
+        if keys.shape != values.shape:
+            raise InvalidValueError(
+                f"KeyValueTensorInitializer: {keys.size} keys, but {values.size} values; expected"
+                " a value for each key."
+            )
+        self.key_dtype = _dtype_of(keys, self.key_dtype)
+        self.value_dtype = _dtype_of(values, self.value_dtype)
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Returns the keys and values."""
+        keys, values = np.asarray(self.keys).reshape(-1), np.asarray(self.values).reshape(-1)
+        return [*zip(plain_values(keys), plain_values(values), strict=True)]
+
+
+@final
+@dataclass
+class TextFileInitializer:
+    """Keys and values in the lines of a file.
+
+    Source: `tf.lookup.TextFileInitializer`.
+    """
+
+    filename: str
+    key_dtype: DTypeLike
+    key_index: int
+    value_dtype: DTypeLike
+    value_index: int
+    vocab_size: int | None = None
+    delimiter: str = "\t"
+    name: str | None = None
+    value_index_offset: int = 0
+
+    def __post_init__(self) -> None:
+        self.key_dtype = np.dtype(self.key_dtype)
+        self.value_dtype = np.dtype(self.value_dtype)
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Returns the keys and values."""
+        with open(local_path(text_of(self.filename)), encoding="utf-8") as file:
+            lines = file.read().splitlines()[: self.vocab_size]
+        ends = (
+            (self.key_index, self.key_dtype, 0),
+            (
+                self.value_index,
+                self.value_dtype,
+                self.value_index_offset,
+            ),
+        )
+        return [
+            (self._part(line, number, *ends[0]), self._part(line, number, *ends[1]))
+            for number, line in enumerate(lines)
+        ]
+
+    def _part(self, line: str, number: int, index: int, dtype: Any, offset: int) -> Any:
+        if index == TextFileIndex.LINE_NUMBER:
+            return number + offset
+        text = line if index == TextFileIndex.WHOLE_LINE else line.split(self.delimiter)[index]
+        return text if np.dtype(dtype).kind == "O" else np.dtype(dtype).type(text).item()
+
+
+class _Table:
+    """A table of Python, with TensorFlow's methods."""
+
+    _what: ClassVar[str]
+
+    def __init__(self, key_dtype: Any, value_dtype: Any, default: object, name: str | None) -> None:
+        #: Dtypes of keys and values.
+        self.key_dtype, self.value_dtype = np.dtype(key_dtype), np.dtype(value_dtype)
+        #: The name.
+        self.name = name or self._what
+        self._default: Any = text_of(default) if self._has_text else np.asarray(default).item()
+        self._found: dict[Any, Any] = {}
+
+    @property
+    def _has_text(self) -> bool:
+        return self.value_dtype.kind == "O"
+
+    def size(self, name: str | None = None) -> Any:
+        """Returns the number of keys, int64 `[]`."""
+        return host_array(len(self._found), np.int64)
+
+    def lookup(self, keys: object, name: str | None = None) -> Any:
+        """Returns the values of keys, in the same shape; the default where there is none."""
+        require_host(f"tf.lookup.{self._what}", keys)
+        given = np.asarray(keys)
+        found = [self._value_of(key) for key in plain_values(given.reshape(-1))]
+        values = np.array(found, str if self._has_text else self.value_dtype)
+        return host_array(values.reshape(given.shape))
+
+    def _value_of(self, key: object) -> Any:
+        return self._found.get(key, self._default)
+
+    def __getitem__(self, keys: object) -> Any:
+        return self.lookup(keys)
+
+    def export(self, name: str | None = None) -> tuple[Any, Any]:
+        """Returns all keys and their values."""
+        return host_array([*self._found]), host_array([*self._found.values()])
+
+
+@final
+class StaticHashTable(_Table):
+    """A table that does not change.
+
+    Args:
+        initializer: A `KeyValueTensorInitializer` or a `TextFileInitializer`.
+        default_value: The value of keys that are not there.
+        name: Name of the table.
+        experimental_is_anonymous: No effect.
+
+    Raises:
+        InvalidValueError: if a key has two values.
+
+    Source: `tf.lookup.StaticHashTable`.
+    """
+
+    _what = "StaticHashTable"
+
+    def __init__(
+        self,
+        initializer: KeyValueTensorInitializer | TextFileInitializer,
+        default_value: object,
+        name: str | None = None,
+        experimental_is_anonymous: bool = False,
+    ) -> None:
+        super().__init__(initializer.key_dtype, initializer.value_dtype, default_value, name)
+        for key, value in initializer.pairs():
+            if self._found.setdefault(key, value) != value:
+                raise InvalidValueError(
+                    f"tf.lookup.StaticHashTable: key {key!r} has the values"
+                    f" {self._found[key]!r} and {value!r}; expected one."
+                )
+
+    @property
+    def default_value(self) -> Any:
+        """The value of keys that are not there."""
+        return self._default
+
+    def lookup(self, keys: object, name: str | None = None) -> Any:
+        """Returns the values of keys, in the same shape; the default where there is none."""
+        given = plain(keys)
+        if not is_traced(given) or self._has_text:
+            return super().lookup(given)
+        known = sorted(self._found)
+        if not known:
+            return jnp.full(given.shape, self._default, self.value_dtype)
+        keys_, values = jnp.asarray(known), jnp.asarray([self._found[key] for key in known])
+        place = jnp.clip(jnp.searchsorted(keys_, given), 0, len(known) - 1)
+        dtype = jax.dtypes.canonicalize_dtype(self.value_dtype)
+        return jnp.where(keys_[place] == given, values[place], self._default).astype(dtype)
+
+
+@final
+class StaticVocabularyTable(_Table):
+    """A table of the numbers of words, with buckets for words that are not in it.
+
+    The bucket of a word is another one than in TensorFlow, unless there is one bucket only.
+
+    Args:
+        initializer: An initializer with numbers from 0 as values.
+        num_oov_buckets: Number of buckets after them.
+        lookup_key_dtype: No effect.
+        name: Name of the table.
+        experimental_is_anonymous: No effect.
+
+    Source: `tf.lookup.StaticVocabularyTable`.
+    """
+
+    _what = "StaticVocabularyTable"
+
+    def __init__(
+        self,
+        initializer: KeyValueTensorInitializer | TextFileInitializer | None,
+        num_oov_buckets: int,
+        lookup_key_dtype: DTypeLike | None = None,
+        name: str | None = None,
+        experimental_is_anonymous: bool = False,
+    ) -> None:
+        key_dtype = lookup_key_dtype if initializer is None else initializer.key_dtype
+        super().__init__(object if key_dtype is None else key_dtype, np.int64, -1, name)
+        if num_oov_buckets < 1:
+            raise InvalidValueError(
+                f"tf.lookup.StaticVocabularyTable: num_oov_buckets is {num_oov_buckets}, expected 1"
+                " or more. Use StaticHashTable to give unknown words a default."
+            )
+        self._num_buckets = int(num_oov_buckets)
+        self._found.update([] if initializer is None else initializer.pairs())
+        if sorted(self._found.values()) != list(range(len(self._found))):
+            raise InvalidValueError(
+                "tf.lookup.StaticVocabularyTable: the values are not the numbers 0, 1, 2, ..., so"
+                " buckets after them would be ambiguous. Use TextFileIndex.LINE_NUMBER as values."
+            )
+
+    def _value_of(self, key: object) -> Any:
+        if key in self._found:
+            return self._found[key]
+        return len(self._found) + bucket_of(str(key), self._num_buckets)
+
+    def size(self, name: str | None = None) -> Any:
+        """Returns the number of keys and buckets, int64 `[]`."""
+        return host_array(len(self._found) + self._num_buckets, np.int64)
+
+
+class _Changing(_Table):
+    def insert(self, keys: object, values: object, name: str | None = None) -> None:
+        """Sets the values of keys."""
+        require_host(f"tf.lookup.experimental.{self._what}", keys, values)
+        pairs = (
+            plain_values(np.asarray(keys).reshape(-1)),
+            plain_values(np.asarray(values).reshape(-1)),
+        )
+        self._found.update(zip(*pairs, strict=True))
+
+    def remove(self, keys: object, name: str | None = None) -> None:
+        """Removes keys; it does not matter whether they are there."""
+        for key in plain_values(np.asarray(keys).reshape(-1)):
+            self._found.pop(key, None)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the content, for checkpoints."""
+        return {"keys": [*self._found], "values": [*self._found.values()]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes over the content of a checkpoint."""
+        self._found = dict(zip(state["keys"], state["values"], strict=True))
+
+
+@final
+class MutableHashTable(_Changing):
+    """A table that changes, on the host.
+
+    Source: `tf.lookup.experimental.MutableHashTable`.
+    """
+
+    _what = "MutableHashTable"
+
+    def __init__(
+        self,
+        key_dtype: DTypeLike,
+        value_dtype: DTypeLike,
+        default_value: Any,
+        name: str = "MutableHashTable",
+        checkpoint: bool = True,
+        experimental_is_anonymous: bool = False,
+    ) -> None:
+        if np.ndim(default_value):
+            raise UnsupportedError(
+                f"tf.lookup.experimental.{self._what}: default_value has shape"
+                f" {np.shape(default_value)}, expected a scalar. Keep rows in a tf.Variable, and"
+                " their numbers in the table."
+            )
+        super().__init__(key_dtype, value_dtype, default_value, name)
+
+    def lookup(  # type: ignore[override]  # as in TensorFlow
+        self, keys: object, dynamic_default_values: Any = None, name: str | None = None
+    ) -> Any:
+        """Returns the values of keys, in the same shape.
+
+        Args:
+            keys: The keys.
+            dynamic_default_values: Values, in the same shape, for keys that are not there; None
+                takes the default of the table.
+            name: No effect.
+        """
+        found = super().lookup(keys)
+        if dynamic_default_values is None:
+            return found
+        given = np.asarray(keys)
+        is_known = np.array([key in self._found for key in plain_values(given.reshape(-1))], bool)
+        return np.where(is_known.reshape(given.shape), found, dynamic_default_values).view(Element)
+
+
+@final
+class DenseHashTable(_Changing):
+    """A table that changes, on the host.
+
+    Source: `tf.lookup.experimental.DenseHashTable`.
+    """
+
+    _what = "DenseHashTable"
+
+    def __init__(
+        self,
+        key_dtype: DTypeLike,
+        value_dtype: DTypeLike,
+        default_value: object,
+        empty_key: object,
+        deleted_key: object,
+        initial_num_buckets: int | None = None,
+        name: str = "MutableDenseHashTable",
+        checkpoint: bool = True,
+        experimental_is_anonymous: bool = False,
+    ) -> None:
+        super().__init__(key_dtype, value_dtype, default_value, name)
+        self._reserved = {*plain_values(np.asarray([empty_key, deleted_key]))}
+
+    def insert(self, keys: object, values: object, name: str | None = None) -> None:
+        """Sets the values of keys.
+
+        Raises:
+            InvalidValueError: for the two keys that mark empty places.
+        """
+        if self._reserved & {*plain_values(np.asarray(keys).reshape(-1))}:
+            raise InvalidValueError(
+                f"tf.lookup.experimental.DenseHashTable: {keys!r} contains empty_key or"
+                f" deleted_key, {self._reserved}."
+            )
+        super().insert(keys, values)
+
+    def insert_or_assign(self, keys: object, values: object, name: str | None = None) -> None:
+        """Sets the values of keys."""
+        self.insert(keys, values)
+
+    def erase(self, keys: object, name: str | None = None) -> None:
+        """Removes keys."""
+        self.remove(keys)
+
+
+def plain_values(values: np.ndarray) -> list[Any]:
+    """Returns keys or values as Python's; text as `str`."""
+    return [text_of(v) if isinstance(v, (bytes, str)) else v for v in values.tolist()]
+
+
+def _dtype_of(values: np.ndarray, dtype: DTypeLike | None) -> np.dtype[Any]:
+    if dtype is not None:
+        return np.dtype(dtype)
+    return np.dtype(object) if values.dtype.kind in "USO" else values.dtype

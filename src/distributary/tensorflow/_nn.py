@@ -1,0 +1,167 @@
+"""The losses and layers of `tf.nn`; see `Operation` for how arguments are converted."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from distributary.context import ReplicaContext, get_replica_context
+from distributary.errors import ContextError, InvalidValueError
+from distributary.tensorflow._operations import Axes, Shape, TensorLike, array, resolve
+from distributary.tensorflow._random import seed_of
+from distributary.tracing import current_scope
+
+Sizes: TypeAlias = int | Sequence[int]
+
+
+def compute_average_loss(
+    per_example_loss: TensorLike,
+    sample_weight: TensorLike | None = None,
+    global_batch_size: TensorLike | None = None,
+) -> Array:
+    """Returns the replica's part of the mean loss of the global batch; sum it over the replicas.
+
+    Args:
+        per_example_loss: Array `[examples, ...]` of this replica.
+        sample_weight: Array to multiply it with.
+        global_batch_size: Number to divide the sum by. By default, it is the number of examples of
+            all replicas, even if they have different numbers.
+
+    Raises:
+        ContextError: in a cross-replica context.
+        InvalidValueError: if the loss is a scalar and you do not pass `global_batch_size`.
+
+    Source: `tf.nn.compute_average_loss`.
+    """
+    context = _replica_context("compute_average_loss")
+    losses = array(per_example_loss)
+    if global_batch_size is None:
+        if losses.ndim == 0:
+            raise InvalidValueError(
+                "tf.nn.compute_average_loss: per_example_loss is a scalar, expected a loss for"
+                " every example, [examples, ...]. Create the loss with reduction=None, or pass"
+                " global_batch_size."
+            )
+        global_batch_size = losses.shape[0] * context.num_replicas_in_sync
+        scope = current_scope()
+        if scope is not None and scope.uneven is not None:
+            global_batch_size = context.all_reduce("SUM", jnp.float32(losses.shape[0]))
+    if sample_weight is not None:
+        losses = losses * array(sample_weight, losses.dtype)
+    return jnp.sum(losses) / jnp.asarray(global_batch_size, losses.dtype)
+
+
+def scale_regularization_loss(regularization_loss: TensorLike) -> Array:
+    """Returns the replica's part of a loss that does not depend on the batch.
+
+    Raises:
+        ContextError: in a cross-replica context.
+
+    Source: `tf.nn.scale_regularization_loss`.
+    """
+    context = _replica_context("scale_regularization_loss")
+    return jnp.sum(array(regularization_loss)) / context.num_replicas_in_sync
+
+
+def _replica_context(name: str) -> ReplicaContext:
+    context = get_replica_context()
+    if context is None:
+        raise ContextError(
+            f"tf.nn.{name} is called in a cross-replica context, where there is no batch of one"
+            " replica. Call it inside the function that is given to strategy.run."
+        )
+    return context
+
+
+def softmax_cross_entropy_with_logits(labels: Array, logits: Array, axis: int = -1) -> Array:
+    """`tf.nn.softmax_cross_entropy_with_logits`: labels are distributions."""
+    return -jnp.sum(labels * jax.nn.log_softmax(logits, axis), axis)
+
+
+def sparse_softmax_cross_entropy_with_logits(labels: Array, logits: Array) -> Array:
+    """`tf.nn.sparse_softmax_cross_entropy_with_logits`; NaN for a label that is not a class."""
+    ids = labels[..., None]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=-1, mode="fill")[..., 0]
+
+
+def sigmoid_cross_entropy_with_logits(labels: Any = None, logits: Any = None) -> Array:
+    """`tf.nn.sigmoid_cross_entropy_with_logits`."""
+    scores = array(logits)
+    return jax.nn.softplus(scores) - scores * array(labels, scores.dtype)
+
+
+def l2_loss(t: Array) -> Array:
+    """`tf.nn.l2_loss`: half the sum of squares."""
+    return jnp.sum(t**2) / 2
+
+
+def moments(
+    x: Array, axes: Axes, shift: TensorLike | None = None, keepdims: bool = False
+) -> tuple[Array, Array]:
+    """`tf.nn.moments`: mean and variance."""
+    return jnp.mean(x, axes, keepdims=keepdims), jnp.var(x, axes, keepdims=keepdims)
+
+
+def bias_add(value: Array, bias: Array, data_format: str | None = None) -> Array:
+    """`tf.nn.bias_add`."""
+    if data_format is not None and data_format.startswith("NC"):
+        bias = bias.reshape(-1, *[1] * (value.ndim - 2))
+    return value + bias
+
+
+def dropout(
+    x: Array, rate: float, noise_shape: Shape | None = None, seed: int | None = None
+) -> Array:
+    """`tf.nn.dropout`: different random numbers in every step and on every replica."""
+    sizes = None if noise_shape is None else tuple(noise_shape)
+    return resolve("keras.random.dropout")(x, rate, sizes, seed_of(seed))
+
+
+def conv2d(
+    input: Array,
+    filters: Array,
+    strides: Sizes,
+    padding: str,
+    data_format: str = "NHWC",
+    dilations: Sizes | None = None,
+) -> Array:
+    """`tf.nn.conv2d`."""
+    return resolve("keras.ops.conv")(
+        input,
+        filters,
+        strides=_of_space(strides, data_format),
+        padding=padding.lower(),
+        data_format=_KERAS_FORMATS[data_format],
+        dilation_rate=_of_space(1 if dilations is None else dilations, data_format),
+    )
+
+
+def _pool(name: str) -> Callable[..., Array]:
+    def pool(
+        input: Array, ksize: Sizes, strides: Sizes, padding: str, data_format: str = "NHWC"
+    ) -> Array:
+        return resolve(f"keras.ops.{name}")(
+            input,
+            _of_space(ksize, data_format),
+            _of_space(strides, data_format),
+            padding.lower(),
+            _KERAS_FORMATS[data_format],
+        )
+
+    pool.__doc__ = f"`keras.ops.{name}` of images."
+    return pool
+
+
+max_pool2d, avg_pool2d = _pool("max_pool"), _pool("average_pool")
+_KERAS_FORMATS = {"NHWC": "channels_last", "NCHW": "channels_first"}
+
+
+def _of_space(sizes: Sizes, data_format: str) -> tuple[int, int]:
+    """Returns height and width, for which TensorFlow accepts 1, 2 or 4 numbers."""
+    numbers = [sizes] if isinstance(sizes, int) else list(sizes)
+    if len(numbers) == 4:
+        first = data_format.index("H")
+        numbers = numbers[first : first + 2]
+    return numbers[0], numbers[-1]

@@ -1,0 +1,410 @@
+"""Functions, control flow and nests: the parts of a TensorFlow program besides arrays."""
+
+import contextlib
+import functools
+import logging
+import math
+import platform
+import sys
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any, final
+
+import jax
+import numpy as np
+
+from distributary._libraries import Library, register
+from distributary._types import Nest
+from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.options import CommunicationOptions
+from distributary.tensorflow._control import name_scope
+from distributary.tensorflow._operations import array, plain
+from distributary.topology import local_devices_of, resolve_device
+from distributary.tracing import current_scope
+
+
+def print_(
+    *inputs: object,
+    output_stream: IO[str] | None = None,
+    summarize: int | None = 3,
+    sep: str = " ",
+    end: str = "\n",
+    name: str | None = None,
+) -> None:
+    """`tf.print`: to stderr; inside a step, each replica prints when it computes.
+
+    Args:
+        inputs: Arrays, variables and anything else that can be printed.
+        output_stream: A text stream; `sys.stderr` by default.
+        summarize: Number of elements to show at each end of a dim; -1 for all.
+        sep: Text between the inputs.
+        end: Text after the last input.
+        name: Has no effect.
+
+    Source: `tf.print`.
+    """
+    leaves, tree = jax.tree.flatten(jax.tree.map(plain, inputs))
+    picks = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    edge = 3 if summarize is None else summarize
+
+    def show(*arrays: Any) -> None:
+        shown = list(leaves)
+        for i, value in zip(picks, arrays, strict=True):
+            shown[i] = _Shown(np.asarray(value), edge)
+        text = sep.join(str(value) for value in jax.tree.unflatten(tree, shown))
+        stream = sys.stderr if output_stream is None else output_stream
+        stream.write(text + end)
+
+    if current_scope() is None:
+        show(*(leaves[i] for i in picks))
+    else:
+        jax.debug.callback(show, *(leaves[i] for i in picks))
+
+
+class _Shown:
+    """An array as `tf.print` writes it, even inside a list or dict."""
+
+    def __init__(self, array: np.ndarray, edge: int) -> None:
+        self._text = np.array2string(
+            array, threshold=sys.maxsize if edge < 0 else 2 * edge, edgeitems=max(edge, 1)
+        )
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def while_loop(
+    cond: Callable[..., Any], body: Callable[..., Any], loop_vars: Sequence[Nest], **options: Any
+) -> Any:
+    """`tf.while_loop`; options such as `shape_invariants` have no effect."""
+
+    def next_(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        after = body(*values)
+        return tuple(after) if isinstance(after, (list, tuple)) else (after,)
+
+    return jax.lax.while_loop(
+        lambda values: cond(*values), next_, jax.tree.map(array, tuple(loop_vars))
+    )
+
+
+def executing_eagerly() -> bool:
+    """`tf.executing_eagerly`: False inside `Strategy.run` and `tf.function`."""
+    return current_scope() is None
+
+
+def is_tensor(x: object) -> bool:
+    """`tf.is_tensor`: True for JAX arrays and variables."""
+    return isinstance(x, jax.Array) or hasattr(x, "__jax_array__")
+
+
+def get_logger() -> logging.Logger:
+    """`tf.get_logger`: the logger of distributary."""
+    return logging.getLogger("distributary")
+
+
+@contextlib.contextmanager
+def device(device_name: str | Callable[..., str] | None) -> Iterator[None]:
+    """`tf.device`: where new arrays are made; has no effect in a step."""
+    name = device_name if isinstance(device_name, str) else None
+    if current_scope() is not None or not name:
+        yield
+        return
+    with jax.default_device(resolve_device(name)):
+        yield
+
+
+@final
+class TensorShape(tuple[int | None, ...]):
+    """`tf.TensorShape`: a tuple of sizes, None for one that is not known."""
+
+    def __new__(cls, dims: int | Iterable[int | None] | None) -> "TensorShape":
+        return super().__new__(cls, dims if isinstance(dims, Iterable) else (dims,))
+
+    @property
+    def rank(self) -> int:
+        """Number of dims."""
+        return len(self)
+
+    ndims = rank
+    dims = property(list)
+
+    def as_list(self) -> list[int | None]:
+        """Returns the sizes."""
+        return list(self)
+
+    def concatenate(self, other: Iterable[int | None]) -> "TensorShape":
+        """Returns the sizes of both."""
+        return TensorShape((*self, *other))
+
+    def is_compatible_with(self, other: Iterable[int | None]) -> bool:
+        """Returns whether some array has both shapes."""
+        sizes = tuple(other)
+        pairs = zip(self, sizes, strict=False)
+        return len(self) == len(sizes) and all(a == b or None in (a, b) for a, b in pairs)
+
+    def assert_is_compatible_with(self, other: Iterable[int | None]) -> None:
+        """Raises an error if no array has both shapes."""
+        if not self.is_compatible_with(other):
+            raise InvalidValueError(f"TensorShape: {self} and {tuple(other)} do not fit.")
+
+    def assert_has_rank(self, rank: int) -> None:
+        """Raises an error for another number of dims."""
+        self.with_rank(rank)
+
+    def assert_is_fully_defined(self) -> None:
+        """Raises an error if a size is unknown."""
+        if not self.is_fully_defined():
+            raise InvalidValueError(f"TensorShape: {self} has unknown sizes.")
+
+    def merge_with(self, other: Iterable[int | None]) -> "TensorShape":
+        """Returns the sizes that one of both knows.
+
+        Raises:
+            InvalidValueError: if no array has both shapes.
+        """
+        sizes = tuple(other)
+        self.assert_is_compatible_with(sizes)
+        return TensorShape(b if a is None else a for a, b in zip(self, sizes, strict=True))
+
+    def most_specific_compatible_shape(self, other: Iterable[int | None]) -> "TensorShape":
+        """Returns the sizes that both have, and None for the others."""
+        return TensorShape(a if a == b else None for a, b in zip(self, other, strict=True))
+
+    def with_rank(self, rank: int) -> "TensorShape":
+        """Returns this shape; an error if it has another number of dims."""
+        return self._with_dims(len(self) == rank, f"{rank}")
+
+    def with_rank_at_least(self, rank: int) -> "TensorShape":
+        """Returns this shape; an error if it has fewer dims."""
+        return self._with_dims(len(self) >= rank, f"{rank} or more")
+
+    def with_rank_at_most(self, rank: int) -> "TensorShape":
+        """Returns this shape; an error if it has more dims."""
+        return self._with_dims(len(self) <= rank, f"at most {rank}")
+
+    def _with_dims(self, holds: bool, wanted: str) -> "TensorShape":
+        if not holds:
+            raise InvalidValueError(f"TensorShape: {self} has {len(self)} dims, expected {wanted}.")
+        return self
+
+    def is_fully_defined(self) -> bool:
+        """Returns whether all sizes are known."""
+        return None not in self
+
+    def num_elements(self) -> int | None:
+        """Returns the number of elements; None if it is not known."""
+        return math.prod(size for size in self if size is not None) if None not in self else None
+
+
+@contextlib.contextmanager
+def no_dependencies(control_inputs: object) -> Iterator[None]:
+    """`tf.control_dependencies`: has no effect, as programs keep their order."""
+    yield
+
+
+def group(*inputs: object, **kwargs: object) -> None:
+    """`tf.group`: has no effect, as everything in a step runs."""
+
+
+def no_op(name: str | None = None) -> None:
+    """`tf.no_op`."""
+
+
+def timestamp(name: str | None = None) -> np.float64:
+    """`tf.timestamp`: the seconds since 1970, outside of steps."""
+    if current_scope() is not None:
+        raise UnsupportedError(
+            "tf.timestamp in a step: arrays of 32 bits cannot hold the time. Call it outside of the"
+            " step, or tf.py_function inside."
+        )
+    return np.float64(time.time())
+
+
+def identity_n(input: Sequence[Any], name: str | None = None) -> list[jax.Array]:
+    """`tf.identity_n`."""
+    return [array(value) for value in input]
+
+
+def nothing(*args: object, **kwargs: object) -> None:
+    """Has no effect: JAX decides by itself."""
+
+
+def get_log_device_placement() -> bool:
+    """`tf.debugging.get_log_device_placement`: False."""
+    return False
+
+
+def collective_hints(
+    bytes_per_pack: int = 0, timeout_seconds: float | None = None
+) -> CommunicationOptions:
+    """`tf.distribute.experimental.CollectiveHints`: the older name of `CommunicationOptions`."""
+    return CommunicationOptions(bytes_per_pack, timeout_seconds)
+
+
+def run_functions_eagerly(run_eagerly: bool) -> None:
+    """`tf.config.run_functions_eagerly`: True is refused, because steps are always compiled."""
+    if run_eagerly:
+        raise UnsupportedError(
+            "tf.config.run_functions_eagerly(True): functions of a strategy are always compiled."
+            " Print inside of them with tf.print or jax.debug.print, or call the Python function."
+        )
+
+
+def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: object = None) -> bool:
+    """`tf.test.is_gpu_available`: starts JAX."""
+    return bool(local_devices_of("GPU"))
+
+
+def gpu_device_name() -> str:
+    """`tf.test.gpu_device_name`: "" without a GPU."""
+    return "/device:GPU:0" if is_gpu_available() else ""
+
+
+def is_built_with_cuda() -> bool:
+    """`tf.test.is_built_with_cuda`: whether JAX can use GPUs here."""
+    return is_gpu_available()
+
+
+def is_built_with_rocm() -> bool:
+    """`tf.test.is_built_with_rocm`: whether JAX uses GPUs of AMD here."""
+    return any("rocm" in device.client.platform_version.lower() for device in jax.devices())
+
+
+def is_cpu_target_available(target: str) -> bool:
+    """`tf.test.is_cpu_target_available`: whether XLA runs on CPUs of this kind here."""
+    return {"aarch64": "arm", "x86_64": "x86"}.get(platform.machine()) == target
+
+
+def is_built_with_xla() -> bool:
+    """`tf.test.is_built_with_xla`."""
+    return True
+
+
+@final
+class ConfigProto:
+    """`tf.compat.v1.ConfigProto`: takes any settings; none has an effect."""
+
+    def __init__(self, **settings: object) -> None:
+        self.gpu_options = types.SimpleNamespace()
+        self.__dict__.update(settings)
+
+
+def as_text(bytes_or_text: str | bytes, encoding: str = "utf-8") -> str:
+    """`tf.compat.as_text`."""
+    return bytes_or_text if isinstance(bytes_or_text, str) else bytes_or_text.decode(encoding)
+
+
+def as_bytes(bytes_or_text: str | bytes, encoding: str = "utf-8") -> bytes:
+    """`tf.compat.as_bytes`."""
+    return bytes_or_text if isinstance(bytes_or_text, bytes) else bytes_or_text.encode(encoding)
+
+
+class Module:
+    """`tf.Module`: an object that knows the variables and modules in its attributes."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = type(self).__name__.lower() if name is None else name
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """The variables in attributes, and in lists, dicts and modules there."""
+        found = (part for part in _parts_of(self) if not isinstance(part, Module))
+        return tuple({id(part): part for part in found}.values())
+
+    @property
+    def trainable_variables(self) -> tuple[Any, ...]:
+        """The variables that are trainable."""
+        return tuple([variable for variable in self.variables if variable.trainable])
+
+    @property
+    def non_trainable_variables(self) -> tuple[Any, ...]:
+        """The variables that are not trainable."""
+        return tuple([variable for variable in self.variables if not variable.trainable])
+
+    @property
+    def name_scope(self) -> name_scope:
+        """A `tf.name_scope` with the name of the module."""
+        return name_scope(self.name)
+
+    @classmethod
+    def with_name_scope(cls, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a method that runs in the name scope of its module."""
+
+        @functools.wraps(method)
+        def named(self: Module, *args: Any, **kwargs: Any) -> Any:
+            with self.name_scope:
+                return method(self, *args, **kwargs)
+
+        return named
+
+    @property
+    def submodules(self) -> tuple["Module", ...]:
+        """The modules below this one."""
+        return tuple([part for part in _parts_of(self) if isinstance(part, Module)])
+
+
+def _parts_of(module: object) -> Iterator[Any]:
+    """Yields the variables and modules below a module, in the order of the names of attributes."""
+    leaves = jax.tree.leaves(
+        dict(sorted(vars(module).items())), is_leaf=lambda x: isinstance(x, Module)
+    )
+    for leaf in leaves:
+        if isinstance(leaf, Module):
+            yield leaf
+            yield from _parts_of(leaf)
+        elif hasattr(leaf, "trainable_variables"):  # a layer or model of Keras
+            yield from leaf.variables
+        elif hasattr(leaf, "assign"):
+            yield leaf
+
+
+@final
+class _Modules(Library):
+    def parts(self, value: object) -> dict[str, Any] | None:
+        if not isinstance(value, Module):
+            return None
+        return {name: part for name, part in vars(value).items() if _has_state(part)}
+
+
+def _has_state(value: object) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Module))
+    return any(hasattr(leaf, "assign") or hasattr(leaf, "variables") for leaf in leaves)
+
+
+register(_Modules())
+
+
+def map_structure(func: Callable[..., Any], *structure: Nest, **kwargs: Any) -> Any:
+    """`tf.nest.map_structure`."""
+    return jax.tree.map(func, *structure, is_leaf=_is_none)
+
+
+def flatten(structure: Nest, expand_composites: bool = False) -> list[Any]:
+    """`tf.nest.flatten`."""
+    return jax.tree.leaves(structure, is_leaf=_is_none)
+
+
+def pack_sequence_as(
+    structure: Nest, flat_sequence: Sequence[Any], expand_composites: bool = False
+) -> Any:
+    """`tf.nest.pack_sequence_as`."""
+    return jax.tree.unflatten(jax.tree.structure(structure, is_leaf=_is_none), flat_sequence)
+
+
+def assert_same_structure(
+    nest1: Nest, nest2: Nest, check_types: bool = True, expand_composites: bool = False
+) -> None:
+    """`tf.nest.assert_same_structure`."""
+    first, second = (jax.tree.structure(nest, is_leaf=_is_none) for nest in (nest1, nest2))
+    if str(first) != str(second):
+        raise InvalidValueError(f"tf.nest: the structures differ: {first} and {second}.")
+
+
+def is_nested(seq: object) -> bool:
+    """`tf.nest.is_nested`."""
+    return isinstance(seq, (list, tuple, dict))
+
+
+def _is_none(value: object) -> bool:
+    return value is None

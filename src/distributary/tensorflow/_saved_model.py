@@ -1,0 +1,280 @@
+"""`tf.saved_model`: functions with their variables, which run without their Python code.
+
+A saved model is a checkpoint of the variables and of the arrays that functions have captured, with
+the functions in its index, as StableHLO of `jax.export`. So it appears as a whole, and the chief
+writes it.
+"""
+
+import base64
+import inspect
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+from distributary.checkpoint import Checkpoint
+from distributary.data import TensorSpec
+from distributary.errors import (
+    CheckpointError,
+    InvalidTypeError,
+    InvalidValueError,
+    MissingPackageError,
+    UnsupportedError,
+    described,
+)
+from distributary.tensorflow._functions import ConcreteFunction, Function, Method
+from distributary.tensorflow._loaded_model import (
+    INDEX,
+    contains_saved_model,
+    needs_flatbuffers,
+)
+from distributary.tensorflow._operations import canonical
+from distributary.topology import local_copy
+from distributary.variables import ForeignVariable, Variable
+
+_PLATFORMS = ("cpu", "cuda", "tpu")
+_DEFAULT = "serving_default"
+_Path = str | os.PathLike[str]
+
+
+def save(obj: object, export_dir: _Path, signatures: object = None, options: object = None) -> None:
+    """Saves the functions of a `tf.Module` or a Keras model, with the values of their variables.
+
+    A `tf.function` is saved for its `input_signature`, or for all that its `get_concrete_function`
+    was called with. A Keras model is saved as it predicts. Dims of size None stay open.
+
+    Args:
+        obj: The module or model.
+        export_dir: Folder to write. A saved model that is there is replaced.
+        signatures: A `tf.function` with an `input_signature`, a concrete function, or a dict of
+            these. A model has a signature of its own.
+        options: No effect.
+
+    Raises:
+        UnsupportedError: if a function does more than computing its result.
+        InvalidValueError: if shapes and dtypes of arguments are not known.
+        CheckpointError: if the folder cannot be written, or something else is there.
+
+    Source: `tf.saved_model.save`.
+    """
+    path = Path(export_dir).absolute()
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not is_free and not contains_saved_model(path):
+        raise CheckpointError(
+            f"tf.saved_model.save: {path} is not a saved model, and is not replaced. Move it away,"
+            " or choose another path."
+        )
+    functions, named = _functions_of(obj), _concrete(signatures)
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(obj, keras.Model):
+        if isinstance(obj, keras.Sequential):
+            (inputs,) = obj.inputs or (None,)
+        else:
+            inputs = getattr(obj, "input", None)
+        if inputs is not None:  # models that only have a method `call` do not know them
+            functions["__call__"] = [_prediction_of(obj, inputs)]
+            named.setdefault(_DEFAULT, functions["__call__"][0])
+    if not (functions or named):
+        raise InvalidValueError(
+            f"tf.saved_model.save: {described(obj)} has no function with known arguments. Give a"
+            " tf.function an input_signature, or call its get_concrete_function; make a model with"
+            " keras.Model(x, model(x)), where x is keras.Input(shape)."
+        )
+    programs = _Programs()
+    index = {
+        "functions": {
+            name: [programs.number(name, one) for one in of_name]
+            for name, of_name in functions.items()
+        },
+        "signatures": {name: programs.number(name, one) for name, one in named.items()},
+        "programs": programs.entries,
+    }
+    state = {"variables": programs.variables, "constants": programs.constants}
+    Checkpoint(**{INDEX: json.dumps(index)}, **state).write(path)
+
+
+def _functions_of(obj: object) -> dict[str, list[ConcreteFunction]]:
+    """Returns the functions of an object and its class, for each of their known arguments."""
+    found: dict[str, list[ConcreteFunction]] = {}
+    own = getattr(obj, "__dict__", {})
+    for name in sorted({*dir(type(obj)), *own}):
+        value = own.get(name, inspect.getattr_static(type(obj), name, None))
+        if isinstance(value, Function) and name not in own:
+            value = Method(value, obj)
+        if isinstance(value, ConcreteFunction):
+            found[name] = [value]
+        elif isinstance(value, (Function, Method)) and value.concrete_functions():
+            found[name] = value.concrete_functions()
+    return found
+
+
+def _concrete(signatures: object) -> dict[str, ConcreteFunction]:
+    if signatures is None:
+        return {}
+    found = {}
+    named = signatures if isinstance(signatures, Mapping) else {_DEFAULT: signatures}
+    for name, function in named.items():
+        if isinstance(function, (Function, Method)) and function.input_signature is not None:
+            (function,) = function.concrete_functions()
+        if not isinstance(function, ConcreteFunction):
+            raise InvalidValueError(
+                f"tf.saved_model.save: signature {name!r} is {function!r}, expected a tf.function"
+                " with an input_signature, or the result of its get_concrete_function."
+            )
+        found[name] = function
+    return found
+
+
+def _prediction_of(model: Any, inputs: Any) -> ConcreteFunction:
+    specs = jax.tree.map(lambda one: TensorSpec(one.shape, canonical(one.dtype)), inputs)
+    predict = lambda inputs: model(inputs, training=False)
+    return Function(predict, [specs], autograph=True).concrete_functions()[0]
+
+
+@final
+class _Programs:
+    """The programs of functions, and the variables and captured arrays that they share.
+
+    Attributes:
+        entries: The entries of the programs in the index.
+        variables: The variables.
+        constants: The captured arrays.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.variables: list[Any] = []
+        self.constants: list[Any] = []
+        self._known: dict[int, tuple[Any, Any]] = {}  # by id, with the object, so that it stays
+
+    def number(self, name: str, function: ConcreteFunction) -> int:
+        """Returns the number of a function, and exports it if it is new."""
+        if id(function) not in self._known:
+            self.entries.append(self._entry(f"the function {name!r}", function))
+            self._known[id(function)] = len(self.entries) - 1, function
+        return int(self._known[id(function)][0])
+
+    def _entry(self, what: str, function: ConcreteFunction) -> dict[str, Any]:
+        taken = {name: _specs_in(value) for name, value in function.arguments.items()}
+        taken = {name: own for name, own in taken.items() if jax.tree.leaves(own)}
+        specs = jax.tree.leaves(list(taken.values()))
+        structure = jax.tree.structure(list(taken.values()))
+        error: Exception | None = None
+        for structs in _structs_of(what, specs):
+            try:
+                code, places = self._exported(what, function, structs, structure)
+                break
+            except (UnsupportedError, MissingPackageError):
+                raise
+            except Exception as failure:  # of the function itself, or of JAX
+                error = failure
+        else:
+            problem = str(error).partition("\n")[0].removesuffix(".")
+            raise UnsupportedError(
+                f"tf.saved_model.save: {what} cannot be exported for {specs}: {problem}. Give dims"
+                " of size None their sizes, return arrays in dicts, lists or tuples, or leave the"
+                " function out."
+            ) from error
+        return {
+            "names": list(taken),
+            "specs": [[spec.shape, str(canonical(spec.dtype))] for spec in specs],
+            "state": places,
+            "code": base64.b64encode(zlib.compress(code)).decode(),
+        }
+
+    def _exported(
+        self, what: str, function: ConcreteFunction, structs: list[Any], structure: object
+    ) -> tuple[bytes, list[str]]:
+        program, rebuild, order = function.program(structs)
+        problem = ""
+        if program.written:
+            names = ", ".join(repr(handle.name) for handle in program.written)
+            problem = f"assigns {names}. Return the new values instead"
+        elif program.has_effects:
+            problem = "calls Python when it runs, as tf.print and tf.py_function do. Remove that"
+        elif program.strategies:
+            problem = "calls Strategy.run. Save a function that computes for one replica"
+        if problem:
+            raise UnsupportedError(
+                f"tf.saved_model.save: {what} {problem}, or leave the function out; to go on with"
+                " training, use tf.train.Checkpoint."
+            )
+        handles = program.read_only
+        # The data of random keys, because files have arrays of numbers.
+        keys = [jax.random.key_impl(one) if _is_key(one) else None for one in program.captures[0]]
+        captures = [
+            jax.random.key_data(one) if _is_key(one) else one for one in program.captures[0]
+        ]
+
+        def run(state: list[Any], given: object) -> Any:
+            leaves = jax.tree.leaves(given)
+            read_only, captured = (
+                state[: len(handles)],
+                [
+                    one if impl is None else jax.random.wrap_key_data(one, impl=impl)
+                    for one, impl in zip(state[len(handles) :], keys, strict=True)
+                ],
+            )
+            _, outs = program([captured], [], read_only, [leaves[i] for i in order])
+            result = rebuild(outs)
+            for leaf in jax.tree.leaves(result):
+                if isinstance(leaf, (Variable, str, bytes)):
+                    raise InvalidTypeError(f"it returns {described(leaf)}, not an array")
+            return result
+
+        avals = [handle.aval(of_one_replica=False) for handle in handles]
+        avals += map(jax.typeof, captures)
+        state = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        given = jax.tree.unflatten(structure, structs)
+        exported = export.export(jax.jit(run), platforms=_PLATFORMS)(state, given)
+        with needs_flatbuffers("save"):
+            code = exported.serialize()
+        places = [self._place("variables", handle.cell()) for handle in handles]
+        return bytes(code), places + [self._place("constants", one) for one in captures]
+
+    def _place(self, kind: str, value: object) -> str:
+        """Returns the name that a variable or array has in the checkpoint."""
+        if isinstance(value, ForeignVariable):
+            value = value.variable
+        if id(value) not in self._known:
+            values = self.variables if kind == "variables" else self.constants
+            self._known[id(value)] = f"{kind}/{len(values)}", value
+            values.append(local_copy(value) if kind == "constants" else value)
+        return str(self._known[id(value)][0])
+
+
+def _is_key(captured: Any) -> bool:
+    return bool(jnp.issubdtype(captured.dtype, jax.dtypes.prng_key))
+
+
+def _specs_in(argument: object) -> Any:
+    """Returns an argument with None in place of all that is not an array."""
+    keep = lambda leaf: leaf if isinstance(leaf, TensorSpec) else None
+    return jax.tree.map(keep, argument)
+
+
+def _structs_of(what: str, specs: Sequence[Any]) -> Iterator[list[jax.ShapeDtypeStruct]]:
+    """Yields structs with all dims of size None open, then with first dims of one size."""
+    for spec in specs:
+        if spec.shape is None or spec.dtype == object:
+            raise InvalidValueError(
+                f"tf.saved_model.save: {what} takes {spec}. Give it a number of dims, and a dtype"
+                " of numbers."
+            )
+    num_open = sum(spec.shape[:1] == (None,) for spec in specs)
+    for first in ("batch{}", "batch") if num_open > 1 else ("batch",):
+        scope, structs = export.SymbolicScope(), []
+        for number, spec in enumerate(specs):
+            names = [first.format(number), *[f"dim{number}_{i}" for i in range(1, len(spec.shape))]]
+            sizes = zip(spec.shape, names, strict=False)
+            text = ", ".join(name if size is None else str(size) for size, name in sizes)
+            shape = export.symbolic_shape(text, scope=scope)
+            structs.append(jax.ShapeDtypeStruct(shape, canonical(spec.dtype)))
+        yield structs

@@ -1,0 +1,181 @@
+"""`tf.TensorArray`: rows that a loop writes one by one."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from distributary.errors import InvalidValueError
+from distributary.tensorflow._operations import TensorLike, array, canonical
+from distributary.tensorflow.autograph import NOT_YET, is_traced
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+class TensorArray:
+    """Rows of one shape, which are written one by one and read together.
+
+    In a compiled loop, `size` must be the final one; in other loops it grows if `dynamic_size` is
+    True. Rows that are not written are zeros.
+
+    Args:
+        dtype: Dtype of the rows.
+        size: Number of rows.
+        dynamic_size: Whether `write` may add rows.
+        clear_after_read: No effect: rows stay readable.
+        tensor_array_name: No effect.
+        handle: No effect.
+        flow: No effect.
+        infer_shape: No effect: all rows have one shape.
+        element_shape: Shape of a row, checked by `write`; None for any size.
+        colocate_with_first_write_call: No effect.
+        name: No effect.
+
+    Source: `tf.TensorArray`.
+    """
+
+    def __init__(
+        self,
+        dtype: DTypeLike,
+        size: int | None = None,
+        dynamic_size: bool | None = None,
+        clear_after_read: bool | None = None,
+        tensor_array_name: str | None = None,
+        handle: object = None,
+        flow: object = None,
+        infer_shape: bool = True,
+        element_shape: Sequence[int | None] | None = None,
+        colocate_with_first_write_call: bool = True,
+        name: str | None = None,
+    ) -> None:
+        if is_traced(size):
+            raise InvalidValueError(
+                "tf.TensorArray: size is known only when the step runs. Pass the largest number of"
+                " rows, and slice what stack() returns outside of the step."
+            )
+        #: Dtype of the rows.
+        self.dtype = canonical(dtype)
+        self._size = 0 if size is None else int(size)
+        #: Whether `write` may add rows.
+        self.dynamic_size = bool(dynamic_size)
+        self._shape = None if element_shape is None else tuple(element_shape)
+        self._rows: Any = NOT_YET
+
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[Any, ...]]:
+        return (self._rows,), (self.dtype, self._size, self.dynamic_size, self._shape)
+
+    @classmethod
+    def tree_unflatten(cls, fixed: tuple[Any, ...], rows: Sequence[Any]) -> "TensorArray":
+        made = cls.__new__(cls)
+        made.dtype, made._size, made.dynamic_size, made._shape = fixed
+        (made._rows,) = rows
+        return made
+
+    def _with(self, rows: jax.Array) -> "TensorArray":
+        fixed = self.dtype, len(rows), self.dynamic_size, self._shape
+        return TensorArray.tree_unflatten(fixed, (rows,))
+
+    @property
+    def element_shape(self) -> tuple[int | None, ...] | None:
+        """Shape of a row; None if nothing is known about it."""
+        return self._shape if self._rows is NOT_YET else tuple(self._rows.shape[1:])
+
+    def _read(self) -> jax.Array:
+        if self._rows is not NOT_YET:
+            return self._rows
+        if self._shape is None or None in self._shape:
+            raise InvalidValueError(
+                "tf.TensorArray: nothing has been written, so there is no shape. Write a row, or"
+                " pass element_shape."
+            )
+        return jnp.zeros((self._size, *self._shape), self.dtype)
+
+    def write(self, index: TensorLike, value: TensorLike, name: str | None = None) -> "TensorArray":
+        """Returns the rows with one of them set."""
+        row, place = array(value, self.dtype), array(index)
+        if self._shape is not None and (
+            len(self._shape) != row.ndim
+            or any(n not in (None, own) for n, own in zip(self._shape, row.shape, strict=True))
+        ):
+            raise InvalidValueError(
+                f"tf.TensorArray: a row has shape {row.shape}, expected {self._shape}."
+            )
+        rows = self._rows
+        if rows is NOT_YET:
+            rows = jnp.zeros((self._size, *row.shape), self.dtype)
+        if rows.shape[1:] != row.shape:
+            raise InvalidValueError(
+                f"tf.TensorArray: a row has shape {row.shape}, but others have {rows.shape[1:]}."
+                " All rows have one shape; pad them."
+            )
+        if is_traced(place) and not self._size:
+            raise InvalidValueError(
+                "tf.TensorArray: a compiled loop writes to an array of size 0. Pass the number of"
+                " rows, tf.TensorArray(dtype, size=n)."
+            )
+        if not is_traced(place):
+            missing = int(place) + 1 - len(rows)
+            if int(place) < 0 or (missing > 0 and not self.dynamic_size):
+                raise InvalidValueError(
+                    f"tf.TensorArray: write to row {int(place)} of {len(rows)}. Pass a larger size,"
+                    " or dynamic_size=True."
+                )
+            more = jnp.zeros((max(missing, 0), *row.shape), self.dtype)
+            rows = jnp.concatenate([rows, more]) if missing > 0 else rows
+        return self._with(rows.at[place].set(row))
+
+    def read(self, index: TensorLike, name: str | None = None) -> jax.Array:
+        """Returns a row."""
+        return self._read()[array(index)]
+
+    def stack(self, name: str | None = None) -> jax.Array:
+        """Returns all rows, `[size, ...]`."""
+        return self._read()
+
+    def gather(self, indices: TensorLike, name: str | None = None) -> jax.Array:
+        """Returns some rows, `[n, ...]`."""
+        return self._read()[array(indices)]
+
+    def concat(self, name: str | None = None) -> jax.Array:
+        """Returns the rows one after the other along their dim 0."""
+        rows = self._read()
+        return rows.reshape(-1, *rows.shape[2:])
+
+    def unstack(self, value: TensorLike, name: str | None = None) -> "TensorArray":
+        """Returns these rows: all of `value` along dim 0."""
+        return self._with(array(value, self.dtype))
+
+    def scatter(
+        self, indices: TensorLike, value: TensorLike, name: str | None = None
+    ) -> "TensorArray":
+        """Returns the rows with several of them set."""
+        written = self
+        for index, row in zip(np.asarray(indices), array(value, self.dtype), strict=True):
+            written = written.write(index, row)
+        return written
+
+    def split(
+        self, value: TensorLike, lengths: ArrayLike, name: str | None = None
+    ) -> "TensorArray":
+        """Returns these rows: parts of `value` of one length."""
+        sizes = set(np.asarray(lengths).tolist())
+        if len(sizes) != 1:
+            raise InvalidValueError(
+                f"tf.TensorArray.split: lengths are {sorted(sizes)}, expected one. Pad the parts."
+            )
+        values = array(value, self.dtype)
+        return self._with(values.reshape(-1, *sizes, *values.shape[1:]))
+
+    def identity(self) -> "TensorArray":
+        """Returns the same rows."""
+        return self
+
+    def size(self, name: str | None = None) -> int:
+        """Returns the number of rows."""
+        return self._size
+
+    def close(self, name: str | None = None) -> None:
+        """Has no effect."""

@@ -1,0 +1,199 @@
+"""Parts of `tf.train` besides checkpoints themselves: moving averages, looking at checkpoints."""
+
+import abc
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import jax.numpy as jnp
+
+from distributary.checkpoint import latest_checkpoint, list_variables, load_variable
+from distributary.errors import InvalidValueError
+from distributary.tensorflow._operations import array
+from distributary.variables import Variable
+
+_Path = str | os.PathLike[str]
+
+
+@final
+@dataclass
+class CheckpointOptions:
+    """`tf.train.CheckpointOptions`: no option has an effect."""
+
+    experimental_io_device: object = None
+    experimental_enable_async_checkpoint: bool = False
+    experimental_write_callbacks: Sequence[Callable[..., Any]] | None = None
+    enable_async: bool = False
+    experimental_skip_slot_variables: bool = False
+    experimental_sharding_callback: object = None
+
+    def __post_init__(self) -> None:
+        if self.experimental_write_callbacks:
+            raise InvalidValueError(
+                "tf.train.CheckpointOptions: experimental_write_callbacks are not called. Do it"
+                " after save, or after CheckpointManager.wait_until_finished."
+            )
+
+
+@final
+@dataclass(frozen=True)
+class CheckpointState:
+    """The checkpoints of a folder, the last one and all of them.
+
+    Source: `tf.train.get_checkpoint_state`.
+    """
+
+    model_checkpoint_path: str
+    all_model_checkpoint_paths: list[str]
+
+
+def get_checkpoint_state(
+    checkpoint_dir: _Path, latest_filename: str | None = None
+) -> CheckpointState | None:
+    """`tf.train.get_checkpoint_state`: None if the folder has no checkpoint."""
+    last = latest_checkpoint(checkpoint_dir)
+    if last is None:
+        return None
+    paths = sorted(Path(checkpoint_dir).absolute().glob("*-*/checkpoint.json"), key=_time)
+    return CheckpointState(last, [str(path.parent) for path in paths])
+
+
+def _time(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+@final
+class CheckpointReader:
+    """Reads the arrays of a checkpoint.
+
+    Source: `tf.train.load_checkpoint`.
+    """
+
+    def __init__(self, path: _Path) -> None:
+        self._path = path
+        self._shapes = dict(list_variables(path))
+
+    def get_variable_to_shape_map(self) -> dict[str, list[int]]:
+        """Returns the shapes of all arrays, by name."""
+        return dict(self._shapes)
+
+    def has_tensor(self, tensor_str: str) -> bool:
+        """Returns whether there is an array of this name."""
+        return tensor_str in self._shapes
+
+    def get_tensor(self, tensor_str: str) -> Any:
+        """Returns an array."""
+        return load_variable(self._path, tensor_str)
+
+
+def load_checkpoint(ckpt_dir_or_file: _Path) -> CheckpointReader:
+    """`tf.train.load_checkpoint`: a reader of its arrays."""
+    return CheckpointReader(ckpt_dir_or_file)
+
+
+class PythonState(abc.ABC):
+    """State of Python that a checkpoint saves as text; a subclass has the two methods.
+
+    Source: `tf.train.experimental.PythonState`.
+    """
+
+    @abc.abstractmethod
+    def serialize(self) -> str:
+        """Returns the state."""
+
+    @abc.abstractmethod
+    def deserialize(self, string_value: str) -> None:
+        """Takes over a state."""
+
+    def get_state(self) -> dict[str, str]:
+        """Returns the state, for checkpoints."""
+        return {"text": self.serialize()}
+
+    def set_state(self, state: dict[str, str]) -> None:
+        """Takes over the state of a checkpoint."""
+        self.deserialize(state["text"])
+
+
+def checkpoints_iterator(
+    checkpoint_dir: _Path,
+    min_interval_secs: float = 0,
+    timeout: float | None = None,
+    timeout_fn: Callable[[], bool] | None = None,
+) -> Iterator[str]:
+    """`tf.train.checkpoints_iterator`: each newest checkpoint of a folder, as it appears."""
+    last: str | None = None
+    while True:
+        began = time.monotonic()
+        while (found := latest_checkpoint(checkpoint_dir)) in (None, last):
+            if timeout is not None and time.monotonic() - began >= timeout:
+                if timeout_fn is None or timeout_fn():
+                    return
+                began = time.monotonic()
+            time.sleep(min(1.0, timeout or 1.0))
+        last = found
+        assert found is not None
+        yield found
+        time.sleep(max(0.0, began + min_interval_secs - time.monotonic()))
+
+
+@final
+class ExponentialMovingAverage:
+    """Averages of variables in which each step counts less the older it is.
+
+    Args:
+        decay: Weight of the average; 1 - decay is that of a new value.
+        num_updates: Number of steps; the weight is then at most (1 + n) / (10 + n).
+        zero_debias: Not supported; averages begin with the value of the variable.
+        name: No effect.
+
+    Source: `tf.train.ExponentialMovingAverage`.
+    """
+
+    def __init__(
+        self,
+        decay: float,
+        num_updates: Any = None,
+        zero_debias: bool = False,
+        name: str = "ExponentialMovingAverage",
+    ) -> None:
+        if zero_debias:
+            raise InvalidValueError(
+                "tf.train.ExponentialMovingAverage: zero_debias is True, but averages begin with"
+                " the value of the variable and need no correction. Leave it out."
+            )
+        #: The name.
+        self.name = name
+        self._decay, self._num_updates = decay, num_updates
+        self._averages: dict[int, tuple[Any, Variable]] = {}
+
+    def apply(self, var_list: Sequence[Any] | None = None) -> None:
+        """Takes the values of variables into their averages, which the first call makes."""
+        if var_list is None:
+            var_list = [variable for variable, _ in self._averages.values()]
+        decay = jnp.float32(self._decay)
+        if self._num_updates is not None:
+            updates = array(self._num_updates).astype(jnp.float32)
+            decay = jnp.minimum(decay, (1 + updates) / (10 + updates))
+        for variable in var_list:
+            if id(variable) not in self._averages:
+                own = Variable(array(variable), False, f"{variable.name}/{self.name}")
+                self._averages[id(variable)] = variable, own
+            own = self._averages[id(variable)][1]
+            own.assign_sub((1 - decay) * (own.value() - array(variable)))
+
+    def average(self, var: Any) -> Variable | None:
+        """Returns the average of a variable, which is a variable; None if there is none."""
+        return self._averages.get(id(var), (None, None))[1]
+
+    def average_name(self, var: Any) -> str:
+        """Returns the name of the average of a variable."""
+        return f"{var.name}/{self.name}"
+
+    def variables_to_restore(
+        self, moving_avg_variables: Sequence[Any] | None = None
+    ) -> dict[str, Variable]:
+        """Returns the averages by their names."""
+        return {own.name: own for _, own in self._averages.values()}

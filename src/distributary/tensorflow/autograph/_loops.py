@@ -1,0 +1,517 @@
+"""Loops over traced values, as loops of JAX.
+
+    total = 0.0
+    for x in xs:             # f32[5,2]
+        total += x.sum()
+
+The block is recorded as a jaxpr from the variables that change (`total`, f32[]) and the row of the
+turn to their new values, and `jax.lax.scan` runs it. Which variables change is found by recording
+the block until nothing new does: a variable that comes out as it went in stays outside of the loop,
+and a number of Python that does not change stays one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from distributary.tensorflow.autograph._reached import Contents, Reached
+from distributary.tensorflow.autograph._recorded import (
+    Recorded,
+    Value,
+    aval_in,
+    aval_of,
+    cast,
+    counted,
+    flatten,
+    is_number,
+    is_same,
+    is_undefined,
+    is_unreturned,
+    joined,
+    plain,
+    shown_name,
+    zeros,
+)
+from distributary.tracing import script_line
+
+_Values = Sequence[Any]
+_MAX_RECORDS = 20
+_MAX_UNROLLED = 256
+
+
+@final
+class Range:
+    """The result of `range` in converted code if an argument is traced; a loop can run over it.
+
+    Args:
+        start: The first number, int32 `[]`.
+        stop: The end, which is not among the numbers.
+        step: The distance between two numbers; a number of Python that is not zero, or an array.
+    """
+
+    def __init__(self, start: Any, stop: Any, step: Any) -> None:
+        self.start, self.stop, self.step = (jnp.asarray(plain(end)) for end in (start, stop, step))
+        for end in (self.start, self.stop, self.step):
+            if not jnp.issubdtype(end.dtype, jnp.integer) or end.ndim:
+                raise InvalidTypeError(
+                    f"range: got {shown(end)} at {script_line()}, expected a whole number."
+                )
+
+    def length(self) -> Any:
+        """Returns how many numbers there are, int32 `[]`."""
+        distance = jnp.where(self.step > 0, self.stop - self.start, self.start - self.stop)
+        return jnp.maximum(0, -(-distance // jnp.abs(self.step)))
+
+    def item(self, index: Any) -> Any:
+        """Returns a number, int32 `[]`."""
+        return self.start + index * self.step
+
+    def __iter__(self) -> Any:
+        raise InvalidTypeError(
+            f"range at {script_line()} has a traced end, so only a `for` loop can run over it."
+        )
+
+
+@final
+class _Carry:
+    """The variables of a loop, of which some are its carry.
+
+    Args:
+        names: Their names.
+        before: Their values before the loop.
+        reached: What else a turn can change; what it does change becomes a variable, too.
+        what: The statement, for messages.
+    """
+
+    def __init__(self, names: Sequence[str], before: _Values, reached: Reached, what: str) -> None:
+        self._what = what
+        self._reached = reached
+        self._own = len(names)
+        self._changed: list[int] = []  # the variables after the first `_own`, as in `reached`
+        self._names: list[str] = []
+        self._leaves: list[Any] = []
+        self._trees: list[Any] = []
+        self._name_of: list[str] = []
+        self.avals: dict[int, Any] = {}
+        self._tails: dict[int, list[Any]] = {}  # what lists have beyond the carry
+        for name, value in zip(names, before, strict=True):
+            self._add(name, Value(value))
+        self.avals = {
+            i: aval_of(leaf) for i, leaf in enumerate(self._leaves) if isinstance(leaf, jax.Array)
+        }
+
+    def _add(self, name: str, value: Value) -> None:
+        self._names.append(name)
+        self._leaves += value.leaves
+        self._trees.append(value.tree)
+        self._name_of += [name] * len(value.leaves)
+
+    def set(self, arrays: Sequence[Any], set_state: Callable[[_Values], None]) -> None:
+        """Gives the variables their values, given those of the carry."""
+        values = self.values(arrays)
+        for k, more in self._tails.items():
+            values[k] += more
+        self._put(values, set_state)
+
+    def _put(self, values: list[Any], set_state: Callable[[_Values], None]) -> None:
+        for k, value in zip(self._changed, values[self._own :], strict=True):
+            keys = self._reached.before[k].keys
+            self._reached.put(k, Contents(keys[: len(value)], value))
+        set_state(values[: self._own])
+
+    def looks_at_appended(self, recorded: Recorded, turn: Callable[..., _Values], row: Any) -> bool:
+        """Returns whether a turn is another one after others have appended to lists.
+
+        It is recorded once more, with lists to which one turn has appended unknown arrays.
+        """
+        values = self._values_after(recorded)
+        appended, avals = self._after(values, True)[1], recorded.avals()
+        if not appended:
+            return False
+        own = len(self.avals)
+        unknown = [leaf for more in appended.values() for leaf in flatten(more)[0]]
+        unknown = [leaf for leaf in unknown if id(leaf) in avals]
+
+        def again(*arrays: Any) -> _Values:
+            given = dict(zip(map(id, unknown), arrays[own + 1 :], strict=True))
+            self._tails = jax.tree.map(lambda leaf: given.get(id(leaf), leaf), appended)
+            try:
+                return turn(arrays[:own], arrays[own])
+            finally:
+                self._tails = {}
+
+        inputs = [*self.avals.values(), row, *(avals[id(leaf)] for leaf in unknown)]
+        other = Recorded(again, self._reached, inputs)
+        others = self._values_after(other)
+        for k, more in appended.items():
+            first = _length(self._trees[k])
+            items = others[k].value
+            others[k] = Value(items[:first] + items[first + len(more) :], self._reached.holds)
+        return not recorded.is_like(other, values, others)
+
+    def values(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the values of all variables, given those of the carry."""
+        leaves = list(self._leaves)
+        for i, array in zip(self.avals, arrays, strict=True):
+            leaves[i] = array
+        remaining = iter(leaves)
+        return [
+            jax.tree.unflatten(tree, [next(remaining) for _ in range(tree.num_leaves)])
+            for tree in self._trees
+        ]
+
+    def start(self) -> list[Any]:
+        """Returns the carry before the loop."""
+        return [
+            zeros(aval) if is_unreturned(self._leaves[i]) else cast(self._leaves[i], aval)
+            for i, aval in self.avals.items()
+        ]
+
+    def record(self, turn: Callable[..., _Values], avals: Sequence[Any], stacks: bool) -> Recorded:
+        """Records the block until the carry is all that changes.
+
+        Args:
+            turn: Returns the values after a turn, given the carry before it and what the turn gets.
+            avals: Shapes and dtypes of what the turn gets.
+            stacks: Whether lists may grow.
+        """
+        for _ in range(_MAX_RECORDS):
+            own = len(self.avals)
+            block = lambda *arrays, own=own: turn(arrays[:own], *arrays[own:])
+            recorded = Recorded(block, self._reached, [*self.avals.values(), *avals])
+            if recorded.raised is not None:
+                raise recorded.raised
+            self._take_changes(recorded)
+            if self._is_settled(recorded, stacks):
+                return recorded
+        raise InvalidTypeError(
+            f"The `{self._what}` at {script_line()} changes the dtypes of its variables again and"
+            " again. Give them a dtype before the loop, jnp.asarray(value, dtype)."
+        )
+
+    def _take_changes(self, recorded: Recorded) -> None:
+        """Makes variables of what a turn has changed in place."""
+        for k, (contents, _) in recorded.changes.items():
+            before = self._reached.before[k]
+            grows = self._reached.is_list(k) and len(contents.keys) > len(before.keys)
+            if contents.keys != before.keys and not grows:
+                raise InvalidTypeError(
+                    f"{shown_name(self._reached.names[k])} has {counted(before)} before a turn of"
+                    f" the `{self._what}` at {script_line()} and {counted(contents)} after it."
+                    " Whether there is another turn is known only when the step runs, so keep the"
+                    " same ones."
+                )
+            if k not in self._changed:
+                self._changed.append(k)
+                self._add(self._reached.names[k], Value(before.values, self._reached.holds))
+
+    def _values_after(self, recorded: Recorded) -> list[Value]:
+        values = list(recorded.values)
+        for k in self._changed:
+            contents = recorded.changes[k][0] if k in recorded.changes else self._reached.before[k]
+            values.append(Value(contents.values, self._reached.holds))
+        return values
+
+    def after(self, recorded: Recorded, outs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the carry after a turn, and what was appended to lists in it."""
+        leaves, appended = self._after(self._values_after(recorded), True)
+        carry = [cast(outs.get(id(leaves[i]), leaves[i]), aval) for i, aval in self.avals.items()]
+        more = [flatten(more)[0] for more in appended.values()]
+        rows = [[outs.get(id(leaf), leaf) for leaf in leaves] for leaves in more]
+        return carry, rows
+
+    def finish(
+        self,
+        carry: Sequence[Any],
+        rows: Sequence[Any],
+        recorded: Recorded,
+        set_state: Callable[[_Values], None],
+    ) -> None:
+        """Gives the variables their values after the loop.
+
+        Args:
+            carry: The carry after the last turn.
+            rows: What was appended, stacked over the turns.
+            recorded: The block.
+            set_state: Gives values to the variables that have names.
+        """
+        values = self.values(carry)
+        appended = self._after(self._values_after(recorded), True)[1]
+        for stacked, (k, more) in zip(rows, appended.items(), strict=True):
+            tree = flatten(more)[1]
+            for turn in range(len(stacked[0])):
+                values[k] += jax.tree.unflatten(tree, [row[turn] for row in stacked])
+        self._put(values, set_state)
+
+    def _after(
+        self, values: Sequence[Value], stacks: bool
+    ) -> tuple[list[Any], dict[int, list[Any]]]:
+        """Returns the leaves after a turn, and what was appended to each list that grew."""
+        found: list[Any] = []
+        appended: dict[int, list[Any]] = {}
+        position = 0
+        for k, (name, after, tree) in enumerate(zip(self._names, values, self._trees, strict=True)):
+            value, leaves, other = after.value, after.leaves, after.tree
+            count = tree.num_leaves
+            own = self._leaves[position : position + count]
+            length = tree.num_leaves if type(value) is list else 0
+            is_longer = type(value) is list and other != tree and len(value) > _length(tree)
+            if is_longer and other.children()[: _length(tree)] == tree.children():
+                more = value[_length(tree) :]
+                leaves = leaves[:length]
+                appended[k] = more
+                self._check_list(name, stacks)
+            elif len(own) == 1 and is_undefined(own[0]) and not is_unreturned(own[0]):
+                self._check_defined(name, leaves)
+            elif other != tree:
+                raise InvalidTypeError(
+                    f"{shown_name(name)} has another structure after a turn of the `{self._what}`"
+                    f" at {script_line()} than before. Whether there is another turn is known only"
+                    " when the step runs, so keep its structure."
+                )
+            found += leaves
+            position += count
+        return found, appended
+
+    def _check_list(self, name: str, stacks: bool) -> None:
+        if not stacks:
+            raise InvalidTypeError(
+                f"{shown_name(name)} grows in the `{self._what}` at {script_line()}, and how many"
+                " turns there are is known only when the step runs. Loop over an array or a range"
+                " of a fixed number, without `break` and `return`, or set items of an array:"
+                " x = x.at[i].set(value)."
+            )
+
+    def _check_defined(self, name: str, leaves: list[Any]) -> None:
+        if len(leaves) != 1 or not is_undefined(leaves[0]):
+            raise InvalidValueError(
+                f"{shown_name(name)} gets its first value in the `{self._what}` at {script_line()}"
+                " and is used after it. There may be no turn at all, so assign it before the loop."
+            )
+
+    def _returns_several(self, values: Sequence[Value]) -> bool:
+        """Gives the result of the function, which there is not yet, the structure of `values`."""
+        position = 0
+        for k, (value, tree) in enumerate(zip(values, self._trees, strict=True)):
+            count = tree.num_leaves
+            leaves, other = value.leaves, value.tree
+            if count == 1 and is_unreturned(self._leaves[position]) and other != tree:
+                more = len(leaves) - 1
+                self._leaves[position : position + 1] = [self._leaves[position]] * len(leaves)
+                self._name_of[position : position + 1] = [self._names[k]] * len(leaves)
+                self._trees[k] = other
+                avals = self.avals.items()
+                self.avals = {i + more if i > position else i: aval for i, aval in avals}
+                return True
+            position += count
+        return False
+
+    def _is_settled(self, recorded: Recorded, stacks: bool) -> bool:
+        values = self._values_after(recorded)
+        if self._returns_several(values):
+            return False
+        leaves, _ = self._after(values, stacks)
+        found = recorded.avals()
+        inputs = dict(zip(self.avals, recorded.inputs, strict=False))
+        changes = False
+        for i, (before, after) in enumerate(zip(self._leaves, leaves, strict=True)):
+            if i in self.avals:
+                if after is inputs[i] or after is before:
+                    continue
+                changes |= self._widen(i, after, found)
+            elif not is_same(before, after) and not (is_unreturned(before) and after is None):
+                self._carry_too(i, before, after, found)
+                changes = True
+        unchanged = [
+            i
+            for i in self.avals
+            if (leaves[i] is inputs.get(i) or leaves[i] is self._leaves[i])
+            and isinstance(self._leaves[i], jax.Array)
+        ]
+        for i in unchanged:
+            del self.avals[i]
+            changes = True
+        self.avals = dict(sorted(self.avals.items()))
+        return not changes
+
+    def _carry_too(self, i: int, before: Any, after: Any, found: dict[int, Any]) -> None:
+        name = self._name_of[i]
+        numbers = [is_number(v) or hasattr(v, "__jax_array__") for v in (before, after)]
+        if is_unreturned(before) and numbers[1]:
+            self.avals[i] = aval_in(found, after)
+            return
+        if not all(numbers):
+            raise InvalidTypeError(
+                f"{shown_name(name)} is {shown(before)} before the `{self._what}` at"
+                f" {script_line()} and {shown(after)} after a turn. Whether there is another turn"
+                " is known only when the step runs, so only numbers and arrays can change."
+            )
+        self.avals[i] = aval_of(plain(before))
+
+    def _widen(self, i: int, after: Any, found: dict[int, Any]) -> bool:
+        """Gives an entry of the carry a dtype for the values before and after a turn."""
+        name, before = self._name_of[i], self.avals[i]
+        if id(after) not in found and not is_number(after) and not hasattr(after, "__jax_array__"):
+            raise InvalidTypeError(
+                f"{shown_name(name)} is an array before the `{self._what}` at {script_line()} and"
+                f" {shown(after)} after a turn. Keep it an array."
+            )
+        aval = aval_in(found, after)
+        if aval.shape != before.shape:
+            raise InvalidValueError(
+                f"{shown_name(name)} has shape {before.shape} before a turn of the `{self._what}`"
+                f" at {script_line()} and {aval.shape} after it. Shapes cannot change in a loop:"
+                " begin with an array of the final shape, or set items of one,"
+                " x = x.at[i].set(value)."
+            )
+        wider = joined(before, aval)
+        if wider is None:
+            raise InvalidTypeError(
+                f"{shown_name(name)} has dtype {before.dtype} before a turn of the `{self._what}`"
+                f" at {script_line()} and {aval.dtype} after it. Begin with"
+                f" jnp.asarray(value, {aval.dtype}), or convert it with x.astype({before.dtype})."
+            )
+        self.avals[i] = wider
+        return bool(wider.dtype != before.dtype)
+
+
+def _length(tree: Any) -> int:
+    """Returns the number of items of a list with this structure."""
+    return len(tree.children())
+
+
+def while_loop(
+    body: Callable[[], Any],
+    get_state: Callable[[], _Values],
+    set_state: Callable[[_Values], None],
+    names: Sequence[str],
+    reached: Reached,
+    maximum: int | None,
+) -> None:
+    """Runs a `while` loop whose condition is traced.
+
+    Args:
+        body: Runs a turn.
+        get_state: Returns the values of the variables, of which the first is the condition.
+        set_state: Gives values to the variables.
+        names: The variables.
+        reached: What else a turn can change.
+        maximum: The largest number of turns, if there is one.
+    """
+    carry = _Carry(names, get_state(), reached, "while")
+    recorded = carry.record(_turn(carry, body, get_state, set_state), (), stacks=False)
+    next_ = lambda arrays: carry.after(recorded, recorded.run(arrays))[0]
+    goes_on = lambda arrays: jnp.asarray(carry.values(arrays)[0])
+    if maximum is None:
+        arrays = lax.while_loop(goes_on, next_, carry.start())
+    else:
+        guarded = lambda arrays, _: (lax.cond(goes_on(arrays), next_, list, arrays), None)
+        arrays, _ = lax.scan(guarded, carry.start(), length=maximum)
+    carry.finish(arrays, (), recorded, set_state)
+
+
+def _turn(
+    carry: _Carry,
+    body: Callable[..., Any],
+    get_state: Callable[[], _Values],
+    set_state: Callable[[_Values], None],
+) -> Callable[..., _Values]:
+    def turn(arrays: Sequence[Any], *row: Any) -> _Values:
+        carry.set(arrays, set_state)
+        body(*row)
+        return get_state()
+
+    return turn
+
+
+def for_loop(
+    iterated: Any,
+    body: Callable[[Any], Any],
+    guarded: Callable[[Any], Any] | None,
+    get_state: Callable[[], _Values],
+    set_state: Callable[[_Values], None],
+    names: Sequence[str],
+    reached: Reached,
+) -> None:
+    """Runs a `for` loop over an array or a `Range`.
+
+    Args:
+        iterated: The array, whose rows are taken, or the range.
+        body: Runs a turn with a row.
+        guarded: The same, if the loop has not ended; None if it does not end early.
+        get_state: Returns the values of the variables.
+        set_state: Gives values to the variables.
+        names: The variables.
+        reached: What else a turn can change.
+    """
+    if isinstance(iterated, Range):
+        _for_range(iterated, guarded or body, get_state, set_state, names, reached)
+        return
+    rows = plain(iterated)
+    if not rows.ndim:
+        raise InvalidTypeError(
+            f"The `for` at {script_line()} runs over {shown(rows)}, which has no rows. Write"
+            " range(n) or tf.range(n) to count to n."
+        )
+    if not len(rows):
+        return
+    if any(is_undefined(leaf) and not is_unreturned(leaf) for leaf in flatten(get_state())[0]):
+        # The first turn gives them values.
+        body(rows[0])
+        rows = rows[1:]
+        if not len(rows):
+            return
+        reached = reached.again()
+    carry = _Carry(names, get_state(), reached, "for")
+    turn = _turn(carry, guarded or body, get_state, set_state)
+    row = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+    recorded = carry.record(turn, [row], stacks=guarded is None)
+    if carry.looks_at_appended(recorded, turn, row):
+        # A turn sees a list of another length than the one before, so each is code of its own.
+        if len(rows) > _MAX_UNROLLED:
+            raise UnsupportedError(
+                f"The `for` at {script_line()} has {len(rows)} turns, and each looks at a list that"
+                f" they append to; at most {_MAX_UNROLLED} turns can. Keep what the next turn needs"
+                " in a variable, or set items of an array: x = x.at[i].set(value)."
+            )
+        for i in range(len(rows)):
+            body(rows[i])
+        return
+
+    def next_(arrays: Sequence[Any], row: Any) -> tuple[list[Any], list[Any]]:
+        return carry.after(recorded, recorded.run([*arrays, row]))
+
+    arrays, appended = lax.scan(next_, carry.start(), rows)
+    carry.finish(arrays, appended, recorded, set_state)
+
+
+def _for_range(
+    numbers: Range,
+    body: Callable[[Any], Any],
+    get_state: Callable[[], _Values],
+    set_state: Callable[[_Values], None],
+    names: Sequence[str],
+    reached: Reached,
+) -> None:
+    carry = _Carry(names, get_state(), reached, "for")
+    index = jax.ShapeDtypeStruct((), numbers.start.dtype)
+    turn = _turn(carry, body, get_state, set_state)
+    recorded = carry.record(turn, [index], stacks=False)
+
+    def next_(i: Any, arrays: Sequence[Any]) -> list[Any]:
+        number = numbers.item(i).astype(index.dtype)
+        return carry.after(recorded, recorded.run([*arrays, number]))[0]
+
+    arrays = lax.fori_loop(0, numbers.length(), next_, carry.start())
+    carry.finish(arrays, (), recorded, set_state)
+
+
+def is_iterated(value: Any) -> bool:
+    """Returns whether a `for` loop over a value is a loop of JAX."""
+    return isinstance(value, (Range, jax.Array)) or (
+        hasattr(value, "__jax_array__") and not isinstance(value, Iterable)
+    )

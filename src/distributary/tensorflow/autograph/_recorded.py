@@ -1,0 +1,569 @@
+"""Blocks of converted code, recorded as jaxprs, and the values of variables after them."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from distributary.tensorflow.autograph._reached import Contents, Reached, is_of_library
+from distributary.tracing import (
+    Jaxpr,
+    current_scope,
+    script_line,
+    sub_jaxprs,
+    walk,
+)
+
+_NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
+
+
+def plain(value: object) -> Any:
+    """Returns the array of a variable, and other values as they are."""
+    return jnp.asarray(value) if hasattr(value, "__jax_array__") else value
+
+
+def is_number(value: object) -> bool:
+    """Returns whether a value can be an array."""
+    return isinstance(value, (jax.Array, *_NUMBERS)) and not (
+        isinstance(value, np.ndarray) and value.dtype.kind not in "biufcV"
+    )
+
+
+class _NotYet:
+    """An array that a block is still to make; zeros until it does."""
+
+    def __repr__(self) -> str:
+        return "no array yet"
+
+
+#: Stands in a pytree for an array of which nothing is known before a block runs.
+NOT_YET = _NotYet()
+
+
+def is_undefined(value: object) -> bool:
+    """Returns whether a name has no value yet."""
+    return value is NOT_YET or type(value).__name__ in ("Undefined", "UndefinedReturnValue")
+
+
+# Stands for a value after a block that has raised an error.
+_NOTHING = object()
+
+
+def is_unreturned(value: object) -> bool:
+    """Returns whether a value is still to be made, or a function has not returned yet."""
+    if value is NOT_YET or value is _NOTHING:
+        return True
+    return type(value).__name__ == "UndefinedReturnValue"
+
+
+def flatten(value: object, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """Returns the leaves of a value and its structure. None and what has no value are leaves."""
+    own = lambda node: node is None or is_undefined(node)
+    return jax.tree.flatten(value, own if is_leaf is None else lambda v: own(v) or is_leaf(v))
+
+
+def aval_of(value: object) -> Any:
+    """Returns the shape and dtype of a number or an array."""
+    made = jax.typeof(value if isinstance(value, jax.Array) else jnp.asarray(value))
+    return jax.ShapeDtypeStruct(made.shape, made.dtype, weak_type=getattr(made, "weak_type", False))
+
+
+def aval_in(avals: dict[int, Any], leaf: object) -> Any:
+    """Returns the shape and dtype of what may be an array of a recorded block."""
+    return avals[id(leaf)] if id(leaf) in avals else aval_of(plain(leaf))
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Returns the dtype of values that are one thing or the other; None if neither holds both.
+
+    A number of Python takes the dtype of an array, as in arithmetic.
+    """
+    dtype = jnp.result_type(first, second)
+    weak = first.weak_type and second.weak_type
+    for aval in (first, second):
+        if not aval.weak_type and aval.dtype != dtype:
+            return None
+    return jax.ShapeDtypeStruct(first.shape, dtype, weak_type=weak)
+
+
+def cast(value: Any, aval: Any) -> Any:
+    """Returns a value as an array of a dtype; one of a weak type if `aval` is."""
+    if aval.weak_type:
+        value = value.item() if isinstance(value, (np.ndarray, np.generic)) else value
+        number = jnp.asarray(value)
+        number = number if number.dtype == aval.dtype else number * aval.dtype.type(1).item()
+        return jnp.broadcast_to(number, aval.shape)
+    return jnp.asarray(plain(value), aval.dtype)
+
+
+def zeros(aval: Any) -> Any:
+    """Returns what stands for a result that there is not yet."""
+    return cast(0, aval) if aval.weak_type else jnp.zeros(aval.shape, aval.dtype)
+
+
+def is_same(first: object, second: object) -> bool:
+    """Returns whether two leaves are one value, without a look at arrays."""
+    if first is second or (is_undefined(first) and type(first) is type(second)):
+        return True
+    if type(first) is not type(second) or isinstance(first, (jax.Array, np.ndarray)):
+        return False
+    try:
+        return bool(first == second)
+    except Exception:  # an object that cannot be compared
+        return False
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.recording: list[Reached] = []  # what each block can change that is being recorded
+        self.raised: Exception | None = None  # by a `raise` of converted code
+
+
+_state = _ThreadState()
+
+
+def is_recording() -> bool:
+    """Returns whether this thread records a block, which may run several times or not at all."""
+    return bool(_state.recording)
+
+
+def check_advances(iterator: Any) -> None:
+    """Checks that an iterator of Python may go on here.
+
+    Raises:
+        UnsupportedError: if a block is being recorded, and the iterator is from outside of it.
+    """
+    kind = type(iterator)
+    if is_of_library(kind.__module__) or not hasattr(kind, "__next__"):
+        return
+    if any(reached.refers_to(iterator) for reached in _state.recording):
+        raise UnsupportedError(
+            f"{script_line()} takes the next item of {shown(iterator)} in a branch or loop that is"
+            " decided when the step runs. Python gives one item, once, however often the step runs."
+            " Take the items before, for example as an array, and index that."
+        )
+
+
+def raised(error: Any) -> Any:
+    """Returns the error that a statement raises: in a block, only if the block runs."""
+    if isinstance(error, type) and issubclass(error, Exception):
+        error = error()
+    _state.raised = error
+    return error
+
+
+@final
+class Value:
+    """The value of a variable after a block, and what it consisted of then.
+
+    Args:
+        value: The value, which may be changed in place later.
+        is_leaf: Returns whether a part of it is a leaf, apart from those of `flatten`.
+    """
+
+    def __init__(self, value: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
+        self.value = value
+        self.leaves, self.tree = flatten(value, is_leaf)
+
+    def without_arrays(self) -> "Value":
+        """Returns what stands for the value after a block that raises an error."""
+        if not any(isinstance(leaf, jax.Array) for leaf in self.leaves):
+            return self
+        other = Value(None)
+        other.tree = self.tree
+        other.leaves = [_NOTHING if isinstance(v, jax.Array) else v for v in self.leaves]
+        return other
+
+
+@final
+class Recorded:
+    """The jaxpr of a block that sets variables.
+
+    Args:
+        block: From arrays to the values of the variables after it.
+        reached: What else it can change; that is put back as it was before.
+        avals: Shapes and dtypes of the arrays.
+
+    Attributes:
+        values: The values, one per variable; arrays among them are tracers that have ended.
+        changes: What is in the things that the block has changed, by their numbers in `reached`.
+        inputs: The tracers that the block got.
+        raised: The error that the block raises, if it does nothing else.
+    """
+
+    def __init__(
+        self, block: Callable[..., Sequence[Any]], reached: Reached, avals: Sequence[Any] = ()
+    ) -> None:
+        self.values: list[Value] = []
+        self.changes: dict[int, tuple[Contents, list[Value]]] = {}
+        self.inputs: list[Any] = []
+        self.raised: Exception | None = None
+        self._picks: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            self.inputs[:] = arrays
+            try:
+                self.values[:] = [Value(value) for value in block(*arrays)]
+                for k, contents in reached.changes().items():
+                    values = [Value(value, reached.holds) for value in contents.values]
+                    self.changes[k] = contents, values
+            except Exception as error:
+                if error is not _state.raised:
+                    raise
+                self.raised = error
+                self.values, self.changes = [], {}
+            finally:
+                for k in reached.changes():
+                    reached.put(k, reached.before[k])
+            changed = [value for _, values in self.changes.values() for value in values]
+            leaves = [leaf for value in (*self.values, *changed) for leaf in value.leaves]
+            self._picks[:] = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+            return [*self._picks]
+
+        _state.recording.append(reached)
+        try:
+            self._closed = jax.make_jaxpr(flat)(*avals)
+        finally:
+            _state.recording.pop()
+
+    def avals(self) -> dict[int, Any]:
+        """Returns shapes and dtypes of the arrays among the values, by identity."""
+        found = {}
+        for leaf, aval in zip(self._picks, self._closed.out_avals, strict=True):
+            found[id(leaf)] = jax.ShapeDtypeStruct(
+                aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
+            )
+        return found
+
+    def is_like(self, other: "Recorded", values: Sequence[Value], others: Sequence[Value]) -> bool:
+        """Returns whether two blocks compute the same values from the inputs that this one has.
+
+        Args:
+            other: The other block.
+            values: Values after this block.
+            others: The same after the other one.
+        """
+        count = len(self.inputs)
+        numbers = _alike(self._closed.jaxpr, other._closed.jaxpr, count)
+        if numbers is None or not all(
+            one is two for one, two in zip(self._closed.consts, other._closed.consts, strict=True)
+        ):
+            return False
+        places = [
+            dict(zip(map(id, block._picks), block._closed.jaxpr.outvars, strict=True))
+            for block in (self, other)
+        ]
+        for one, two in zip(values, others, strict=True):
+            if one.tree != two.tree:
+                return False
+            for a, b in zip(one.leaves, two.leaves, strict=True):
+                first, second = places[0].get(id(a)), places[1].get(id(b))
+                if (first is None) != (second is None):
+                    return False
+                same = is_same(a, b) if first is None else _is_same_atom(first, second, numbers)
+                if not same:
+                    return False
+        return True
+
+    def is_simple(self) -> bool:
+        """Returns whether it costs little, and does nothing, to evaluate the block in vain."""
+        loops = ("while", "scan", "cond", "variable_write")
+        return not (
+            self.changes
+            or self.raised
+            or any(type(effect).__name__ != "NamedAxisEffect" for effect in self._closed.effects)
+            or any(eqn.primitive.name in loops for eqn in walk(self._closed.jaxpr.eqns))
+        )
+
+    def run(self, arrays: Sequence[Any] = ()) -> dict[int, Any]:
+        """Evaluates the block where it stands now; returns the arrays by identity, see `avals`."""
+        outs = jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, *arrays)
+        return {id(leaf): out for leaf, out in zip(self._picks, outs, strict=True)}
+
+
+def _alike(one: Jaxpr, two: Jaxpr, count: int) -> dict[Any, Any] | None:
+    """Returns the variables of `two` for those of `one`; None if they compute something else.
+
+    Args:
+        one: A jaxpr.
+        two: Another one.
+        count: The number of inputs of `two` that correspond to those of `one`.
+    """
+    if len(one.constvars) != len(two.constvars) or len(one.eqns) != len(two.eqns):
+        return None
+    numbers = dict(
+        zip([*one.constvars, *one.invars], [*two.constvars, *two.invars[:count]], strict=False)
+    )
+    for a, b in zip(one.eqns, two.eqns, strict=True):
+        bodies = [[*sub_jaxprs(a)], [*sub_jaxprs(b)]]
+        if (
+            a.primitive is not b.primitive
+            or len(a.invars) != len(b.invars)
+            or len(bodies[0]) != len(bodies[1])
+            or _plain_params(a) != _plain_params(b)
+            or not all(
+                _is_same_atom(x, y, numbers) for x, y in zip(a.invars, b.invars, strict=True)
+            )
+            or any(_alike(x, y, len(x.invars)) is None for x, y in zip(*bodies, strict=True))
+        ):
+            return None
+        numbers.update(zip(a.outvars, b.outvars, strict=True))
+    return numbers
+
+
+def _is_same_atom(one: Any, two: Any, numbers: dict[Any, Any]) -> bool:
+    values = [getattr(atom, "val", None) for atom in (one, two)]  # of literals
+    if values[0] is None or values[1] is None:
+        return values == [None, None] and numbers.get(one) is two
+    return bool(np.array_equal(values[0], values[1])) and one.aval == two.aval
+
+
+def _plain_params(eqn: Any) -> dict[str, str]:
+    """Returns the parameters of an equation that are not functions or code."""
+    plain = (bool, int, float, str, tuple, type(None), np.dtype, np.ndarray)
+    return {k: str(v) for k, v in eqn.params.items() if isinstance(v, plain) and k != "branches"}
+
+
+class _CheckFailedError(Exception):
+    """Ends a program; who has called it gets the error that is in this one."""
+
+
+def _is_unknown(record: logging.LogRecord) -> bool:
+    """Returns whether a report of JAX is about an error that nobody else reports."""
+    return not (record.exc_info and isinstance(record.exc_info[1], _CheckFailedError))
+
+
+def check_when_run(
+    holds: object, error: Exception | Callable[..., Exception], values: Sequence[Any] = ()
+) -> None:
+    """Raises an error when the step runs, unless a traced condition holds.
+
+    Args:
+        holds: The condition.
+        error: The error, or what makes it of values.
+        values: These values; the arrays among them are known when the step runs.
+    """
+    arrays = [value for value in values if isinstance(value, jax.Array)]
+    failed: list[Exception] = []
+    scope = current_scope()
+    if scope is not None:
+        scope.checks.append(failed)
+        logging.getLogger("jax._src.debugging").addFilter(_is_unknown)
+
+    def check(value: object, *known: Any) -> None:
+        if value:
+            return
+        given = dict(zip(map(id, arrays), known, strict=True))
+        own = (
+            error if isinstance(error, Exception) else error(*(given.get(id(v), v) for v in values))
+        )
+        failed.append(own.with_traceback(None))
+        raise _CheckFailedError(own)
+
+    jax.debug.callback(check, holds, *arrays)
+
+
+@final
+class _Merge:
+    """Variables after one of two blocks: what is the same, and what `jax.lax.cond` returns.
+
+    Args:
+        blocks: The blocks.
+        what: The statement, for messages.
+        negated: The value of which the condition is the negation, if there is one.
+    """
+
+    def __init__(self, blocks: tuple[Recorded, Recorded], what: str, negated: object) -> None:
+        self._blocks = blocks
+        self._what = what
+        self._negated = negated
+        self._avals = blocks[0].avals() | blocks[1].avals()
+        # What the arrays are after each block, and their aval.
+        self._wanted: list[tuple[Any, Any, Any]] = []
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._outs: list[Any] = []
+
+    def add(self, name: str, one: Value, two: Value) -> Callable[[], Any]:
+        """Adds a variable with its values after the blocks.
+
+        Returns:
+            Function that returns its value after `run`.
+        """
+        if one.value is two.value:
+            return lambda: one.value
+        pairs, tree = _aligned(name, one, two, self._what)
+        parts = [self._part(name, a, b) for a, b in pairs]
+        return lambda: jax.tree.unflatten(
+            tree, [self._outs[of] if kind == "made" else of for kind, of in parts]
+        )
+
+    def _part(self, name: str, a: object, b: object) -> tuple[Literal["same", "made"], Any]:
+        if is_same(a, b) or (a is True and b is self._negated):
+            return "same", a
+        if (a is None and is_unreturned(b)) or (is_unreturned(a) and b is None):
+            return "same", None
+        if (id(a), id(b)) not in self._numbers:
+            self._numbers[id(a), id(b)] = len(self._wanted)
+            self._wanted.append((a, b, _common(name, a, b, self._avals, self._what)))
+        return "made", self._numbers[id(a), id(b)]
+
+    def run(self, pred: jax.Array) -> None:
+        """Evaluates the blocks, of which the first runs if `pred` holds."""
+        first, second = (self._branch(which) for which in (0, 1))
+        self._outs = jax.lax.cond(pred, first, second)
+
+    def _branch(self, which: Literal[0, 1]) -> Callable[[], list[Any]]:
+        def run() -> list[Any]:
+            block = self._blocks[which]
+            if block.raised is not None:
+                check_when_run(False, block.raised)
+            outs = block.run()
+            return [
+                zeros(want[2])
+                if is_unreturned(want[which])
+                else cast(outs.get(id(want[which]), want[which]), want[2])
+                for want in self._wanted
+            ]
+
+        return run
+
+
+def choose(
+    pred: jax.Array,
+    first: Callable[[], Sequence[Any]],
+    second: Callable[[], Sequence[Any]],
+    names: Sequence[str],
+    reached: Reached,
+    what: str = "if",
+    negated: object = None,
+) -> list[Any]:
+    """Returns the values that one of two blocks sets, with `jax.lax.cond`.
+
+    What is the same after both blocks stays as it is: objects, numbers of Python, arrays that
+    neither has changed.
+
+    Args:
+        pred: Whether the first block runs, bool `[]`.
+        first: Returns the values of the variables after the first block.
+        second: The same of the second block.
+        names: The variables.
+        reached: What else the blocks can change; it gets its new contents.
+        what: The statement, for messages.
+        negated: The value of which `pred` is the negation, if there is one.
+
+    Raises:
+        InvalidTypeError: if a variable has an object after one block only, or other dtypes.
+        InvalidValueError: if a variable has a value after one block only, or other shapes.
+    """
+    blocks = Recorded(first, reached), Recorded(second, reached)
+    for block, other in (blocks, blocks[::-1]):
+        if block.raised is not None:
+            if other.raised is not None:
+                raise block.raised
+            block.values = [value.without_arrays() for value in other.values]
+            block.changes = {
+                k: (contents, [value.without_arrays() for value in values])
+                for k, (contents, values) in other.changes.items()
+            }
+    merge = _Merge(blocks, what, negated)
+    results = [
+        merge.add(name, one, two)
+        for name, one, two in zip(names, blocks[0].values, blocks[1].values, strict=True)
+    ]
+    changes: list[tuple[int, Sequence[Any], list[Callable[[], Any]]]] = []
+    for k in sorted({*blocks[0].changes, *blocks[1].changes}):
+        before = reached.before[k]
+        same = before, [Value(value, reached.holds) for value in before.values]
+        (one, ones), (two, twos) = (block.changes.get(k, same) for block in blocks)
+        if one.keys != two.keys and reached.is_dead(k):
+            continue
+        if one.keys != two.keys:
+            raise InvalidTypeError(
+                f"{shown_name(reached.names[k])} has {counted(one)} after one branch of the"
+                f" `{what}` at {script_line()} and {counted(two)} after the other. Which branch"
+                " runs is known only when the step runs, so give it the same ones in both, or"
+                " change an array with jnp.where."
+            )
+        named = [reached.name_of(k, key) for key in one.keys]
+        values = [merge.add(*each) for each in zip(named, ones, twos, strict=False)]
+        changes.append((k, one.keys, values))
+    merge.run(pred)
+    for k, keys, values in changes:
+        reached.put(k, Contents(keys, [value() for value in values]))
+    return [result() for result in results]
+
+
+def counted(contents: Contents) -> str:
+    """Returns what is in a container, for messages."""
+    keys = contents.keys
+    if keys == (*range(len(keys)),):
+        return f"{len(keys)} items"
+    return f"the keys {shown([*keys])}" if keys else "no keys"
+
+
+def shown_name(name: str) -> str:
+    """Returns a name for messages: those of malt for the result of a function are not a user's."""
+    return "the result" if name.startswith("retval_") else f"`{name}`"
+
+
+def _aligned(name: str, one: Value, two: Value, what: str) -> tuple[list[tuple[Any, Any]], Any]:
+    """Returns the leaves of two values with one structure, in pairs, and the structure."""
+    first, tree, second, other = one.leaves, one.tree, two.leaves, two.tree
+    for unreturned, value, structure in ((first, second, other), (second, first, tree)):
+        if len(unreturned) == 1 and is_unreturned(unreturned[0]):
+            pairs = [(unreturned[0], leaf) for leaf in value]
+            return (pairs if unreturned is first else [(b, a) for a, b in pairs]), structure
+    if tree != other:
+        raise InvalidTypeError(
+            f"{shown_name(name)} is {_described(one.value)} after one branch of the `{what}` at"
+            f" {script_line()} and {_described(two.value)} after the other. Which branch runs is"
+            " known only when the step runs, so give it the same structure in both."
+        )
+    return list(zip(first, second, strict=True)), tree
+
+
+def _common(name: str, a: object, b: object, avals: dict[int, Any], what: str) -> Any:
+    """Returns shape and dtype of what is one value or another."""
+    if is_unreturned(a) or is_unreturned(b):
+        leaf = b if is_unreturned(a) else a
+        if is_number(leaf) or hasattr(leaf, "__jax_array__"):
+            return aval_in(avals, leaf)
+        a, b = leaf, None
+    if is_undefined(a) or is_undefined(b):
+        raise InvalidValueError(
+            f"{shown_name(name)} has a value after one branch of the `{what}` at {script_line()}"
+            " only, and is used later. Which branch runs is known only when the step runs, so"
+            " assign it in both, or before."
+        )
+    numbers = [is_number(leaf) or hasattr(leaf, "__jax_array__") for leaf in (a, b)]
+    if not all(numbers):
+        raise InvalidTypeError(
+            f"{shown_name(name)} is {_described(a)} after one branch of the `{what}` at"
+            f" {script_line()} and {_described(b)} after the other. Which branch runs is known only"
+            " when the step runs, so only numbers and arrays can differ."
+        )
+    one, two = (aval_in(avals, leaf) for leaf in (a, b))
+    if one.shape != two.shape:
+        raise InvalidValueError(
+            f"{shown_name(name)} has shape {one.shape} after one branch of the `{what}` at"
+            f" {script_line()} and {two.shape} after the other. Give it one shape, for example with"
+            " jnp.broadcast_to or jnp.where."
+        )
+    aval = joined(one, two)
+    if aval is None:
+        raise InvalidTypeError(
+            f"{shown_name(name)} has dtype {one.dtype} after one branch of the `{what}` at"
+            f" {script_line()} and {two.dtype} after the other. Convert one with x.astype(dtype)."
+        )
+    return aval
+
+
+def _described(value: object) -> str:
+    if is_undefined(value):
+        return "without a value"
+    return shown(value)

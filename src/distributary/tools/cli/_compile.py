@@ -1,0 +1,78 @@
+"""Compiles a script's training step for TPUs or GPUs that are not here.
+
+Reports what the TPU or GPU compiler makes of the step: its collectives, how much device memory it
+needs, and whether state is updated in place. The script runs up to the first program under a
+strategy that updates a trainable variable. That program is compiled for the topology, even if this
+machine does not have it, and the script ends.
+
+Examples:
+  distributary compile --topology v5e:2x4 train.py
+  distributary compile --topology 2xv5e:2x4 --topology h100:8 --json report.json train.py
+"""
+
+import argparse
+import sys
+
+from distributary.errors import DistributaryError
+from distributary.tools import compilation
+from distributary.tools.cli._arguments import (
+    add_script_arguments,
+    check_script,
+    output_file,
+    write_json,
+)
+
+# What `compilation.known_topologies()` returns, which imports JAX.
+_TOPOLOGIES = (
+    "TPUs v2, v3, v4, v5e, v5p, v6e, tpu7x with the grid of their chips (v5e:2x4, v4:2x2x1, and"
+    " 2xv5e:2x4 for two slices), and GPUs h100 with their number, also per host (h100:8, h100:2x8"
+    " for two hosts)"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    add = parser.add_argument
+    add(
+        "--topology",
+        action="append",
+        required=True,
+        metavar="NAME",
+        help=f"devices to compile for; you can give it several times. Known are {_TOPOLOGIES}.",
+    )
+    add(
+        "--step",
+        metavar="FUNCTION",
+        help="name of the step function (default: the first that updates a trainable variable)",
+    )
+    add("--json", type=output_file, metavar="FILE", help="also write the reports to FILE, as JSON")
+    add_script_arguments(
+        parser,
+        "Python script whose training step is compiled",
+        options="--topology NAME [OPTION ...]",
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Prints a report for each topology; returns 1 if one of them cannot be compiled for."""
+    check_script(namespace)
+    compilation.prepare_compilers()
+    reports: list[compilation.Report] = []
+    exit_code = 0
+    for name in namespace.topology:
+        try:
+            report = compilation.compile_script(
+                namespace.script,
+                namespace.arguments,
+                compilation.parse_topology(name),
+                is_module=namespace.module,
+                step_name=namespace.step,
+            )
+        except DistributaryError as error:
+            print(f"distributary compile: {error}", file=sys.stderr)
+            exit_code = 1
+            continue
+        reports.append(report)
+        print(report.to_text(), flush=True)
+    write_json(namespace.json, [report.to_json() for report in reports])
+    return exit_code

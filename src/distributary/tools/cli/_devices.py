@@ -1,0 +1,21 @@
+"""Prints the devices of this machine, and which of them each strategy would use.
+
+Starts JAX, which takes most of the memory of free GPUs for a moment.
+"""
+
+import argparse
+import json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Prints the devices; returns 1 if TF_CONFIG is wrong."""
+    from distributary.tools.cli._found_devices import as_text, find_devices
+
+    found = find_devices()
+    print(json.dumps(found, indent=2) if namespace.json else as_text(found))
+    return int("error" in found["strategies"]["MultiWorkerMirroredStrategy"])

@@ -1,0 +1,185 @@
+"""Runs a script as several workers.
+
+The workers find each other through TF_CONFIG. The launcher watches them, and leaves no process
+behind.
+
+Examples:
+  distributary launch --workers 4 train.py --epochs 3
+  distributary launch --workers 4 --dashboard train.py
+  distributary launch --workers 2 --devices-per-worker 4 -m my_package.train
+  distributary launch --workers 2 --ps 1 train.py
+  distributary launch --nnodes 2 --node-rank 0 --master 10.0.0.1:29500 train.py
+"""
+
+import argparse
+import os
+import sys
+from argparse import BooleanOptionalAction as OnOff
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from distributary.cluster_resolver import TOKEN_VARIABLE
+from distributary.errors import DistributaryError, InvalidValueError, LaunchError
+from distributary.launch import HostOptions, LaunchOptions
+from distributary.tools.cli._arguments import (
+    Parser,
+    add_option,
+    add_script_arguments,
+    check_script,
+    number,
+    whole,
+)
+
+_LARGEST_PORT = 65535
+
+
+def add_arguments(parser: Parser) -> None:
+    """Adds the arguments; those that are fields of `LaunchOptions` have the names of the fields."""
+    add_options(parser)
+    add_script_arguments(parser, "Python script that every worker runs")
+
+
+def add_options(parser: Parser) -> None:
+    """Adds the options, without the script."""
+
+    def add(flag: str, field: str, type_: Callable[[str], Any], metavar: str, text: str) -> None:
+        default = getattr(LaunchOptions, field)
+        add_option(parser, flag, type_, metavar, text, default, field)
+
+    add("--workers", "num_workers", whole(1), "N", "workers on this host")
+    add("--ps", "num_servers", whole(0), "M", "parameter servers; with any, a chief runs, too")
+    text = "CPU devices of each worker: sets JAX_NUM_CPU_DEVICES"
+    add("--devices-per-worker", "devices_per_worker", whole(1), "K", text)
+    text = "how often to restart all workers after a failure, or with --ps the one that failed"
+    add("--max-restarts", "max_restarts", whole(0), "M", text)
+    add("--grace-seconds", "grace_seconds", number(), "S", "seconds between TERM and KILL")
+    add("--log-dir", "log_dir", Path, "DIR", "write a log file per worker and attempt")
+    flag = parser.add_argument
+    flag("--evaluator", action=OnOff, help='also run the task "evaluator", on host 0')
+    flag(
+        "--tuning",
+        dest="tune",
+        action=OnOff,
+        help="set the workers' memory allocator and thread pool; on unless you say --no-tuning",
+    )
+    flag(
+        "--dashboard",
+        action=OnOff,
+        help="serve a page that shows the workers, and print its address; on host 0, the page shows"
+        " the workers of all hosts",
+    )
+    text = "serve the page at this port (default: a free one)"
+    add_option(parser, "--dashboard-port", whole(0, _LARGEST_PORT), "PORT", text)
+    text = (
+        "serve the page at this address of this host, without a password (default:"
+        f" {LaunchOptions.dashboard_address})"
+    )
+    add_option(parser, "--dashboard-address", str, "ADDRESS", text)
+    hosts = parser.add_argument_group("several hosts")
+    add_option(hosts, "--nnodes", whole(1), "N", "number of hosts")
+    add_option(hosts, "--node-rank", whole(0), "I", "number of this host, from 0")
+    hosts.add_argument("--master", metavar="HOST:PORT", help="address of host 0")
+    text = f"file with the secret of the job (default: the environment's {TOKEN_VARIABLE})"
+    add_option(hosts, "--token-file", Path, "FILE", text)
+    text = f"seconds that all hosts have to join (default: {HostOptions.join_seconds:g})"
+    add_option(hosts, "--join-seconds", number(), "S", text)
+    hosts.add_argument("--address", help="address at which the other hosts reach this one")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Runs the job on this host."""
+    check_script(namespace)
+    try:
+        options = options_of(namespace, os.environ)
+    except DistributaryError as error:
+        namespace.parser.error(str(error).removeprefix("launch: "))
+    if "from_file" in namespace:
+        print(f"distributary launch: {namespace.from_file}", file=sys.stderr, flush=True)
+    from distributary.launch import run as run_job
+    from distributary.tools.monitoring import serve
+
+    try:
+        return run_job(options, serve=serve)
+    except OSError as error:
+        raise LaunchError(str(error)) from error
+    except KeyboardInterrupt:  # before any worker has started
+        return 130
+
+
+def options_of(namespace: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptions:
+    """Returns the job that the parsed arguments describe.
+
+    Raises:
+        DistributaryError: for impossible values.
+    """
+    names = {field.name for field in fields(LaunchOptions)}
+    options = {
+        name: value
+        for name, value in vars(namespace).items()
+        if name in names and value is not None
+    }
+    if namespace.dashboard is False:
+        options.pop("dashboard_port", None)
+    elif namespace.dashboard or namespace.dashboard_address is not None:
+        options.setdefault("dashboard_port", 0)
+    python = [sys.executable, "-m"] if namespace.module else [sys.executable]
+    options["command"] = (*python, namespace.script, *namespace.arguments)
+    return LaunchOptions(**options, hosts=_host_options(namespace, environ))
+
+
+def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> HostOptions | None:
+    num_hosts = namespace.nnodes or 1
+    given = [
+        name
+        for name in ("node_rank", "master", "token_file", "join_seconds", "address")
+        if getattr(namespace, name) not in (None, 0)
+    ]
+    if namespace.nnodes is None and given:
+        raise InvalidValueError(
+            f"launch: --{given[0].replace('_', '-')} is for a job on several hosts, but --nnodes,"
+            " the number of hosts, is missing."
+        )
+    if num_hosts == 1 and namespace.node_rank in (None, 0):
+        return None
+    if namespace.num_servers:
+        raise InvalidValueError(
+            f"launch: --ps is {namespace.num_servers} and --nnodes is {num_hosts}, but jobs with"
+            " parameter servers are launched on one host only. Start every task on its host, with"
+            " TF_CONFIG in its environment."
+        )
+    if namespace.node_rank is None or namespace.master is None:
+        missing = "--node-rank" if namespace.node_rank is None else "--master"
+        raise InvalidValueError(
+            f"launch: --nnodes is {num_hosts}, but {missing} is missing. Every host runs the"
+            " same command with its own --node-rank and the address of host 0 as --master."
+        )
+    if namespace.node_rank >= num_hosts:
+        raise InvalidValueError(
+            f"launch: --node-rank is {namespace.node_rank}, but --nnodes is {num_hosts}. Ranks"
+            f" count from 0 to {num_hosts - 1}."
+        )
+    if namespace.token_file is not None:
+        try:
+            token = namespace.token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeError) as error:
+            raise InvalidValueError(f"launch: --token-file cannot be read: {error}") from error
+    else:
+        token = environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise InvalidValueError(
+            "launch: several hosts need a secret, so that no stranger can join. Set"
+            f" {TOKEN_VARIABLE} to the same value on all of them, or give --token-file. `openssl"
+            " rand -hex 16` makes one."
+        )
+    return HostOptions(
+        num_hosts=num_hosts,
+        host_rank=namespace.node_rank,
+        master=namespace.master,
+        token=token,
+        join_seconds=(
+            HostOptions.join_seconds if namespace.join_seconds is None else namespace.join_seconds
+        ),
+        address=namespace.address,
+    )

@@ -1,0 +1,128 @@
+"""The command line of `distributary`."""
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+from distributary.errors import DistributaryError
+from distributary.launch import LaunchOptions
+from distributary.tools.cli import _bench, _certs, _compile, _config, _devices, _doctor, _launch
+from distributary.tools.cli._arguments import Parser, suggestion
+
+_PACKAGES = ("distributary", "jax", "keras")
+
+
+class _Command(Protocol):
+    """The module of a command. Its docstring is the help, with examples at the end.
+
+    Nothing that imports JAX is imported before `run`, so that help and messages come at once.
+    """
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: Parser) -> None:
+        """Adds the arguments of the command to its parser."""
+
+    def run(self, namespace: argparse.Namespace) -> int:
+        """Runs the command with the parsed arguments, and returns the exit code."""
+
+
+_COMMANDS: Final[Mapping[str, _Command]] = {
+    "launch": _launch,
+    "config": _config,
+    "devices": _devices,
+    "doctor": _doctor,
+    "bench": _bench,
+    "certs": _certs,
+    "compile": _compile,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code.
+
+    Args:
+        arguments: Arguments after the name of the program; by default those of this process.
+    """
+    namespace = _parsed(sys.argv[1:] if arguments is None else arguments)
+    name: str = namespace.name
+    try:
+        return _COMMANDS[name].run(namespace)
+    except DistributaryError as error:
+        print(f"distributary {name}: {str(error).removeprefix(f'{name}: ')}", file=sys.stderr)
+        return 1
+
+
+def launch_options(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
+    """Returns the job that a command line describes, `["launch", "train.py"]` for example.
+
+    Raises:
+        DistributaryError: for impossible values.
+        SystemExit: for arguments that do not exist.
+    """
+    return _launch.options_of(_parsed(arguments), environ)
+
+
+def parser() -> Parser:
+    """Returns the parser of the command `distributary`."""
+    whole = Parser(
+        prog="distributary",
+        description="Distributed training with JAX and Keras 3.",
+        allow_abbrev=False,
+    )
+    whole.add_argument("--version", action="store_true", help="print the versions, and exit")
+    commands = whole.add_subparsers(
+        dest="name", title="commands", metavar="COMMAND", parser_class=Parser
+    )
+    for name, command in _COMMANDS.items():
+        text = command.__doc__ or ""  # Python -OO leaves it out
+        description, heading, examples = text.partition("Examples:\n")
+        own = commands.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=description,
+            epilog=heading + examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_arguments(own)
+        own.set_defaults(parser=own)
+    return whole
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    whole = parser()
+    first = next((text for text in arguments if not text.startswith("-")), None)
+    if first is not None and first not in _COMMANDS:
+        hint = suggestion(first, _COMMANDS)
+        if first.endswith(".py"):
+            hint = f" To run a script: distributary launch {first}."
+        whole.error(
+            f"there is no command {first!r}.{hint} The commands are {', '.join(_COMMANDS)}."
+        )
+    namespace, unknown = whole.parse_known_args(arguments)
+    if namespace.version:
+        print(_versions())
+        sys.exit(0)
+    if namespace.name is None:
+        whole.check_known(unknown)
+        whole.print_help(sys.stderr)
+        sys.exit(2)
+    namespace.parser.check_known(unknown)
+    if namespace.name == "launch":
+        return _config.completed(namespace, arguments[1:])
+    return namespace
+
+
+def _versions() -> str:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "is not installed"
+    found["Python"] = platform.python_version()
+    return ", ".join(f"{name} {version}" for name, version in found.items())

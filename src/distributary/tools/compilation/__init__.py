@@ -1,0 +1,48 @@
+"""Compiles training steps for machines that are not here, and reports on them."""
+
+from typing import TYPE_CHECKING
+
+from distributary._late import late_names
+
+if TYPE_CHECKING:
+    from distributary.engine import collectives_of, collectives_of_step, format_bytes
+    from distributary.tools.compilation._report import Report
+    from distributary.tools.compilation._script import (
+        ScriptEnded,
+        StandIn,
+        compile_script,
+        run_script,
+    )
+    from distributary.tools.compilation._topologies import (
+        Topology,
+        known_topologies,
+        parse_topology,
+        prepare_compilers,
+    )
+
+__all__ = [
+    "Report",
+    "ScriptEnded",
+    "StandIn",
+    "Topology",
+    "collectives_of",
+    "collectives_of_step",
+    "compile_script",
+    "format_bytes",
+    "known_topologies",
+    "parse_topology",
+    "prepare_compilers",
+    "run_script",
+]
+
+# Imported on first use: the command line shows its help without JAX.
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "distributary.engine": "collectives_of collectives_of_step format_bytes",
+            "_report": "Report",
+            "_script": "ScriptEnded StandIn compile_script run_script",
+            "_topologies": "Topology known_topologies parse_topology prepare_compilers",
+        },
+    )

@@ -1,0 +1,266 @@
+"""Runs a script up to its training step, and compiles the step for another machine."""
+
+import contextlib
+import math
+import re
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from distributary._types import Nest
+from distributary.errors import CompileError, InvalidValueError
+from distributary.tools.compilation._report import Report, report_of
+from distributary.tools.compilation._topologies import Topology
+from distributary.topology import ProgramKind, Target, mesh_of_values, watch_programs
+from distributary.tracing import OneDeviceProgram
+
+
+def compile_script(
+    script: str,
+    arguments: Sequence[str],
+    topology: Topology,
+    *,
+    is_module: bool = False,
+    step_name: str | None = None,
+) -> Report:
+    """Runs a script until it calls its step, and compiles the step instead.
+
+    Args:
+        script: Path of the script, or name of the module.
+        arguments: Arguments of the script.
+        topology: The devices to compile for.
+        is_module: Whether `script` names a module.
+        step_name: Name of the function that is the step; None for the first program that updates a
+            trainable variable.
+
+    Returns:
+        A report on the compiled step.
+
+    Raises:
+        InvalidValueError: if there is no such script.
+        CompileError: if the compiler refuses the step, the step needs more memory than a device
+            has, or the script ends without a step.
+        Exception: any exception of the script.
+    """
+    programs = Programs(topology, step_name)
+    watch_programs(programs.wrap, Target(topology.name, topology.kind, topology.hosts))
+    try:
+        run_script(script, arguments, is_module=is_module)
+    except SystemExit as end:
+        if programs.step is None and end.code not in (None, 0):
+            raise
+    finally:
+        watch_programs(None)
+    if programs.step is None:
+        raise CompileError(_without_a_step(script, programs, step_name))
+    if isinstance(programs.step, CompileError):
+        raise programs.step
+    report = programs.step
+    memory = report.memory
+    if memory.total > memory.available:
+        raise CompileError(
+            f"{report.step} does not fit into the memory of {topology.name}: it needs"
+            f" {memory.total / 2**30:.2f} GiB per device, and a program can use"
+            f" {memory.available / 2**30:.2f} GiB. Take a smaller batch or model, a narrower dtype,"
+            f" or more devices.\n{report.to_text()}"
+        )
+    return report
+
+
+def run_script(script: str, arguments: Sequence[str], *, is_module: bool) -> None:
+    """Runs a script as Python would, until it ends or raises `ScriptEnded`.
+
+    Raises:
+        InvalidValueError: if there is no such script.
+        SystemExit, Exception: any exception of the script.
+    """
+    if not is_module and not Path(script).is_file():
+        raise InvalidValueError(f"There is no script {script!r}.")
+    with contextlib.suppress(ScriptEnded), _as_main(script, arguments, is_module):
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+
+
+@final
+class ScriptEnded(BaseException):
+    """Ends a script at its step, which cannot run here.
+
+    It is not an `Exception`, so that a script that catches those ends as well.
+    """
+
+
+@final
+class Programs:
+    """The programs of one script.
+
+    Args:
+        topology: The devices to compile for.
+        step_name: Name of the function that is the step; None for the first program that updates a
+            trainable variable.
+
+    Attributes:
+        step: A report on the compiled step, or the error if it cannot be compiled; None before the
+            step.
+        others: Names of the programs that ran here, and how often each of them ran.
+    """
+
+    def __init__(self, topology: Topology, step_name: str | None = None) -> None:
+        self._topology = topology
+        self._step_name = step_name
+        self.step: Report | CompileError | None = None
+        self.others: dict[str, int] = {}
+
+    def wrap(self, call: Any, mesh: Mesh | None, kind: ProgramKind) -> Any:
+        """Returns the function to call in place of a jitted function for `mesh`."""
+        if mesh is None:  # it runs on the device of the values, in any case
+            return call
+
+        def lower(*args: Any) -> Any:
+            return call.lower(*_avals(args, mesh))
+
+        if kind.is_step(self._step_name):
+            return StandIn(lambda *args: self._end_with(kind.name, call, mesh, args), lower)
+        here = OneDeviceProgram(call, mesh_of_values(mesh))
+
+        def run_here(*args: Any) -> Any:
+            self.others[kind.name] = self.others.get(kind.name, 0) + 1
+            return here(*args)
+
+        return StandIn(run_here, lower)
+
+    def _end_with(self, name: str, call: object, mesh: Mesh, args: Nest) -> NoReturn:
+        if self.step is None:
+            self.step = self._compiled(name, call, mesh, _avals(args, mesh))
+        raise ScriptEnded
+
+    def _compiled(self, name: str, call: Any, mesh: Mesh, avals: Nest) -> Report | CompileError:
+        try:
+            start = time.perf_counter()
+            lowered = call.lower(*avals)
+            lowered_at = time.perf_counter()
+            executable = lowered.compile()
+            compiled_at = time.perf_counter()
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            explained = _explained(error, name, mesh.size, self._topology)
+            if explained is None:
+                raise
+            return explained
+        infos = jax.tree.leaves(lowered.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+        state = [
+            _bytes_on_a_device(aval)
+            for aval, info in zip(jax.tree.leaves(avals), infos, strict=True)
+            if info.donated
+        ]
+        seconds = lowered_at - start, compiled_at - lowered_at
+        return report_of(self._topology, name, mesh, executable, state, *seconds)
+
+
+@final
+@dataclass(frozen=True)
+class StandIn:
+    """A stand-in for a jitted function.
+
+    Args:
+        run: Function to call instead.
+        lower: Returns the jitted function lowered for arguments.
+    """
+
+    run: Callable[..., Nest]
+    lower: Callable[..., jax.stages.Lowered]
+
+    def __call__(self, *args: Nest) -> Nest:
+        return self.run(*args)
+
+
+def _avals(args: Nest, mesh: Mesh) -> Nest:
+    """Returns the arguments of a program with the placement they would have on `mesh`."""
+    none_placed = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(args))
+
+    def aval(leaf: Any) -> Any:
+        if not hasattr(leaf, "dtype"):
+            return leaf
+        sharding = None
+        if isinstance(leaf, jax.Array):
+            here = leaf.sharding
+            sharding = NamedSharding(mesh, here.spec if isinstance(here, NamedSharding) else P())
+        elif none_placed:  # at least one argument must name the devices
+            sharding = NamedSharding(mesh, P())
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        weak = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype, sharding=sharding, weak_type=weak)
+
+    return jax.tree.map(aval, args)
+
+
+def _bytes_on_a_device(aval: jax.ShapeDtypeStruct) -> int:
+    shape = aval.shape if aval.sharding is None else aval.sharding.shard_shape(aval.shape)
+    return math.prod(shape) * aval.dtype.itemsize
+
+
+def _explained(
+    error: Exception, name: str, num_used: int, topology: Topology
+) -> CompileError | None:
+    """Returns an error that explains a compiler's refusal; None if `error` is not a refusal."""
+    text = str(error)
+    missing = re.search(r"rule for primitive '(\w+)' not found for platform", text)
+    if missing is not None:
+        return CompileError(
+            f"{name} uses {missing[1]!r}, which XLA does not have on a {topology.kind}. Compute it"
+            " another way, or outside of the step."
+        )
+    if "RESOURCE_EXHAUSTED" in text:
+        return CompileError(
+            f"{name} does not fit into the memory of {topology.name}. The compiler says:"
+            f" {_beginning(text)}\nTake a smaller batch or model, a narrower dtype, or more"
+            " devices."
+        )
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return None
+    num_devices = sum(map(len, topology.hosts))
+    if topology.kind == "TPU" and num_used < num_devices:
+        return CompileError(
+            f"{name} is for {num_used} of the {num_devices} devices of {topology.name}, and the"
+            " chips of a TPU slice run programs only together. MirroredStrategy takes one host of"
+            f" {len(topology.hosts)}; use TPUStrategy, or a smaller topology."
+        )
+    return CompileError(
+        f"{name} cannot be compiled for {topology.name}. The compiler says: {_beginning(text)}"
+    )
+
+
+def _beginning(text: str) -> str:
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return "\n  ".join(lines[:12] if len(lines) <= 12 else [*lines[:12], "..."])
+
+
+def _without_a_step(script: str, programs: Programs, step_name: str | None) -> str:
+    others = ", ".join(f"{name} ({count} x)" for name, count in programs.others.items())
+    ran = f"it ran {others}" if others else "it ran no program under a strategy"
+    if step_name is not None:
+        return f"{script} never called a step {step_name!r}; {ran}."
+    return (
+        f"{script} ended without a training step, a program under a strategy that updates a"
+        f" trainable variable; {ran}. Name another function with --step."
+    )
+
+
+@contextlib.contextmanager
+def _as_main(script: str, arguments: Sequence[str], is_module: bool) -> Iterator[None]:
+    """Runs the block with the `sys.argv` and `sys.path` of the script."""
+    argv, path = sys.argv, sys.path
+    folder = Path.cwd() if is_module else Path(script).resolve().parent
+    sys.argv, sys.path = [script, *arguments], [str(folder), *path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path

@@ -1,0 +1,214 @@
+"""Checks of this machine and process."""
+
+import contextlib
+import importlib.util
+import ipaddress
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from distributary.cluster_resolver import MultiWorker
+from distributary.errors import ClusterError, pip_install
+from distributary.job import package_versions
+from distributary.launch import ALLOCATOR_SETTINGS, free_addresses
+from distributary.tools.diagnosis._check import Check
+from distributary.topology import (
+    cpu_thread_pool_size,
+    cpu_threads_suffice,
+    local_devices_of,
+    num_cores,
+    short_name,
+)
+
+_GIB = 2**30
+# A process with JAX takes about 0.4 GiB before it has any data.
+_LITTLE_MEMORY: Final = 2**30
+_NUM_PORTS = 16  # a job on one machine rarely needs more
+
+
+def versions() -> Check:
+    """Reports the versions of Python and of the packages that take part in training."""
+    found = {"python": platform.python_version(), **package_versions(), "numpy": np.__version__}
+    detail = ", ".join(f"{name} {version}" for name, version in found.items())
+    fix = None
+    if found.get("jax") != found.get("jaxlib"):
+        fix = f"jax and jaxlib differ: pip install 'jaxlib=={found.get('jax')}'"
+    return Check("versions", "warning" if fix else "ok", detail, fix, found)
+
+
+def keras(environ: Mapping[str, str]) -> Check:
+    """Checks that Keras, if it is installed, runs on JAX where distributary is imported first."""
+    if importlib.util.find_spec("keras") is None:
+        return Check("keras", "ok", "not installed; only Keras models need it")
+    backend = environ.get("KERAS_BACKEND", "jax")
+    if backend == "jax":
+        return Check(
+            "keras", "ok", "its backend is 'jax', if distributary is imported before keras"
+        )
+    detail = f"its backend is {backend!r} (KERAS_BACKEND), and strategies need Keras on JAX"
+    fix = "export KERAS_BACKEND=jax, or unset it and import distributary before keras"
+    return Check("keras", "warning", detail, fix)
+
+
+def cluster(place: MultiWorker | None) -> Check:
+    """Reports the cluster in TF_CONFIG."""
+    if place is None:
+        return Check("cluster", "ok", "no TF_CONFIG: this process trains alone")
+    tasks = ", ".join(map(str, place.peers))
+    return Check("cluster", "ok", f"this process is {place.name} of {tasks}")
+
+
+def ports(place: MultiWorker | None) -> Check:
+    """Checks that this machine has free ports for the tasks of a job."""
+    try:
+        free = free_addresses("127.0.0.1", _NUM_PORTS)
+    except ClusterError as error:
+        fix = "End the programs that listen there: `ss -ltnp`"
+        return Check("ports", "problem", str(error), fix)
+    detail = f"{free[0].rpartition(':')[2]} and others are free for local jobs"
+    if place is not None and place.address is not None:
+        detail = f"{place.address} is for this process; {detail}"
+    return Check("ports", "ok", detail)
+
+
+def host_name(place: MultiWorker | None) -> Check:
+    """Checks that other hosts could reach this one at the address of its own name.
+
+    gloo, which all-reduces between CPUs of several processes, listens there, regardless of the
+    cluster.
+    """
+    name, gloo = socket.gethostname(), "gloo, which all-reduces between CPUs of several processes,"
+    try:
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        detail = f"{name} has no address: {error.strerror}; {gloo} needs one"
+        fix = f"Add a line with this machine's address and {name} to /etc/hosts"
+        return Check("host name", "problem" if _has_other_hosts(place) else "warning", detail, fix)
+    if _is_loopback(str(address)) and _has_other_hosts(place):
+        detail = f"{name} is {address}, which other machines cannot reach; {gloo} listens there"
+        fix = f"Give {name} in /etc/hosts the address at which the other hosts reach this one"
+        return Check("host name", "problem", detail, fix)
+    return Check("host name", "ok", f"{name} is {address}")
+
+
+def _has_other_hosts(place: MultiWorker | None) -> bool:
+    if place is None:
+        return False
+    own = {peer.host for peer in place.peers if peer.name == place.name}
+    return any(peer.host not in own and not _is_loopback(peer.host) for peer in place.peers)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def memory() -> Check:
+    """Checks the memory that is left for this process."""
+    total, available = _memory()
+    if total is None or available is None:
+        return Check("memory", "skipped", "this system does not say how much is free")
+    detail = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB are free"
+    numbers = {"total_bytes": total, "available_bytes": available}
+    if available >= _LITTLE_MEMORY:
+        return Check("memory", "ok", detail, numbers=numbers)
+    fix = (
+        "End other programs, or give the container more memory: a process takes 0.4 GiB before it"
+        " has any data"
+    )
+    return Check("memory", "warning", detail, fix, numbers)
+
+
+def _memory() -> tuple[int | None, int | None]:
+    """Returns total and free bytes of the machine, or of the container if that has less."""
+    total = available = None
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {
+            name: int(rest.split()[0]) * 1024 for name, _, rest in (x.partition(":") for x in lines)
+        }
+        total, available = sizes["MemTotal"], sizes["MemAvailable"]
+    with contextlib.suppress(OSError, ValueError):  # "max" without a limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        if total is None or limit < total:
+            total, available = limit, min(available or limit, max(0, limit - used))
+    return total, available
+
+
+def allocator(environ: Mapping[str, str]) -> Check:
+    """Checks that glibc keeps the memory that XLA's CPU programs free after every step."""
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return Check("allocator", "skipped", "only glibc has these settings")
+    if local_devices_of("GPU") or local_devices_of("TPU"):
+        return Check("allocator", "skipped", "it matters only for CPU devices")
+    missing = {name: text for name, text in ALLOCATOR_SETTINGS.items() if name not in environ}
+    if not missing:
+        return Check("allocator", "ok", "glibc keeps freed memory for the next step")
+    settings = " ".join(f"{name}={value}" for name, value in missing.items())
+    detail = "glibc returns the memory that a step frees, so every step has to request it again"
+    fix = f"Start with `distributary launch`, or export {settings}"
+    return Check("allocator", "warning", detail, fix)
+
+
+def devices(num_wanted: int) -> Check:
+    """Reports the devices of JAX.
+
+    Args:
+        num_wanted: Number of CPU devices that this process has without those made for the checks.
+    """
+    numbers = [
+        {
+            "name": short_name(device),
+            "kind": device.device_kind,
+            "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+        }
+        for kind in ("GPU", "TPU", "CPU")
+        for device in local_devices_of(kind)
+    ]
+    texts = []
+    for one in numbers:
+        if one["kind"] != "cpu":
+            size = one["memory_bytes"]
+            memory = "" if size is None else f" ({size / _GIB:.0f} GiB for JAX)"
+            texts.append(f"{one['name']} {one['kind']}{memory}")
+    unused = None if texts else _unused_accelerator()
+    num_cpus = len(local_devices_of("CPU"))
+    made = f", {num_cpus} for the checks below" if num_cpus != num_wanted else ""
+    detail = ", ".join([*texts, f"{num_wanted} CPU on {num_cores()} cores{made}"])
+    if unused is None:
+        return Check("devices", "ok", detail, numbers={"devices": numbers})
+    problem, fix = unused
+    return Check("devices", "warning", f"{detail}; {problem}", fix, {"devices": numbers})
+
+
+def _unused_accelerator() -> tuple[str, str] | None:
+    """Returns an accelerator that JAX does not use, and the fix; None if there is none."""
+    if Path("/proc/driver/nvidia/version").exists() and any(Path("/dev").glob("nvidia[0-9]*")):
+        what, extra = "this machine has an NVIDIA GPU", "cuda"
+    elif any(Path("/dev").glob("accel[0-9]*")):
+        what, extra = "this machine has a TPU", "tpu"
+    else:
+        return None
+    fix = pip_install(extra)
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        fix = f"Unset JAX_PLATFORMS, which is {platforms!r}"
+    return f"{what}, but JAX does not use it", fix
+
+
+def thread_pool() -> Check:
+    """Checks that XLA's CPU devices cannot wait for each other forever."""
+    num_devices, size = len(local_devices_of("CPU")), cpu_thread_pool_size()
+    detail = f"XLA has {size} threads on {num_cores()} cores for {num_devices} CPU devices"
+    if cpu_threads_suffice(num_devices):
+        return Check("thread pool", "ok", detail)
+    detail += "; with so few, devices can wait for each other forever"
+    return Check("thread pool", "problem", detail, f"export PJRT_NPROC={2 * num_devices}")

@@ -1,0 +1,116 @@
+"""A server of pages, by default only for this machine."""
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeAlias, final
+
+from distributary.dispatch import start_thread
+
+_log = logging.getLogger(__name__)
+_REQUEST_SECONDS = 10.0  # for each part of a request and of an answer
+
+
+@final
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a request.
+
+    Args:
+        content: The body.
+        content_type: Media type of the body.
+        status: The HTTP status.
+        headers: Additional headers.
+    """
+
+    content: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+_Respond: TypeAlias = Callable[[str], Answer | None]
+_NOT_FOUND = Answer(b"There is no such page.\n", status=404)
+_BAD_HOST = Answer(b"The header Host names another machine.\n", status=403)
+
+
+@final
+class HttpServer:
+    """A server that answers GET requests, each in a thread.
+
+    A malicious web page can make its own host name point to this machine, and so have a browser
+    read what only this machine may read (DNS rebinding). So the header Host must be an IP address,
+    `localhost`, `address` or the name of this machine.
+
+    Args:
+        address: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        respond: Returns the answer for a path with its query; None if there is no such page.
+        name: Name of the thread.
+
+    Attributes:
+        port: Port on which it listens.
+
+    Raises:
+        OSError: if the port is not available.
+    """
+
+    def __init__(self, address: str, port: int, respond: _Respond, name: str) -> None:
+        hosts = {"localhost", address.lower(), socket.gethostname().lower()}
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _REQUEST_SECONDS
+
+            def do_GET(self) -> None:
+                host = _host_of(self.headers.get("Host", ""))
+                found = self._page() if host in hosts or _is_ip_address(host) else _BAD_HOST
+                self.send_response(found.status)
+                self.send_header("Content-Type", found.content_type)
+                self.send_header("Content-Length", str(len(found.content)))
+                for header in found.headers.items():
+                    self.send_header(*header)
+                self.end_headers()
+                self.wfile.write(found.content)
+
+            def _page(self) -> Answer:
+                try:
+                    return respond(self.path) or _NOT_FOUND
+                except Exception as error:
+                    return Answer(f"{type(error).__name__}: {error}\n".encode(), status=503)
+
+            def log_message(self, format: str, *args: object) -> None:
+                _log.debug(format, *args)
+
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                _log.debug("A request from %s failed.", client_address, exc_info=True)
+
+        self._server = Server((address, port), Handler)
+        self.port: int = self._server.server_address[1]
+        self._thread = start_thread(self._server.serve_forever, self._server.shutdown, name)
+
+    def close(self) -> None:
+        """Stops the server and ends its thread."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def _host_of(header: str) -> str:
+    """Returns the host in `HOST:PORT`, `HOST` or `[IPV6]:PORT`."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].lower()
+
+
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,190 @@
+"""How training scales: measured with more replicas, and predicted for more machines.
+
+A script runs once for each number of replicas, with that number of devices. Nothing of a prediction
+is measured.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import final
+
+from distributary.errors import LaunchError
+from distributary.launch import ALLOCATOR_SETTINGS
+from distributary.tools.scaling._timer import Timing
+from distributary.topology import num_cores
+
+_NUM_LAST_LINES = 20
+
+
+@final
+@dataclass(frozen=True)
+class Program:
+    """A script that trains.
+
+    Args:
+        script: Path of the script, or name of a module.
+        arguments: Arguments of the script.
+        is_module: Whether `script` names a module.
+        step_name: Name of the step's function; None for the first program that updates a trainable
+            variable.
+    """
+
+    script: str
+    arguments: Sequence[str]
+    is_module: bool = False
+    step_name: str | None = None
+
+
+def default_replicas(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Returns 1, 2, 4, ... up to the number of GPUs, or of cores if there are none."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = [str(path) for path in Path("/dev").glob("nvidia[0-9]*")]
+    else:
+        gpus = [name for name in visible.split(",") if name.strip()]
+    limit = len(gpus) or num_cores()
+    powers = [1 << i for i in range(limit.bit_length())]
+    return tuple(powers if powers[-1] == limit else [*powers, limit])
+
+
+def measure(
+    program_of: Mapping[int, Program], seconds: float, environ: Mapping[str, str]
+) -> list[Timing]:
+    """Measures a program with each number of replicas, one after the other.
+
+    Args:
+        program_of: The program for each number of replicas.
+        seconds: Seconds for which to measure each.
+        environ: The environment.
+
+    Raises:
+        LaunchError: if a program fails, or has another number of replicas.
+    """
+    timings = [_timed(program, n, seconds, environ) for n, program in sorted(program_of.items())]
+    rates = [(t.examples_per_step or 0) / t.seconds / t.num_replicas for t in timings]
+    is_known = all(timing.examples_per_step for timing in timings)
+    return [
+        replace(timing, efficiency=rate / rates[0] if is_known else None)
+        for timing, rate in zip(timings, rates, strict=True)
+    ]
+
+
+def _timed(
+    program: Program, num_replicas: int, seconds: float, environ: Mapping[str, str]
+) -> Timing:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "timing.json"
+        child = "distributary.tools.scaling._child"
+        command = [sys.executable, "-m", child, str(result), str(seconds)]
+        process = subprocess.run(
+            [*command, json.dumps(asdict(program))],
+            env=_environ(num_replicas, environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        if process.returncode or not result.exists():
+            lines = process.stdout.splitlines()[-_NUM_LAST_LINES:]
+            raise LaunchError(
+                f"With --replicas {num_replicas}, {program.script} ended with exit code"
+                f" {process.returncode}. Its last lines:\n  " + "\n  ".join(lines)
+            )
+        timing = Timing(**json.loads(result.read_text(encoding="utf-8")))
+    if timing.num_replicas != num_replicas:
+        raise LaunchError(
+            f"{program.script} has {timing.num_replicas} replicas, expected {num_replicas}. Let its"
+            " strategy use all devices, as MirroredStrategy() does, and ask for at most as many"
+            " replicas as there are GPUs. A TPU can only be measured as a whole."
+        )
+    return timing
+
+
+def _environ(num_replicas: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment with this number of CPU devices and GPUs."""
+    result = {**ALLOCATOR_SETTINGS, **environ} if sys.platform == "linux" else dict(environ)
+    gpus = environ.get("CUDA_VISIBLE_DEVICES")
+    names = gpus.split(",") if gpus else [str(i) for i in range(num_replicas)]
+    if gpus != "":
+        result["CUDA_VISIBLE_DEVICES"] = ",".join(names[:num_replicas])
+    result["JAX_NUM_CPU_DEVICES"] = str(num_replicas)
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return result
+
+
+@final
+@dataclass(frozen=True)
+class Network:
+    """The network between the hosts.
+
+    Args:
+        latency_seconds: Latency in one direction.
+        bytes_per_second: Bandwidth of a host, in each direction at the same time.
+        origin: Where these numbers come from.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    origin: str
+
+
+@final
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for a number of hosts.
+
+    Args:
+        num_hosts: Number of hosts.
+        num_replicas: Number of replicas on all hosts together.
+        seconds: Seconds per step.
+        examples_per_second: Examples per second of all replicas; None if the batch size is unknown.
+        efficiency: Time of a step on one host, divided by `seconds`.
+    """
+
+    num_hosts: int
+    num_replicas: int
+    seconds: float
+    examples_per_second: float | None
+    efficiency: float
+
+
+def predict(timing: Timing, network: Network, hosts: Sequence[int]) -> list[Prediction]:
+    """Predicts steps on several hosts: the measured step, and then a ring all-reduce.
+
+    The ring between the hosts does not overlap with the step. It takes 2 (N - 1) / N times the
+    bytes divided by the bandwidth, and for each all-reduce 2 (N - 1) times the latency. Each host
+    keeps its batch, so the global batch grows with the number of hosts.
+
+    Args:
+        timing: The measurement of one host. It must have several replicas, because a single one
+            reduces nothing.
+        network: The network between the hosts.
+        hosts: Numbers of hosts.
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations" (2009).
+    """
+    found = []
+    for num_hosts in hosts:
+        turns = 2 * (num_hosts - 1)
+        transfer = turns / num_hosts * timing.reduced_bytes / network.bytes_per_second
+        latency = turns * network.latency_seconds * timing.num_reductions
+        seconds = timing.seconds + transfer + latency
+        examples = timing.examples_per_step
+        found.append(
+            Prediction(
+                num_hosts,
+                num_hosts * timing.num_replicas,
+                seconds,
+                None if examples is None else num_hosts * examples / seconds,
+                timing.seconds / seconds,
+            )
+        )
+    return found

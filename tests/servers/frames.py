@@ -1,0 +1,28 @@
+"""Bytes that are no messages."""
+
+import random
+
+import ml_dtypes
+import numpy as np
+
+from distributary.servers._messages import Limits, Message, encode
+
+
+def damaged_frames(num_frames):
+    """Random bytes, and a message of which bytes were changed, taken out or put in."""
+    generator = random.Random(1)
+    message = Message(
+        "push",
+        {"step": 3, "names": ["a", None, 2.5]},
+        [np.ones((2, 3), np.float32), np.array([True, False]), np.ones(1, ml_dtypes.bfloat16)],
+        [b"program"],
+    )
+    frame = b"".join(encode(message, Limits()))
+    for i in range(num_frames):
+        if i % 4 == 0:
+            yield generator.randbytes(i % 97)
+            continue
+        damaged = bytearray(frame)
+        position = int(generator.random() * 200)  # where the structure is
+        damaged[position : position + i % 3] = generator.randbytes(i // 3 % 3)
+        yield bytes(damaged)

@@ -1,0 +1,501 @@
+"""Closures on the workers of a cluster in this process."""
+
+import collections
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.data import Dataset
+from distributary.errors import (
+    CancelledError,
+    ContextError,
+    DistributaryWarning,
+    InvalidTypeError,
+    InvalidValueError,
+    OutOfRangeError,
+    UnsupportedError,
+)
+from distributary.experimental import local_cluster
+from distributary.servers._cluster_coordinator import ClusterCoordinator
+from distributary.servers._messages import Limits, Message
+from distributary.servers._per_worker import (
+    PerWorkerValues,
+    experimental_get_current_worker_index,
+)
+from distributary.servers._strategy import ParameterServerStrategy
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, 3)).astype(np.float32)
+Y = (X @ np.array([1.0, -2.0, 3.0], np.float32)).astype(np.float32)
+
+
+@pytest.fixture(params=[None, Limits()], ids=["objects", "frames"])
+def cluster(request):
+    return lambda workers, ps: ParameterServerStrategy(
+        local_cluster(workers, ps, limits=request.param)
+    )
+
+
+def _linear(strategy):
+    with strategy.scope():
+        w = dist.Variable(np.zeros(3, np.float32), name="w")
+        b = dist.Variable(np.float32(0), name="b")
+        steps = dist.Variable(0, name="steps")
+
+    def step(batch):
+        x, y = batch
+        with dist.GradientTape() as tape:
+            loss = ((x @ w + b - y) ** 2).mean()
+        gradients = dist.get_replica_context().all_reduce("SUM", tape.gradient(loss, [w, b]))
+        for variable, gradient in zip((w, b), gradients, strict=True):
+            variable.assign_sub(0.1 * gradient)
+        steps.assign_add(1)
+        return loss
+
+    return w, b, steps, step
+
+
+def _batches():
+    return [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 32, 8)]
+
+
+def test_one_worker_trains_as_one_device_does(cluster):
+    strategy = cluster(1, 2)
+    w, b, steps, step = _linear(strategy)
+    coordinator = ClusterCoordinator(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: _batches() * 5))
+
+    def closure(iterator):
+        return strategy.run(step, args=(next(iterator),))
+
+    losses = [coordinator.schedule(closure, args=(iterator,)) for _ in range(20)]
+    coordinator.join()
+
+    expected = np.zeros(3), 0.0
+    for (x, y), loss in zip(_batches() * 5, losses, strict=True):
+        error = x @ expected[0] + expected[1] - y
+        np.testing.assert_allclose(loss.fetch(), (error**2).mean(), rtol=1e-4, atol=1e-6)
+        expected = (
+            expected[0] - 0.1 * 2 * (error[:, None] * x).mean(0),
+            expected[1] - 0.1 * 2 * error.mean(),
+        )
+    np.testing.assert_allclose(w.numpy(), expected[0], rtol=1e-4)
+    np.testing.assert_allclose(b.numpy(), expected[1], rtol=1e-3, atol=1e-5)
+    assert steps.numpy() == 20
+
+
+def test_every_closure_of_several_workers_counts_once(cluster):
+    strategy = cluster(3, 2)
+    w, _, steps, step = _linear(strategy)
+    coordinator = ClusterCoordinator(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: _batches() * 100))
+
+    def closure(iterator):
+        return strategy.run(lambda it: step(next(it)), args=(iterator,))
+
+    for _ in range(100):
+        coordinator.schedule(closure, args=(iterator,))
+    coordinator.join()
+    assert coordinator.done()
+    assert steps.numpy() == 100
+    np.testing.assert_allclose(w.numpy(), [1, -2, 3], atol=0.1)
+
+
+def test_batches_of_another_size_are_another_program(cluster):
+    strategy = cluster(2, 1)
+    with strategy.scope():
+        total = dist.Variable(np.float32(0))
+    coordinator = ClusterCoordinator(strategy)
+    data = [np.ones(4, np.float32), np.ones(3, np.float32)]
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: data * 10))
+
+    def closure(iterator, scale):
+        batch = next(iterator)
+        total.assign_add(scale * batch.sum())
+        return batch
+
+    values = [coordinator.schedule(closure, args=(iterator, 2.0)) for _ in range(10)]
+    coordinator.join()
+    sizes = [len(value) for value in coordinator.fetch(values)]
+    assert set(sizes) == {3, 4}
+    assert total.numpy() == 2 * sum(sizes)
+
+
+def test_results_belong_to_the_shapes_of_their_own_batch():
+    """A worker's result comes when another worker has needed the program for other shapes."""
+    local = local_cluster(2, 1)
+    coordinator = ClusterCoordinator(ParameterServerStrategy(local))
+    batches = iter(Dataset.from_tensor_slices(np.arange(3.0)).batch(2))
+    num_plans = collections.Counter()
+    has_run, is_traced_again = threading.Event(), threading.Event()
+
+    def fault(source, target, message, deliver):
+        reply = deliver(message)
+        num_plans[target] += message.kind == "plan"
+        if num_plans[target] == 2:
+            is_traced_again.set()
+        elif message.kind == "run" and not has_run.is_set():
+            has_run.set()
+            is_traced_again.wait(60)
+        return reply
+
+    def count(iterator):
+        batch = next(iterator)
+        return batch.sum(), batch.size
+
+    local.fault = fault
+    one = coordinator.schedule(count, args=(batches,))
+    has_run.wait(60)
+    other = coordinator.schedule(count, args=(batches,))
+    coordinator.join()
+
+    assert [tuple(map(float, value.fetch())) for value in (one, other)] == [(1, 2), (2, 1)]
+
+
+def test_an_iterator_of_the_coordinator_gives_each_closure_its_next_batch(cluster):
+    strategy = cluster(2, 1)
+    with strategy.scope():
+        total = dist.Variable(0.0)
+    coordinator = ClusterCoordinator(strategy)
+    rows = np.arange(1.0, 12.0, dtype=np.float32)
+    captured = iter(Dataset.from_tensor_slices(rows).batch(2))
+
+    def add(iterator):
+        batch = next(iterator)
+        total.assign_add(jnp.sum(batch))
+        return jnp.sum(batch), batch.size
+
+    for closure, iterator in [
+        (add, iter(Dataset.from_tensor_slices(rows).batch(2))),
+        (dist.function(add), iter(Dataset.from_tensor_slices(rows).batch(2))),
+        (lambda: add(captured), None),
+    ]:
+        total.assign(0.0)
+        args = () if iterator is None else (iterator,)
+        values = [coordinator.schedule(closure, args=args) for _ in range(6)]
+        coordinator.join()
+        sums = sorted(tuple(map(float, value)) for value in coordinator.fetch(values))
+        assert sums == [(3, 2), (7, 2), (11, 1), (11, 2), (15, 2), (19, 2)]
+        assert total.numpy() == 66
+        with pytest.raises(OutOfRangeError, match="has ended"):
+            for _ in range(2):
+                coordinator.schedule(closure, args=args)
+            coordinator.join()
+
+
+def test_a_compiled_function_distributes_the_dataset_of_the_workers(cluster):
+    strategy = cluster(2, 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def batches(context):
+        return Dataset.from_tensor_slices(X).repeat().batch(context.get_per_replica_batch_size(4))
+
+    @dist.function
+    def from_function():
+        return strategy.distribute_datasets_from_function(batches)
+
+    @dist.function
+    def distributed():
+        return strategy.experimental_distribute_dataset(batches(dist.InputContext()))
+
+    @dist.function
+    def plain():
+        return batches(dist.InputContext())
+
+    for dataset_fn in (from_function, distributed, plain):
+        iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+        value = coordinator.schedule(lambda it: strategy.run(lambda x: x, (next(it),)), (iterator,))
+        np.testing.assert_array_equal(value.fetch(), X[:4])
+
+
+def test_what_closures_have_not_taken_of_an_iterator_is_there_for_others(cluster):
+    coordinator = ClusterCoordinator(cluster(1, 1))
+    iterator = iter(Dataset.range(1, 4))
+
+    assert coordinator.schedule(next, args=(iterator,)).fetch() == 1
+    assert next(iterator) == 2
+    assert coordinator.schedule(next, args=(iterator,)).fetch() == 3
+    reference = weakref.ref(iterator)
+    del iterator
+    coordinator.join()
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_closure_does_not_loop_over_a_dataset_of_the_coordinator(cluster):
+    coordinator = ClusterCoordinator(cluster(1, 1))
+    dataset = Dataset.range(1, 4)
+
+    with pytest.raises(ContextError, match=r"iterates over .*range.*pass|Pass iter\(dataset\)"):
+        coordinator.schedule(lambda: sum(dataset))
+    with pytest.raises(ContextError, match="loops over the iterator"):
+        coordinator.schedule(sum, args=(iter(dataset),))
+
+
+def test_arrays_may_be_written_to_when_they_have_been_given_away(cluster):
+    strategy = cluster(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+    memory = np.zeros(1 << 16, np.uint8)
+    start = -memory.ctypes.data % 64  # XLA uses what is aligned without a copy
+    buffer = memory[start : start + 4096].view(np.float32)
+
+    def batches():
+        for i in range(20):
+            buffer[:] = i
+            yield buffer
+
+    iterator = iter(coordinator.create_per_worker_dataset(batches))
+    values = [coordinator.schedule(next, args=(iterator,)) for _ in range(20)]
+    assert [set(value) for value in coordinator.fetch(values)] == [{i} for i in range(20)]
+
+    def given(x):
+        return x
+
+    values = []
+    for i in range(20):
+        buffer[:] = i
+        values.append(coordinator.schedule(given, args=(buffer,)))
+    assert [set(value) for value in coordinator.fetch(values)] == [{i} for i in range(20)]
+
+
+def test_captured_arrays_are_those_of_the_first_trace(cluster):
+    coordinator = ClusterCoordinator(cluster(2, 1))
+    captured = np.ones(64, np.float32)
+
+    def closure():
+        return jnp.sum(captured), experimental_get_current_worker_index()
+
+    first = [coordinator.schedule(closure).fetch()]
+    captured[:] = 2
+    values = first + coordinator.fetch([coordinator.schedule(closure) for _ in range(20)])
+    assert [float(total) for total, _ in values] == [64] * 21
+
+
+def test_what_cannot_travel_to_a_worker_is_named():
+    strategy = ParameterServerStrategy(local_cluster(1, 1))
+    coordinator = ClusterCoordinator(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [1.0, 2.0]))
+    words = iter(coordinator.create_per_worker_dataset(lambda: [np.array(["a"])]))
+
+    def prints():
+        jax.debug.print("{}", jnp.zeros(1))
+
+    for fn, args, kind, message in [
+        (lambda x: x, np.ones(2), InvalidTypeError, r"args is a ndarray.*args=\(x,\)"),
+        (lambda key: key, (jax.random.key(0),), InvalidTypeError, "key_data"),
+        (next, (words,), InvalidTypeError, "array of dtype <U1"),
+        (lambda batches: list(batches), (iterator,), ContextError, "loops over the iterator"),
+        (prints, (), UnsupportedError, "calls back into Python.*fetch them"),
+    ]:
+        with pytest.raises(kind, match=message):
+            coordinator.schedule(fn, args=args)
+    assert coordinator.schedule(lambda batches: next(batches), args=(iterator,)).fetch() == 1
+
+
+def test_the_first_error_is_raised_once(cluster):
+    strategy = cluster(2, 1)
+    with strategy.scope():
+        count = dist.Variable(0)
+    coordinator = ClusterCoordinator(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [1.0, 2.0]))
+
+    def closure(iterator):
+        count.assign_add(1)
+        return next(iterator)
+
+    values = [coordinator.schedule(closure, args=(iterator,)) for _ in range(4)]
+    with pytest.raises(OutOfRangeError, match="has ended"):
+        for _ in range(1000):
+            values.append(coordinator.schedule(closure, args=(iterator,)))
+        coordinator.join()
+    coordinator.join()
+    errors = []
+    for value in values:
+        try:
+            value.get()
+        except (OutOfRangeError, CancelledError) as error:
+            errors.append(type(error))
+    assert 2 <= count.numpy() == len(values) - len(errors) <= 4
+    assert OutOfRangeError in errors
+
+
+def test_variables_are_read_and_assigned_from_outside(cluster):
+    strategy = cluster(1, 2)
+    with strategy.scope():
+        v = dist.Variable([1.0, 2.0], name="v")
+        u = dist.Variable(0.0)
+    assert v.device == "/job:ps/replica:0/task:0/device:CPU:0"
+    assert u.device == "/job:ps/replica:0/task:1/device:CPU:0"
+    assert repr(strategy.cluster_resolver).startswith("local_cluster")
+    v.assign_add([1.0, 1.0])
+    np.testing.assert_array_equal(v, [2, 3])
+    v.assign(v * 2)
+    np.testing.assert_array_equal(v.numpy(), [4, 6])
+    assert jnp.asarray(v).dtype == jnp.float32
+    assert isinstance(v.value(), jax.Array)
+
+
+def test_workers_that_do_not_know_the_same_are_named():
+    tasks = local_cluster(2, 1)
+    coordinator = ClusterCoordinator(ParameterServerStrategy(tasks))
+    told = []
+
+    def know_once(source, target, message, deliver):
+        if message.kind == "source":
+            told.append(target)
+            if len(told) == 2:
+                return Message("unknown maker", {"why": "a worker has no function f"})
+        return deliver(message)
+
+    tasks.fault = know_once
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [1.0] * 10_000))
+
+    with pytest.raises(InvalidValueError, match=r"worker \d cannot .*has no function f\. Run"):
+        for _ in range(100):
+            for _ in range(40):
+                coordinator.schedule(next, args=(iterator,))
+            coordinator.join()
+    assert len(set(told)) == 2
+
+
+def test_a_worker_has_values_of_its_own(cluster):
+    strategy = cluster(2, 1)
+    with strategy.scope():
+        total = dist.Variable(np.zeros(2, np.float32))
+    coordinator = ClusterCoordinator(strategy)
+    numbers = iter([1.0, 10.0])
+    values = coordinator.create_per_worker_value(lambda: np.full(2, next(numbers), np.float32))
+
+    def closure(value):
+        total.assign_add(value)
+        return value[0]
+
+    results = [coordinator.schedule(closure, args=(values,)) for _ in range(20)]
+    coordinator.join()
+    found = coordinator.fetch(results)
+    assert set(map(float, found)) <= {1.0, 10.0}
+    np.testing.assert_array_equal(total, [sum(found)] * 2)
+
+
+def test_values_of_workers_are_made_by_a_coordinator():
+    with pytest.raises(InvalidTypeError, match=r"got \[1, 2\]\. Use .* create_per_worker_value"):
+        PerWorkerValues([1, 2])
+
+
+def test_an_error_of_a_worker_names_it_and_where_it_was_raised(cluster):
+    strategy = cluster(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def broken():
+        yield np.float32(1)
+        raise ValueError("the file is broken")
+
+    iterator = iter(coordinator.create_per_worker_dataset(broken))
+    values = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in range(2)]
+    with pytest.raises(ValueError, match="the file is broken") as caught:
+        coordinator.join()
+    assert values[0].fetch() == 1
+    (note,) = caught.value.__notes__
+    assert "Raised at worker 0" in note
+    assert "in broken" in note
+
+
+def test_a_cluster_ends_with_its_coordinators():
+    with local_cluster(1, 1) as tasks:
+        coordinator = ClusterCoordinator(ParameterServerStrategy(tasks))
+        assert coordinator.schedule(lambda: jnp.int32(3)).fetch() == 3
+
+    with pytest.raises(CancelledError, match="The coordinator was closed"):
+        coordinator.schedule(lambda: jnp.int32(3))
+
+
+def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used(cluster):
+    coordinator = ClusterCoordinator(cluster(1, 1))
+    is_open, num_traces = [], 0
+
+    def batches():
+        is_open.append(True)
+        number = len(is_open)
+        try:
+            while True:
+                yield np.full(3, number, np.float32)
+        finally:
+            is_open[number - 1] = False
+
+    def step(iterator):
+        nonlocal num_traces
+        num_traces += 1
+        return next(iterator)
+
+    dataset = coordinator.create_per_worker_dataset(batches)
+    iterator = iter(dataset)
+    assert set(coordinator.schedule(step, args=(iterator,)).fetch()) == {1}
+    num_told, traces_of_one = len(coordinator._workers.setup.all()[1]), num_traces
+
+    for number in range(2, 6):
+        other = iter(dataset)
+        values = [coordinator.schedule(step, args=(i,)) for i in (iterator, other, iterator)]
+        assert [set(value) for value in coordinator.fetch(values)] == [{1}, {number}, {1}]
+    coordinator.join()
+    del other
+    last = iter(dataset)
+    assert set(coordinator.schedule(step, args=(last,)).fetch()) == {6}
+
+    assert num_traces == traces_of_one
+    assert is_open == [True, False, False, False, False, True]
+    assert len(coordinator._workers.setup.all()[1]) == num_told + 1
+
+
+def test_functions_that_nobody_has_any_more_are_forgotten(cluster):
+    coordinator = ClusterCoordinator(cluster(1, 1))
+
+    class Model:
+        def double(self, x):
+            return 2 * x
+
+    def scheduled(i):
+        def add(x, number=i):
+            return x + number
+
+        model = Model()
+        values = [coordinator.schedule(f, args=(np.float32(1),)) for f in (add, model.double)]
+        assert coordinator.fetch(values) == [1 + i, 2]
+        coordinator.join()
+        return weakref.ref(add), weakref.ref(model), len(coordinator._workers.setup.all()[1])
+
+    add, model, num_told = scheduled(0)
+    gc.collect()
+    assert (add(), model()) == (None, None)
+    assert [scheduled(i)[2] for i in (1, 2)] == [num_told, num_told]
+
+
+def test_a_run_that_is_not_scheduled_is_told_once():
+    strategy = ParameterServerStrategy(local_cluster(1, 1))
+
+    def step():
+        return jnp.float32(2)
+
+    with pytest.warns(DistributaryWarning, match=r"\.run .* the coordinator computes it"):
+        assert strategy.run(step) == 2
+    assert strategy.run(step) == 2
+
+
+def test_a_variable_that_takes_the_place_of_another_is_used(cluster):
+    strategy = cluster(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def step():
+        return variable.assign_add(1.0)
+
+    for start in (0.0, 10.0):
+        with strategy.scope():
+            variable = dist.Variable(start)
+        coordinator.schedule(step)
+        coordinator.join()
+        assert variable.numpy() == start + 1

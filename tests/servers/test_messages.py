@@ -1,0 +1,194 @@
+"""Messages travel unchanged, and nothing else than a message is accepted."""
+
+import json
+import tracemalloc
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from hypothesis.extra import numpy as hnp
+
+from distributary.servers._messages import Limits, Message, WireError, decode, encode
+from tests.servers.frames import damaged_frames
+
+_LIMITS = Limits()
+_DTYPES = [
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128", ml_dtypes.bfloat16),
+]
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
+    max_leaves=8,
+)
+
+
+@st.composite
+def _arrays(draw):
+    shape = draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
+    dtype = np.dtype(draw(st.sampled_from(_DTYPES)))
+    contents = draw(st.binary(min_size=0, max_size=16)) + b"\1"
+    array = np.resize(np.frombuffer(contents, np.uint8), np.prod(shape, dtype=int) * dtype.itemsize)
+    if dtype.kind == "b":
+        array = array % 2
+    return array.view(dtype).reshape(shape)
+
+
+def _frame(message):
+    return b"".join(encode(message, _LIMITS))
+
+
+def _with_header(header, buffers=b""):
+    """A frame whose prefix is right."""
+    frame = bytearray(_frame(Message("kind")))
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    content = header + bytes(-(24 + len(header)) % 64) + buffers
+    frame[8:12] = len(header).to_bytes(4, "little")
+    frame[16:24] = (24 + len(content)).to_bytes(8, "little")
+    return bytes(frame[:24]) + content
+
+
+@given(
+    st.builds(
+        Message,
+        st.text(),
+        st.dictionaries(st.text(), _json, max_size=4),
+        st.lists(_arrays(), max_size=3),
+        st.lists(st.binary(max_size=100), max_size=3),
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_a_message_travels_unchanged(message):
+    received = decode(_frame(message), _LIMITS)
+
+    assert (received.kind, received.fields) == (message.kind, message.fields)
+    assert received.blobs == list(message.blobs)
+    assert len(received.arrays) == len(message.arrays)
+    for array, expected in zip(received.arrays, message.arrays, strict=True):
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+        assert array.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(24, dtype=np.int32).reshape(2, 3, 4).T,
+        np.arange(24, dtype=np.int32)[::-2],
+        np.arange(24, dtype=">i4").reshape(4, 6),
+        np.broadcast_to(np.float32(3), (3, 2)),
+        np.array(5, np.int64),
+        jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
+    ],
+)
+def test_every_layout_is_sent_in_order(array):
+    (received,) = decode(_frame(Message("kind", arrays=[array])), _LIMITS).arrays
+
+    np.testing.assert_array_equal(received, array)
+    assert (received.shape, received.dtype) == (array.shape, array.dtype.newbyteorder("="))
+
+
+def test_arrays_are_copied_neither_to_be_sent_nor_when_they_have_come():
+    array = np.arange(1 << 16, dtype=np.float32)
+
+    buffers = encode(Message("kind", arrays=[array, array]), _LIMITS)
+    frame = bytearray().join(buffers)
+    received = decode(frame, _LIMITS).arrays
+
+    assert sum(np.shares_memory(np.frombuffer(b, np.uint8), array) for b in buffers if b) == 2
+    assert all(np.shares_memory(a, np.frombuffer(frame, np.uint8)) for a in received)
+    assert not any(a.flags.writeable for a in received)
+    addresses = [a.__array_interface__["data"][0] for a in received]
+    assert (addresses[1] - addresses[0]) % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (Message("kind", arrays=[np.array(["a"])]), "dtype <U1 cannot be sent; expected one of"),
+        (Message("kind", arrays=[np.array([object()])]), "dtype object cannot be sent"),
+        (Message("kind", arrays=[np.zeros(1, [("a", "f4")])]), "cannot be sent"),
+        (Message("kind", arrays=[np.zeros(1, "M8[s]")]), "cannot be sent"),
+        (Message("kind", {"a": b"b"}), "message 'kind' are not JSON: .* bytes is not JSON"),
+        (
+            Message("kind", {"a": "x" * 2000}),
+            "message 'kind' has 2056 bytes of JSON, expected 1000",
+        ),
+        (Message("kind", arrays=[np.zeros(9000)]), "has 72128 bytes, expected 64000 or fewer"),
+        (Message("kind", blobs=[b""] * 11), "has 11 arrays and blobs, expected 10 or fewer"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_the_sender(message, text):
+    with pytest.raises(WireError, match=text):
+        encode(message, Limits(max_message_bytes=64000, max_header_bytes=1000, max_buffers=10))
+
+
+_EMPTY = {"kind": "k", "fields": {}, "arrays": [], "blobs": []}
+
+
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [
+        (b"", "has 0 bytes, expected 24"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n", "begins with b'GET '"),
+        (b"dstr\2\0" + bytes(18), "has version 2 of the protocol, this process speaks 1"),
+        (b"dstr\1\0\0\0\xff\xff\xff\xff" + bytes(12), "4294967295 bytes of JSON, expected 1048576"),
+        (
+            _frame(Message("k"))[:-1],
+            "says that it has 128 bytes, of which 71 of the header, but 127",
+        ),
+        (_frame(Message("k")) + b"\0", "but 129"),
+        (_with_header(b"\xff"), "UnicodeDecodeError"),
+        (_with_header(b"[]"), "TypeError"),
+        (_with_header(b"[" * 100_000), "RecursionError"),
+        (_with_header({"kind": "k"}), "KeyError: 'fields'"),
+        (_with_header(_EMPTY | {"kind": 1}), "another type"),
+        (_with_header(_EMPTY | {"fields": []}), "another type"),
+        (_with_header(_EMPTY | {"arrays": [["object", [1]]]}), "KeyError: 'object'"),
+        (_with_header(_EMPTY | {"arrays": [["float32", [-1]]]}), "-1 is not a size"),
+        (_with_header(_EMPTY | {"arrays": [["float32", [True]]]}), "True is not a size"),
+        (_with_header(_EMPTY | {"arrays": [["float32", [1.0]]]}), "1.0 is not a size"),
+        (_with_header(_EMPTY | {"arrays": [["float32", [0, 2**40, 2**40]]]}), "is too large"),
+        (_with_header(_EMPTY | {"arrays": [["float32", [1] * 33]]}), "is not a shape"),
+        (_with_header(_EMPTY | {"arrays": [["float32", 3]]}), "3 is not a shape"),
+        (_with_header(_EMPTY | {"arrays": [[[], [1]]]}), "TypeError"),
+        (_with_header(_EMPTY | {"arrays": [["float32", [1 << 40]]]}), "need 4398046511232 bytes"),
+        (_with_header(_EMPTY, bytes(64)), "need 128 bytes, but it has 192"),
+        (_with_header(_EMPTY | {"blobs": [1 << 40]}), "need 1099511627904 bytes, but it has 128"),
+        (
+            _with_header(_EMPTY | {"arrays": [["bool", [2]]]}, b"\1\2" + bytes(62)),
+            "neither 0 nor 1",
+        ),
+        (_with_header(_EMPTY | {"blobs": [0] * 20_000}), "20000 arrays and blobs, expected 16384"),
+    ],
+)
+def test_what_is_no_message_is_refused(frame, text):
+    with pytest.raises(WireError, match=text):
+        decode(frame, _LIMITS)
+
+
+def test_a_message_beyond_the_limit_of_the_receiver_is_refused():
+    frame = _frame(Message("kind", blobs=[bytes(1000)]))
+
+    with pytest.raises(WireError, match="has 1152 bytes, expected 1000 or fewer"):
+        decode(frame, Limits(max_message_bytes=1000))
+
+
+@pytest.mark.parametrize(("num_frames", "traced"), [(2_000, True), (100_000, False)])
+def test_damaged_frames_are_refused_or_read_and_take_no_memory(num_frames, traced):
+    num_refused = 0
+    if traced:  # which takes much time
+        tracemalloc.start()
+
+    for frame in damaged_frames(num_frames):
+        try:
+            decode(frame, _LIMITS)
+        except WireError:
+            num_refused += 1
+
+    assert num_frames / 2 < num_refused < num_frames
+    if traced:
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()

@@ -1,0 +1,84 @@
+"""Programs travel, and only harmless ones that have arrived whole are run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from distributary.errors import InvalidValueError
+from distributary.servers._programs import (
+    Program,
+    ProgramCache,
+    export_divided,
+    export_jaxpr,
+)
+
+
+def _sort():
+    return export_jaxpr(jax.make_jaxpr(lambda x: [jnp.sort(x)])(np.zeros(4, np.float32)))
+
+
+def test_a_program_runs_elsewhere():
+    program, cache = _sort(), ProgramCache()
+
+    assert cache.add(program.content) == program.name
+    (result,) = cache.run(program.name, [np.array([3, 1, 2, 0], np.float32)])
+    np.testing.assert_array_equal(result, [0, 1, 2, 3])
+
+
+def test_a_program_runs_on_the_cpu_whatever_the_default_device_is():
+    program, cache = _sort(), ProgramCache()
+    first, *_, last = jax.devices("cpu")
+
+    with jax.default_device(last):
+        (result,) = cache.run(cache.add(program.content), [jnp.ones(4, jnp.float32)])
+
+    assert result.devices() == {first}
+
+
+@pytest.mark.parametrize("position", [0, 40, -1])
+def test_a_damaged_program_is_refused(position):
+    damaged = bytearray(_sort().content)
+    damaged[position] ^= 1
+
+    with pytest.raises(InvalidValueError, match=r"A program of \d+ bytes has been damaged"):
+        ProgramCache().add(bytes(damaged))
+
+
+def test_a_program_that_calls_unknown_code_is_refused():
+    def call(x):
+        return jax.ffi.ffi_call("cpu_reads_files", jax.ShapeDtypeStruct((4,), np.float32))(x)
+
+    exported = jax.export.export(
+        jax.jit(call),
+        platforms=["cpu"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("cpu_reads_files")],
+    )(np.zeros(4, np.float32))
+    program = Program.of(exported)
+
+    with pytest.raises(InvalidValueError, match="calls 'cpu_reads_files', which is not among"):
+        ProgramCache().add(program.content)
+
+
+@pytest.mark.parametrize("num_rows", [8, 7])
+def test_devices_share_the_rows_of_a_divided_program(num_rows):
+    def step(x, w):
+        hidden = jnp.tanh(x @ w)
+        return [hidden.sum(0), x.T @ hidden]
+
+    x = np.random.default_rng(0).normal(size=(num_rows, 3)).astype(np.float32)
+    w = np.eye(3, 5, dtype=np.float32)
+    devices = jax.devices("cpu")[:2]
+
+    program = export_divided(jax.make_jaxpr(step)(x, w), [True, False], 2)
+
+    cache = ProgramCache(devices)
+    results = cache.run(cache.add(program.content), [x, w])
+    for got, expected in zip(results, step(x, w), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+    exported = jax.export.deserialize(bytearray(program.content[32:]))
+    mesh = jax.sharding.Mesh(devices, ("replica",))
+    call = jax.jit(exported.call, in_shardings=exported.in_shardings_jax(mesh))
+    text = call.lower(*exported.in_avals).compile().as_text()
+    assert "f32[4,5]" in text  # of each device
+    assert f"f32[{num_rows},5]" not in text

@@ -1,0 +1,279 @@
+"""Variables in shards on several servers, against whole ones."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.experimental import local_cluster
+from distributary.experimental.partitioners import FixedShardsPartitioner, MinSizePartitioner
+from distributary.servers._cluster_coordinator import ClusterCoordinator
+from distributary.servers._messages import Limits
+from distributary.tracing import push
+
+RNG = np.random.default_rng(0)
+TABLE = RNG.normal(size=(50, 4)).astype(np.float32)
+IDS = [np.array([[3, 3], [49, 17]], np.int32), np.array([[16, 33], [34, 0]], np.int32)]
+
+
+def _sizes_of_messages(cluster):
+    """A list that grows by the first dimensions of what workers and servers send each other."""
+    sizes = []
+
+    def look(source, target, message, deliver):
+        reply = deliver(message)
+        if source.startswith("worker"):
+            sizes.extend(len(a) for a in (*message.arrays, *reply.arrays) if a.ndim)
+        return reply
+
+    cluster.fault = look
+    return sizes
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    partitioner = MinSizePartitioner(100, max_shards=3)
+    return dist.ParameterServerStrategy(local_cluster(workers=1, ps=2), partitioner)
+
+
+@pytest.fixture
+def table(strategy):
+    with strategy.scope():
+        return dist.Variable(TABLE, name="table")
+
+
+def test_a_large_variable_is_divided(strategy, table):
+    with strategy.scope():
+        small = dist.Variable(np.zeros((6, 2), np.float32), name="small")
+        scalar = dist.Variable(1.0)
+
+    assert isinstance(table, dist.ShardedVariable)
+    assert [shard.name for shard in table.variables] == [f"table/part_{i}:0" for i in range(3)]
+    assert [shard.shape for shard in table] == [(17, 4), (17, 4), (16, 4)]
+    servers = [shard._place[0] for shard in table]
+    assert servers in ([0, 1, 0], [1, 0, 1])
+    assert (table.name, table.shape, table.dtype, len(table)) == ("table", (50, 4), "float32", 50)
+    assert not isinstance(table, dist.Variable)
+    assert isinstance(small, dist.Variable)
+    assert isinstance(scalar, dist.Variable)
+    assert repr(table) == (
+        "<dist.ShardedVariable 'table' shape=(50, 4) dtype=float32, shards of 17, 17, 16 rows>"
+    )
+
+
+def test_it_is_read_and_assigned_like_the_whole(table):
+    np.testing.assert_array_equal(table.numpy(), TABLE)
+    np.testing.assert_array_equal(np.asarray(table) + 1, table + 1)
+    np.testing.assert_array_equal(table @ TABLE.T, jnp.asarray(TABLE) @ TABLE.T)
+    for index in (0, -1, slice(3, 40, 5), (..., 1), (None, 20), TABLE[:, 0] > 0, (18, 2)):
+        np.testing.assert_array_equal(table[index], TABLE[index])
+    for index in (50, -51, (0, 4)):
+        with pytest.raises(IndexError, match=r"'table': index .* out of range"):
+            table[index]
+    np.testing.assert_array_equal(table.sparse_read([49, 16]), TABLE[[49, 16]])
+
+    assert table.assign(2 * TABLE) is table
+    table.assign_add(np.ones_like(TABLE)).assign_sub(TABLE)
+    np.testing.assert_allclose(table, TABLE + 1, rtol=1e-6)
+    ids = [16, 17, 17, 49, 50, -3]
+    table.scatter_add(dist.IndexedSlices(np.ones((6, 4), np.float32), ids))
+    table.scatter_update(dist.IndexedSlices(np.zeros((1, 4), np.float32), [33]))
+    expected = TABLE + 1
+    np.add.at(expected, ids[:4], 1)
+    expected[33] = 0
+    np.testing.assert_allclose(table, expected, rtol=1e-6)
+    with pytest.raises(InvalidValueError, match=r"'table': assign got a value of shape \(4,\)"):
+        table.assign([1, 2, 3, 4])
+
+
+def test_shards_of_ones_own():
+    shards = [dist.Variable([1.0, 2.0]), dist.Variable([3.0])]
+    table = dist.ShardedVariable(shards, "mine")
+
+    np.testing.assert_array_equal(table, [1, 2, 3])
+    assert table.variables == shards or [a is b for a, b in zip(table, shards, strict=True)]
+    with pytest.raises(InvalidTypeError, match="'x': shard 0 is 1"):
+        dist.ShardedVariable([1], "x")
+    with pytest.raises(InvalidValueError, match=r"shard 1 is int32\[1\] and shard 0 float32\[2\]"):
+        dist.ShardedVariable([shards[0], dist.Variable([1])], "x")
+    with pytest.raises(InvalidValueError, match="variables is empty"):
+        dist.ShardedVariable([])
+
+
+def test_initial_values_may_know_their_part(strategy):
+    def rows(partition_shape, partition_offset):
+        parts.append((partition_shape, partition_offset))
+        start = partition_offset[0]
+        return TABLE[start : start + partition_shape[0]]
+
+    parts = []
+    with strategy.scope():
+        table = dist.Variable(rows, shape=(50, 4), dtype="float32")
+        whole = dist.Variable(lambda: TABLE, name="whole")
+
+    np.testing.assert_array_equal(table, TABLE)
+    np.testing.assert_array_equal(whole, TABLE)
+    assert parts == [((17, 4), (0, 0)), ((17, 4), (17, 0)), ((16, 4), (34, 0))]
+    with strategy.scope(), pytest.raises(InvalidValueError, match="initial_value is missing"):
+        dist.Variable()
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], [0, 1], [2], None, 3])
+def test_only_dim_0_can_be_divided(wrong):
+    strategy = dist.ParameterServerStrategy(local_cluster(1, 1), lambda shape, dtype: wrong)
+
+    with strategy.scope(), pytest.raises(InvalidValueError, match="variable_partitioner returned"):
+        dist.Variable(TABLE)
+
+
+def test_a_divided_weight_is_overwritten_with_data():
+    strategy = dist.ParameterServerStrategy(local_cluster(1, 2), FixedShardsPartitioner(2))
+    with strategy.scope():
+        weight = keras.Variable(np.zeros((3, 2), np.float32))
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+
+    ClusterCoordinator(strategy).schedule(lambda x: weight.assign(x), args=(values,)).fetch()
+
+    np.testing.assert_array_equal(weight, values)
+
+
+def test_a_partitioner_is_a_function():
+    with pytest.raises(TypeError, match="variable_partitioner is 3"):
+        dist.ParameterServerStrategy(local_cluster(1, 1), 3)
+    with pytest.raises(ValueError, match="sparse_update is 'fast'"):
+        dist.ParameterServerStrategy(local_cluster(1, 1), sparse_update="fast")
+
+
+@pytest.mark.parametrize("by_shard", [True, False])
+def test_shards_train_as_the_whole_does(by_shard):
+    cluster = local_cluster(workers=1, ps=2)
+    sizes = _sizes_of_messages(cluster)
+    strategy = dist.ParameterServerStrategy(cluster, FixedShardsPartitioner(3))
+    with strategy.scope():
+        table = dist.Variable(TABLE, name="table")
+        with strategy.extended.colocate_vars_with(table):
+            total = dist.Variable(np.full_like(TABLE, 0.1), name="total")
+    assert [a._place[0] for a in table] == [a._place[0] for a in total]
+
+    def rule(value, total, gradient):
+        total = total + gradient * gradient
+        return value - 0.1 * gradient / jnp.sqrt(total), total
+
+    def step(ids):
+        with dist.GradientTape() as tape:
+            loss = (dist.embedding_lookup(table, ids) ** 2).sum()
+        gradients = [push(g) for g in tape.gradient(loss, table.variables)]
+        if by_shard:
+            for shard, own, gradient in zip(table, total, gradients, strict=True):
+                new, new_own = rule(shard.value(), own.value(), gradient)
+                shard.assign(new)
+                own.assign(new_own)
+        else:
+            new, new_total = rule(table.value(), total.value(), jnp.concatenate(gradients))
+            table.assign(new)
+            total.assign(new_total)
+        return loss
+
+    coordinator = ClusterCoordinator(strategy)
+    expected, expected_total = jnp.asarray(TABLE), jnp.full_like(TABLE, 0.1)
+    for ids in IDS:
+        loss = coordinator.schedule(step, args=(ids,))
+        value, gradient = jax.value_and_grad(lambda t, ids=ids: (t[ids] ** 2).sum())(expected)
+        expected, expected_total = rule(expected, expected_total, gradient)
+        np.testing.assert_allclose(loss.fetch(), value, rtol=1e-5)
+    np.testing.assert_allclose(table, expected, rtol=1e-5)
+    np.testing.assert_allclose(total, expected_total, rtol=1e-5)
+    assert 0 < max(sizes) <= 4
+
+
+def _embedding_model():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((2,), dtype="int32"),
+            keras.layers.Embedding(50, 4, name="table"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "optimizer_class"), [(3, keras.optimizers.Adagrad), (1, keras.optimizers.Adam)]
+)
+def test_an_unmodified_keras_embedding(num_shards, optimizer_class):
+    labels = np.array([[1.0], [2.0]], np.float32)
+    mse = keras.losses.MeanSquaredError()
+    expected = _embedding_model()
+    expected.compile(optimizer_class(0.1), mse)
+    for ids in IDS:
+        expected.train_on_batch(ids, labels)
+    cluster = local_cluster(workers=1, ps=2)
+    sizes = _sizes_of_messages(cluster)
+    partitioner = MinSizePartitioner(100, max_shards=num_shards)
+    strategy = dist.ParameterServerStrategy(cluster, partitioner)
+    with strategy.scope():
+        model, optimizer = _embedding_model(), optimizer_class(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def step(ids):
+        with dist.GradientTape() as tape:
+            loss = mse(labels, model(ids, training=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    coordinator = ClusterCoordinator(strategy)
+    for ids in IDS:
+        coordinator.schedule(lambda ids: strategy.run(step, args=(ids,)), args=(ids,))
+        coordinator.join()
+
+    for own, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+    for own, other in zip(optimizer.variables, expected.optimizer.variables, strict=True):
+        np.testing.assert_allclose(np.array(own), np.array(other), rtol=1e-4, atol=1e-6)
+    assert 0 < max(sizes) <= 8
+
+
+def test_lazy_updates_leave_other_rows_and_their_moments_alone():
+    strategy = dist.ParameterServerStrategy(
+        local_cluster(workers=1, ps=2), FixedShardsPartitioner(2), sparse_update="lazy"
+    )
+    with strategy.scope():
+        table = keras.Variable(TABLE, name="table")
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build([table])
+
+    def step(ids):
+        with dist.GradientTape() as tape:
+            loss = (dist.embedding_lookup(table, ids) ** 2).sum()
+        optimizer.apply([tape.gradient(loss, table)], [table])
+
+    coordinator = ClusterCoordinator(strategy)
+    for ids in IDS:
+        coordinator.schedule(step, args=(ids,))
+        coordinator.join()
+
+    first, second = (np.unique(ids) for ids in IDS)
+    others = np.setdiff1d(np.arange(50), np.concatenate([first, second]))
+    found = np.asarray(table)
+    np.testing.assert_array_equal(found[others], TABLE[others])
+    # Adam's first step is the learning rate; the second one is larger: its bias correction is less.
+    np.testing.assert_allclose(found[first], TABLE[first] - 0.1 * np.sign(TABLE[first]), rtol=1e-3)
+    scale = 0.1 * np.sqrt(1 - 0.999**2) / (1 - 0.9**2) * 0.1 / np.sqrt(0.001)
+    moved = TABLE[second] - scale * np.sign(TABLE[second])
+    np.testing.assert_allclose(found[second], moved, rtol=1e-3)
+
+
+def test_a_large_variable_travels_in_pieces():
+    limits = Limits(max_message_bytes=70 << 20)
+    strategy = dist.ParameterServerStrategy(local_cluster(workers=1, ps=1, limits=limits))
+    value = np.arange(20 << 20, dtype=np.float32).reshape(-1, 1024)  # 80 MiB
+
+    with strategy.scope():
+        variable = dist.Variable(value)
+    variable.assign_add(np.ones_like(value))
+
+    np.testing.assert_array_equal(variable.numpy(), value + 1)

@@ -1,0 +1,90 @@
+"""What importing and using the module changes for the rest of the process.
+
+JAX has one class for all arrays, so all of them get `numpy()`. Nothing else changes.
+"""
+
+import subprocess
+import sys
+
+_PROGRAM = """
+import builtins, os, types
+import jax, jax.numpy, keras, numpy
+
+def surroundings():
+    modules = (builtins, jax, jax.numpy, jax.nn, keras, keras.ops, keras.layers, numpy)
+    classes = (jax.Array, jax.numpy.ones(1).__class__, numpy.ndarray, keras.Variable, keras.Model)
+    found = {owner: dict(vars(owner)) for owner in (*modules, *classes)}
+    return found
+
+def changed(before):
+    after = surroundings()
+    return {
+        (owner is jax.Array, name)
+        for owner, own in after.items()
+        for name in own.keys() | before[owner].keys()
+        if own.get(name) is not before[owner].get(name)
+        and not isinstance(own.get(name), types.ModuleType)
+    }
+
+before, environ = surroundings(), dict(os.environ)
+import distributary.compat.tensorflow as tf
+assert changed(before) == {(True, "numpy")}, changed(before)
+assert dict(os.environ) == environ
+
+total = tf.reduce_sum(tf.constant([1.0, 2.0]))
+for x in tf.data.Dataset.range(2).batch(2):
+    assert x.numpy().tolist() == [0, 1]
+assert total.numpy() == 3 and type(total.numpy()) is numpy.float32
+assert changed(before) == {(True, "numpy")}, changed(before)
+
+import distributary as dist
+(plain,) = dist.data.Dataset.range(1)
+assert type(plain) is type(numpy.int64(0)), type(plain)
+"""
+
+
+def test_import_and_use_give_arrays_a_method_and_change_nothing_else():
+    environ = {"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env=environ | {"KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert process.returncode == 0, process.stderr
+
+
+_THREADS = """
+import threading
+from operator import attrgetter
+import distributary.compat.tensorflow as tf
+
+names = ["cast", "random.normal", "train.Example", "io.decode_raw", "strings.join", "nn.relu"]
+start, found = threading.Barrier(8), []
+
+def look_up(number):
+    start.wait()
+    found.append({name: attrgetter(name)(tf) for name in names[number:] + names[:number]})
+
+threads = [threading.Thread(target=look_up, args=(number % len(names),)) for number in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert found == [found[0]] * 8, found
+"""
+
+
+def test_threads_that_are_the_first_to_use_names_get_the_same_objects():
+    environ = {"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run(
+        [sys.executable, "-c", _THREADS],
+        env=environ | {"KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert process.returncode == 0, process.stderr

@@ -1,0 +1,144 @@
+"""docs/api/tensorflow.md says what is there; run as a program, this writes it."""
+
+import collections
+from pathlib import Path
+
+import distributary.compat.tensorflow as tf
+from distributary.tensorflow._equivalents import EQUIVALENTS
+from distributary.tensorflow._operations import resolve
+from distributary.tensorflow._tables import CONSTANTS, OPERATIONS, TARGETS
+from tests.tensorflow.differences import ABSENT, ABSENT_ARGUMENTS, DIFFERENT, WITHOUT_EFFECT
+from tests.tensorflow.names import recorded, states
+
+_PAGE = Path(__file__).parents[2] / "docs" / "api" / "tensorflow.md"
+_OWN = "distributary.tensorflow._"
+
+_BEGIN = """# TensorFlow's names
+
+`distributary.compat.tensorflow` has {num_names} names of TensorFlow.
+[Coming from tf.distribute](../migrating.md) says how to use them, and what differs everywhere. The
+lists below are made from the package, and tests compare them with TensorFlow 2.21.
+
+## Names and arguments of TensorFlow 2.21
+
+The public names of `tf.distribute`, `tf.data`, `tf.Variable`, `tf.function` and
+`tf.GradientTape`, and those around them that programs use, with all of their arguments. Left out
+are those of TensorFlow 1's graphs and sessions, of protocol buffers and type specs, and
+experiments with data services.
+
+| | names | names and arguments |
+| --- | --- | --- |
+{counts}
+
+A name without a remark has the same meaning, and so have its arguments.
+
+| TensorFlow | here |
+| --- | --- |
+{rows}
+
+## All names
+
+| module | names |
+| --- | --- |
+{modules}
+
+These need a word:
+
+| TensorFlow | here |
+| --- | --- |
+{notes}
+
+## Names that are not there
+
+The error that a name raises says the same. A module stands for all of its names. Functions of
+arrays that are not in the table have the same name in `jax.numpy` or `keras.ops`, mostly.
+
+| TensorFlow | in its place |
+| --- | --- |
+{others}
+"""
+
+
+def _page():
+    names = sorted({*TARGETS, *OPERATIONS, *CONSTANTS}, key=lambda n: (_module(n), n.lower()))
+    targets = TARGETS | {name: operation.target for name, operation in OPERATIONS.items()}
+    own, notes = collections.defaultdict(list), collections.defaultdict(list)
+    for name in names:
+        own[_module(name)].append(f"`{name.rpartition('.')[2]}`")
+        note = _note(targets.get(name, ""))
+        if note and name not in recorded():
+            notes[note].append(f"`tf.{name}`")
+    found = states(tf)
+    return _BEGIN.format(
+        num_names=len(names),
+        counts="\n".join(_counts(found)),
+        rows="\n".join(_row(name, found) for name in recorded()),
+        modules="\n".join(
+            f"| `{'.'.join(filter(None, ('tf', space)))}` | {', '.join(of_space)} |"
+            for space, of_space in own.items()
+        ),
+        notes="\n".join(f"| {', '.join(of_note)} | {note} |" for note, of_note in notes.items()),
+        others="\n".join(f"| `tf.{name}` | {advice} |" for name, advice in EQUIVALENTS.items()),
+    )
+
+
+def _counts(found):
+    names = [found[name] for name in recorded()]
+    for state in ("equal", "different", "absent"):
+        shares = (
+            (sum(one.startswith(state) for one in of), len(of)) for of in (names, found.values())
+        )
+        cells = [f"{count} ({100 * count / total:.1f} %)" for count, total in shares]
+        yield f"| {state} | {' | '.join(cells)} |"
+
+
+def _row(name, found):
+    wanted = recorded()[name]
+    call = "" if wanted is None else f"({', '.join(wanted)})"
+    remarks = [] if found[name] == "equal" else [found[name]]
+    if not found[name].startswith("absent"):
+        by_state = collections.defaultdict(list)
+        for argument in wanted or ():
+            state = found[f"{name}({argument})"]
+            if state != "equal":
+                by_state[state].append(f"`{argument}`")
+        remarks += [f"{', '.join(those)} {state}" for state, those in by_state.items()]
+    shown = name.replace("function()", "function(...)")
+    return f"| `tf.{shown}{call}` | {'; '.join(remarks) or 'equal'} |"
+
+
+def _module(name):
+    return name.rpartition(".")[0]
+
+
+def _note(target):
+    """What a function of the package says about itself; "" if it is TensorFlow's."""
+    if not target.startswith(_OWN):
+        return ""
+    summary = (resolve(target).__doc__ or "").partition("\n")[0].rstrip(".")
+    if summary.startswith("`tf."):
+        _, _, summary = summary.partition("`: ")
+    return summary
+
+
+def test_every_name_and_argument_of_tensorflow_is_there_or_says_what_to_use():
+    found = states(tf)
+
+    assert {name: s for name, s in found.items() if s.startswith("unlike")} == {}
+    assert {name: s for name, s in found.items() if s.endswith(": ")} == {}
+    absent = [name for name in recorded() if found[name].startswith("absent")]
+    assert len(absent) <= 0.05 * len(recorded())
+    remarks = {*DIFFERENT, *ABSENT_ARGUMENTS, *ABSENT}
+    assert {name for name in remarks if found.get(name, "equal") == "equal"} - {
+        *ABSENT_ARGUMENTS  # classes without any of their arguments
+    } == set()
+    arguments = {argument for wanted in recorded().values() for argument in wanted or ()}
+    assert set(WITHOUT_EFFECT) <= arguments
+
+
+def test_the_page_is_made_from_the_package():
+    assert _PAGE.read_text(encoding="utf-8") == _page(), f"write it: python {__file__}"
+
+
+if __name__ == "__main__":
+    _PAGE.write_text(_page(), encoding="utf-8")

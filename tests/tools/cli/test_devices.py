@@ -1,0 +1,115 @@
+"""`distributary devices`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from distributary.tools.cli import main
+
+_CLUSTER = {
+    "chief": ["10.0.0.1:1"],
+    "worker": ["10.0.0.2:1", "10.0.0.3:1"],
+    "evaluator": ["10.0.0.4:1"],
+}
+
+
+def _config(task_type, index, **others):
+    cluster = _CLUSTER | others
+    return json.dumps({"cluster": cluster, "task": {"type": task_type, "index": index}})
+
+
+def _found(monkeypatch, capsys, tf_config):
+    monkeypatch.setenv("TF_CONFIG", tf_config)
+    code = main(["devices", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_it_names_the_devices_and_who_uses_them(monkeypatch, capsys):
+    code, found = _found(monkeypatch, capsys, "{}")
+
+    assert code == 0
+    names = [f"CPU:{i}" for i in range(8)]
+    assert found["devices"] == [
+        {"name": name, "kind": "cpu", "memory_bytes": None} for name in names
+    ]
+    assert found["cpu"]["devices"] == 8
+    assert found["cpu"]["threads"] >= 16
+    assert found["cpu"]["threads_suffice"]
+    strategies = found["strategies"]
+    assert strategies["MirroredStrategy"]["devices"] == names
+    assert strategies["MirroredStrategy"]["replicas"] == 8
+    assert "all-reduce over shared memory" in strategies["MirroredStrategy"]["description"]
+    assert strategies["OneDeviceStrategy"]["devices"] == ["CPU:0"]
+    assert "the same as Mirrored" in strategies["MultiWorkerMirroredStrategy"]["description"]
+
+
+def test_it_says_which_worker_this_is_and_connects_to_nobody(monkeypatch, capsys):
+    code, found = _found(monkeypatch, capsys, _config("worker", 1))
+
+    assert code == 0
+    several = found["strategies"]["MultiWorkerMirroredStrategy"]
+    assert several["task"] == "worker 1"
+    assert list(several["workers"].items()) == [
+        ("chief", "10.0.0.1:1"),
+        ("worker 0", "10.0.0.2:1"),
+        ("worker 1", "10.0.0.3:1"),
+    ]
+    assert several["replicas"] == 24
+    assert several["description"].endswith(
+        "24 replicas if every worker has 8 CPU devices; exchanges between pairs, or XLA all-reduce,"
+        " over gloo, one vector per dtype"
+    )
+
+
+def test_a_task_that_does_not_train_is_told_so(monkeypatch, capsys):
+    code, found = _found(monkeypatch, capsys, _config("evaluator", 0))
+
+    assert code == 0
+    several = found["strategies"]["MultiWorkerMirroredStrategy"]
+    assert (
+        several["description"] == "this process is evaluator, which does not train with the workers"
+    )
+
+
+@pytest.mark.parametrize("task_type", ["worker", "ps"])
+def test_a_cluster_with_parameter_servers_is_told_its_strategy(monkeypatch, capsys, task_type):
+    code, found = _found(monkeypatch, capsys, _config(task_type, 0, ps=["10.0.0.5:1"]))
+
+    assert code == 0
+    several = found["strategies"]["MultiWorkerMirroredStrategy"]
+    assert several["task"] == f"{task_type} 0"
+    assert several["description"].endswith("use ParameterServerStrategy")
+
+
+@pytest.mark.parametrize(
+    ("tf_config", "message"),
+    [("{", "TF_CONFIG"), (_config("worker", 2), "worker.*2")],
+)
+def test_a_wrong_cluster_is_an_error(monkeypatch, capsys, tf_config, message):
+    monkeypatch.setenv("TF_CONFIG", tf_config)
+
+    code = main(["devices"])
+
+    assert code == 1
+    assert re.search(f"MultiWorkerMirroredStrategy\n  .*{message}", capsys.readouterr().out)
+
+
+def test_the_command_prepares_jax_as_a_strategy_does():
+    environ = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "TF_CONFIG")}
+    environ |= {"JAX_NUM_CPU_DEVICES": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    process = subprocess.run(
+        [sys.executable, "-m", "distributary", "devices"],
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+
+    assert (process.returncode, process.stderr) == (0, "")
+    assert re.search(r"^CPU:2   cpu$", process.stdout, re.MULTILINE)
+    assert re.search(r"has \d+ threads on \d+ cores: enough", process.stdout)
+    assert "MirroredStrategy\n  3 replicas on CPU:0, CPU:1, CPU:2; XLA" in process.stdout

@@ -1,0 +1,93 @@
+"""What strangers and slow clients can do to a program that serves a page: nothing."""
+
+import contextlib
+import http.client
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+import distributary as dist
+from distributary.tools.monitoring import _server
+from distributary.tools.monitoring._server import Answer, HttpServer
+
+_SECONDS = 60.0  # more than anything takes
+
+
+@contextlib.contextmanager
+def _server_of_paths():
+    """One that says which path was asked for."""
+    server = HttpServer("127.0.0.1", 0, lambda path: Answer(path.encode()), "server")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server():
+    with _server_of_paths() as server:
+        yield server
+
+
+def _get(port, path="/"):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_SECONDS)
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers={"Host": "localhost"})
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+
+
+def _read(client):
+    """What comes until the server closes the connection."""
+    with contextlib.suppress(ConnectionResetError):
+        return b"".join(iter(lambda: client.recv(1 << 16), b""))
+    return b""
+
+
+def test_clients_that_never_end_a_request_delay_nobody_and_are_cut_off(monkeypatch):
+    monkeypatch.setattr(_server, "_REQUEST_SECONDS", 0.5)
+    with _server_of_paths() as server, contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), _SECONDS))
+            for _ in range(50)
+        ]
+        for client in clients[10:]:
+            client.sendall(b"GET / HT")
+
+        assert _get(server.port, "/a") == (200, b"/a")
+        assert [_read(client) for client in clients] == [b""] * 50
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * (1 << 17) + b"\r\n\r\n", 431),
+        (b"GET /" + b"a" * (1 << 17) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\n", 501),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 403),
+        (b"GET / HTTP/1.1\r\nHost: attacker.example\r\nHost: localhost\r\n\r\n", 403),
+    ],
+)
+def test_strange_requests_get_an_error_and_the_next_client_an_answer(server, data, status):
+    with socket.create_connection(("127.0.0.1", server.port), _SECONDS) as client:
+        client.sendall(data)
+        reply = _read(client)
+
+    if reply:  # a large request may end with a reset before the reply is read
+        assert f"{status}".encode() in reply.split(b"\r\n")[0]
+    assert _get(server.port, "/a") == (200, b"/a")
+
+
+@pytest.mark.parametrize("path", ["/../../etc/passwd", "//etc/passwd", "/page.html"])
+def test_only_the_pages_that_there_are_can_be_read(path, strategy_of):
+    with dist.experimental.dashboard(strategy_of(1)) as dashboard:
+        assert _get(urlsplit(dashboard.url).port, path)[0] == 404
+
+
+def test_closing_ends_the_thread_and_frees_the_port(server):
+    server.close()
+    server.close()
+
+    assert not server._thread.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        _get(server.port)
