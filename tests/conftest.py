@@ -52,7 +52,24 @@ _THREAD_END_SECONDS = 1.0  # for a thread that was told to stop and is on its wa
 _FIRST = {"multiprocess", "compat", "test_examples.py", "test_docs.py"}
 
 
-def pytest_configure() -> None:
+# Tests that start a process (a line for each file), or take more than two seconds.
+_SLOW = Path(__file__).with_name("slow.txt")
+_SLOW_SECONDS = 2.0
+# One real test of two workers, of servers and of a TensorFlow program: in the fast tier, too.
+_NEVER_SLOW = {
+    "tests/multiprocess/test_multi_worker.py::test_workers_compute_what_one_process_computes[2-1]",
+}
+_num_processes = 0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-slow", action="store_true", help=f"writes {_SLOW.name} anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: starts a process, or takes more than two seconds")
+    if config.getoption("--record-slow"):
+        config.pluginmanager.register(_SlowTests())
     # `&` of a shell, and `nohup`, let a program and all that it starts ignore these.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -60,6 +77,56 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _FIRST.isdisjoint(item.path.parts))
+    slow = set(_SLOW.read_text().split()) if _SLOW.exists() else set()
+    for item in items:
+        names = {item.nodeid.partition("::")[0], item.nodeid.partition("[")[0]}
+        if slow & names and item.nodeid not in _NEVER_SLOW:
+            item.add_marker("slow")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("-m") == "not slow":
+        terminalreporter.write_line(
+            "This was the fast tier. All tests: .venv/bin/python -m pytest -q -n 2 --dist worksteal"
+        )
+
+
+def _count_process(event: str, args: object) -> None:
+    global _num_processes
+    _num_processes += event in ("subprocess.Popen", "os.fork", "os.posix_spawn")
+
+
+class _SlowTests:
+    """Finds out which tests are slow. In pytest's workers, it only counts processes."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._starting: set[str] = set()
+        sys.addaudithook(_count_process)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        self._before = _num_processes
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> None:
+        if _num_processes > self._before:
+            item.user_properties.append(("starts a process", True))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file, name = report.nodeid.partition("::")[0], report.nodeid
+        self._seconds[name] = self._seconds.get(name, 0.0) + report.duration
+        if dict(report.user_properties).get("starts a process"):
+            self._starting.add(file)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):
+            return
+        slow = {name for name, seconds in self._seconds.items() if seconds > _SLOW_SECONDS}
+        slow = {
+            name.partition("[")[0] for name in slow if name.partition("::")[0] not in self._starting
+        }
+        _SLOW.write_text("".join(f"{name}\n" for name in sorted(slow | self._starting)))
 
 
 @pytest.fixture

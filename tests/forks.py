@@ -65,6 +65,7 @@ class Fork:
                 self.stdout, stdout = os.fdopen(reading), stack.enter_context(open(writing, "w"))
             stdin = stdin or stack.enter_context(open(os.devnull))
             files = [file.fileno() for file in (stdin, stdout, stderr or stdout)]
+            sys.audit("os.fork")  # as another process does it
             self.pid = _server().ask(request, files)
         self.returncode: int | None = None
         self._ended = os.pidfd_open(self.pid)
