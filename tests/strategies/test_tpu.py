@@ -18,10 +18,10 @@ from distributary.errors import (
     InvalidValueError,
     UnsupportedError,
 )
+from distributary.programs import ReplicaProgram, constrained, spec_of_split
 from distributary.tools.compilation import collectives_of
 from distributary.topology import make_mesh
 from distributary.tpu.experimental import DeviceAssignment, Topology, initialize_tpu_system
-from distributary.tracing import ReplicaProgram, constrained, spec_of_split
 
 
 def _strategy(num_replicas, num_cores):

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from distributary.errors import UnsupportedError
-from distributary.tracing import cut, cut_around_mesh
+from distributary.programs import cut, cut_around_mesh
 from distributary.tracing._jaxprs import walk
 
 N = 4

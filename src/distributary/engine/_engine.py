@@ -7,7 +7,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from distributary._types import Nest
 from distributary.dispatch import progress
@@ -18,18 +18,9 @@ from distributary.engine._placement import Placement
 from distributary.engine._several_steps import several_steps
 from distributary.engine._step import RUN, Step, StepKind, call_on_replica, picked
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
+from distributary.programs import GlobalProgram, ReplicaProgram, evaluate_jointly
 from distributary.topology import num_logical_devices
-from distributary.tracing import (
-    GlobalProgram,
-    Jaxpr,
-    ReplicaProgram,
-    Subject,
-    TraceScope,
-    current_scope,
-    evaluate_jointly,
-    in_role,
-    walk,
-)
+from distributary.tracing import Subject, TraceScope, current_scope, in_role, walk
 from distributary.values import (
     Mirrored,
     PerReplica,

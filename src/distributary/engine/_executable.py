@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.check import describe_value
 from distributary.dispatch import JobEvent, interrupts, job_programs, latest_program, progress
 from distributary.engine._arguments import inside_jax, placed_struct_of, traced
 from distributary.engine._collectives import collective_bytes
 from distributary.engine._placement import Placement
 from distributary.inputs import StepCounts
 from distributary.job import copies
+from distributary.programs import FunctionProgram, GlobalProgram, ReplicaProgram
 from distributary.topology import (
     REPLICA_AXIS,
     ProgramKind,
@@ -27,14 +29,7 @@ from distributary.topology import (
     stored_shards,
     whole_shards,
 )
-from distributary.tracing import (
-    FunctionProgram,
-    GlobalProgram,
-    Handle,
-    ReplicaProgram,
-    aval_of,
-    describe_value,
-)
+from distributary.tracing import Handle, aval_of
 from distributary.variables import StateList, Variable, joined
 from distributary.xla_cpu import with_cpu_rewrites
 

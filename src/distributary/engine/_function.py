@@ -26,9 +26,9 @@ from distributary.engine._cache import Inner, ProgramCache
 from distributary.engine._executable import Executable, VariableGoneError
 from distributary.errors import InvalidTypeError, UnsupportedError, shown
 from distributary.inputs import DistributedInput
+from distributary.programs import FunctionProgram
 from distributary.tracing import (
     Feeds,
-    FunctionProgram,
     LeaveTrace,
     Origin,
     Subject,

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import jax
+from jax.extend.core import Jaxpr
 
-from distributary.tracing import Array, Equation, Jaxpr, aval_of, evaluate_all, variables_of
+from distributary.tracing import Array, Equation, aval_of, evaluate_all, variables_of
 
 # This much state may come to the device before the results of earlier state have gone back.
 _PART_BYTES = 1 << 26

@@ -11,14 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.engine._arguments import struct_of
 from distributary.engine._placement import Placement
+from distributary.programs import FunctionProgram, GlobalProgram, ReplicaProgram, cut_around_mesh
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing import (
-    Array,
-    FunctionProgram,
-    GlobalProgram,
-    ReplicaProgram,
-    cut_around_mesh,
-)
+from distributary.tracing import Array
 from distributary.xla_cpu import with_cpu_rewrites
 
 

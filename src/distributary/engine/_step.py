@@ -21,7 +21,8 @@ from distributary.engine._arguments import (
 from distributary.engine._global_batch import GlobalBatch
 from distributary.engine._placement import Placement
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
-from distributary.tracing import GlobalProgram, ReplicaProgram, Results, Subject, current_scope
+from distributary.programs import GlobalProgram, ReplicaProgram, Results
+from distributary.tracing import Subject, current_scope
 from distributary.values import Mirrored, PerReplica, in_order, key_order
 
 __all__ = ["RUN", "RUNS", "UPDATE", "Step", "StepKind", "call_on_replica", "picked"]

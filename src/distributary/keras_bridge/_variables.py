@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.check import describe_value
 from distributary.checkpoint import settle
 from distributary.context import get_strategy, has_strategy
 from distributary.dispatch import JobEvent, fetch_whole, job_programs, latest_program
@@ -31,7 +32,7 @@ from distributary.topology import (
     put_sharded,
     shard_dim,
 )
-from distributary.tracing import current_scope, describe_value, is_recording, noted_read
+from distributary.tracing import current_scope, is_recording, noted_read
 from distributary.variables import ShardedVariable, Variable, colocated_with
 
 # The classes that keep the values of Keras variables on servers.

@@ -58,6 +58,7 @@ from jax.lax import GatherScatterMode
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary._types import Nest
+from distributary.check import is_sum_of_replicas
 from distributary.collectives import all_reduce_of_vectors
 from distributary.rows._patches import (
     WITH_ROWS,
@@ -86,7 +87,6 @@ from distributary.tracing import (
     aval_of,
     evaluate_one,
     interpret_with,
-    is_sum_of_replicas,
     open_jaxpr,
     plain_call_of,
     shape_of,

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from distributary._types import Nest
 from distributary.data import DatasetIterator
@@ -63,7 +63,6 @@ from distributary.servers.passes import (
 from distributary.tracing import (
     Array,
     Handle,
-    Jaxpr,
     Subject,
     current_feeding,
     current_scope,

@@ -9,16 +9,7 @@ The variable has become an input and an output. `docs/design/tracing.md` follows
 passes in order; each module opens with an example of what it does.
 """
 
-from jax.extend.core import Jaxpr
-
-from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow
-from distributary.tracing._description import describe_value
-from distributary.tracing._divergence import (
-    OUTSIDE,
-    is_collective,
-    is_of_devices,
-    is_sum_of_replicas,
-)
+from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow, known_through
 from distributary.tracing._eager import EagerRecord, is_recording, noted_read, noted_rows
 from distributary.tracing._feeds import (
     Feeds,
@@ -31,14 +22,15 @@ from distributary.tracing._feeds import (
     next_of,
     refuse_in_trace,
 )
-from distributary.tracing._global import GlobalProgram
 from distributary.tracing._jaxprs import (
+    CHECKPOINTS,
     AnyJaxpr,
     Array,
     Atom,
     Equation,
     aval_of,
     call_of,
+    computed_from,
     evaluate_all,
     evaluate_one,
     has_replicas,
@@ -53,36 +45,21 @@ from distributary.tracing._jaxprs import (
     shape_of,
     sub_jaxprs,
     user_frame,
-    value_of,
+    variables_made,
     variables_of,
     walk,
     with_jaxprs,
     with_pass,
 )
-from distributary.tracing._joint import evaluate_jointly
-from distributary.tracing._logical_devices import constrained, spec_of_split
-from distributary.tracing._markers import Handle, push, start_p
-from distributary.tracing._mistakes import (
-    Subject,
-    advise,
-    explained,
-    leaked_at,
-    name_of,
-    shorten,
-)
+from distributary.tracing._markers import Handle, push, start_of_sum, start_p
+from distributary.tracing._mistakes import Subject, advise, explained, leaked_at, name_of, shorten
 from distributary.tracing._narrowing import narrowed, native
-from distributary.tracing._numbering import Numbering
-from distributary.tracing._one_device import OneDeviceProgram, replica_dim
-from distributary.tracing._program import (
-    FunctionProgram,
-    ReplicaProgram,
-    Results,
-    purify,
-    trace,
-)
+from distributary.tracing._recording import Pure, purify, trace
 from distributary.tracing._scope import (
+    SizesMissing,
     TapeRecord,
     TraceScope,
+    UnevenSizes,
     check_not_frozen,
     current_scope,
     in_role,
@@ -90,62 +67,45 @@ from distributary.tracing._scope import (
     script_line,
     user_stacklevel,
 )
-from distributary.tracing._stages import (
-    cut,
-    cut_around_mesh,
-    is_in_first_stage,
-    without_calls,
-)
 
 __all__ = [
+    "CHECKPOINTS",
     "CONTROL_FLOW",
-    "OUTSIDE",
     "AnyJaxpr",
     "Array",
     "Atom",
     "EagerRecord",
     "Equation",
     "Feeds",
-    "FunctionProgram",
-    "GlobalProgram",
     "Handle",
-    "Jaxpr",
     "LeaveTrace",
-    "Numbering",
-    "OneDeviceProgram",
     "Origin",
-    "ReplicaProgram",
-    "Results",
+    "Pure",
+    "SizesMissing",
     "Subject",
     "TapeRecord",
     "TraceScope",
+    "UnevenSizes",
     "advise",
     "at_end",
     "aval_of",
     "call_of",
     "check_not_frozen",
-    "constrained",
+    "computed_from",
     "current_feeding",
     "current_scope",
-    "cut",
-    "cut_around_mesh",
-    "describe_value",
     "evaluate_all",
     "evaluate_control_flow",
-    "evaluate_jointly",
     "evaluate_one",
     "explained",
     "fed_by",
     "has_replicas",
     "in_role",
     "interpret_with",
-    "is_collective",
-    "is_in_first_stage",
-    "is_of_devices",
     "is_recording",
-    "is_sum_of_replicas",
     "iterator_of",
     "jaxpr_of",
+    "known_through",
     "leading_to",
     "leaked_at",
     "name_of",
@@ -163,20 +123,18 @@ __all__ = [
     "purify",
     "push",
     "refuse_in_trace",
-    "replica_dim",
     "script_line",
     "shape_of",
     "shorten",
-    "spec_of_split",
+    "start_of_sum",
     "start_p",
     "sub_jaxprs",
     "trace",
     "user_frame",
     "user_stacklevel",
-    "value_of",
+    "variables_made",
     "variables_of",
     "walk",
     "with_jaxprs",
     "with_pass",
-    "without_calls",
 ]

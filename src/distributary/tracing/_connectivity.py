@@ -41,13 +41,7 @@ from distributary.tracing._jaxprs import (
     variables_of,
     walk,
 )
-from distributary.tracing._markers import (
-    Handle,
-    grad_p,
-    read_p,
-    sparse_read_p,
-    tape_p,
-)
+from distributary.tracing._markers import Handle, grad_p, read_p, sparse_read_p, tape_p
 from distributary.tracing._scope import Decisions, Kind, kind_of
 
 

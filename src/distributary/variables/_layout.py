@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.check import describe_value
 from distributary.dispatch import JobEvent, job_programs
 from distributary.errors import InvalidTypeError, described, shown
 from distributary.topology import (
@@ -21,7 +22,7 @@ from distributary.topology import (
     put_replicated,
     put_stacked,
 )
-from distributary.tracing import describe_value, native
+from distributary.tracing import native
 from distributary.values import ArrayOperators
 
 

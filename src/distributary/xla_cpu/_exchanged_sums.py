@@ -27,13 +27,13 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 
 from distributary._types import Nest
+from distributary.check import is_sum_of_replicas
 from distributary.topology import REPLICA_AXIS, num_logical_devices
 from distributary.tracing import (
     Equation,
     aval_of,
     evaluate_one,
     interpret_with,
-    is_sum_of_replicas,
     variables_of,
     with_pass,
 )

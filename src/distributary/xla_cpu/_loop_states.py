@@ -23,6 +23,7 @@ from typing import final
 from jax import Array
 from jax.extend.core import Jaxpr, Literal
 
+from distributary.programs import without_calls
 from distributary.tracing import (
     CONTROL_FLOW,
     AnyJaxpr,
@@ -33,7 +34,6 @@ from distributary.tracing import (
     parts_of_scan,
     parts_of_while,
     variables_of,
-    without_calls,
 )
 from distributary.xla_cpu._batch_dims import Dim, State, dims_of, is_part, shares_of
 

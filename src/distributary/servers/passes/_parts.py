@@ -30,11 +30,12 @@ from typing import final
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
+from distributary.programs import without_calls
 from distributary.rows import row_operands, rows_between, with_rows
 from distributary.servers.passes._row_flow import Atom, aval_of
-from distributary.tracing import Array, Equation, Jaxpr, jaxpr_of, without_calls
+from distributary.tracing import Array, Equation, jaxpr_of
 
 __all__ = ["in_parts"]
 

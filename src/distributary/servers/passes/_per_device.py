@@ -36,6 +36,7 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr
 
 from distributary.errors import UnsupportedError
+from distributary.programs import replica_dim
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import (
     AnyJaxpr,
@@ -48,7 +49,6 @@ from distributary.tracing import (
     jaxpr_of,
     open_jaxpr,
     opened,
-    replica_dim,
     shape_of,
 )
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import TypeAlias, cast, final
 
 from jax.core import ShapedArray
-from jax.extend.core import Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.rows import adds_rows, row_operands, rows_between, takes_rows
-from distributary.tracing import Equation, Jaxpr, variables_of
+from distributary.tracing import Equation, variables_of
 
 __all__ = ["Atom", "RowFlow", "RowUse", "aval_of"]
 

@@ -60,22 +60,15 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.lax import GatherScatterMode
 
+from distributary.check import Numbering
 from distributary.rows import bind_rows, numbers_of_other_rows, row_operands
 from distributary.servers.passes._row_flow import Atom, RowFlow, RowUse, aval_of
 from distributary.servers.passes._servers import ServerPart, ServerSplit, closed_part
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing import (
-    Array,
-    Equation,
-    Jaxpr,
-    Numbering,
-    evaluate_one,
-    jaxpr_of,
-    variables_of,
-)
+from distributary.tracing import Array, Equation, evaluate_one, jaxpr_of, variables_of
 
 __all__ = [
     "Lookup",

@@ -37,22 +37,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import final
 
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
+from distributary.check import is_of_devices, is_sum_of_replicas
 from distributary.errors import UnsupportedError
+from distributary.programs import is_in_first_stage, without_calls
 from distributary.servers.passes._row_flow import Atom
-from distributary.tracing import (
-    Array,
-    Equation,
-    Jaxpr,
-    is_in_first_stage,
-    is_of_devices,
-    is_sum_of_replicas,
-    jaxpr_of,
-    start_p,
-    variables_of,
-    without_calls,
-)
+from distributary.tracing import Array, Equation, jaxpr_of, start_p, variables_of
 
 __all__ = ["ServerPart", "ServerSplit", "StepInput", "closed_part", "split_over_servers"]
 

@@ -8,16 +8,11 @@ from typing import Any, Literal, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from distributary.tensorflow.autograph._reached import Contents, Reached, is_of_library
-from distributary.tracing import (
-    Jaxpr,
-    current_scope,
-    script_line,
-    sub_jaxprs,
-    walk,
-)
+from distributary.tracing import current_scope, script_line, sub_jaxprs, walk
 
 _NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
 

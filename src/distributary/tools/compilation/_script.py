@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary._types import Nest
 from distributary.errors import CompileError, InvalidValueError
+from distributary.programs import OneDeviceProgram
 from distributary.tools.compilation._report import Report, report_of
 from distributary.tools.compilation._topologies import Topology
 from distributary.topology import ProgramKind, Target, mesh_of_values, watch_programs
-from distributary.tracing import OneDeviceProgram
 
 
 def compile_script(

@@ -28,20 +28,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Literal
 
+from distributary.check import has_collective, is_collective
 from distributary.errors import ReplicaMismatchError, UnsupportedError
-from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow
-from distributary.tracing._divergence import has_collective, is_collective
-from distributary.tracing._jaxprs import (
+from distributary.tracing import (
+    CONTROL_FLOW,
     AnyJaxpr,
     Atom,
     Equation,
     aval_of,
     call_of,
     evaluate_all,
+    evaluate_control_flow,
     open_jaxpr,
+    push,
     walk,
 )
-from distributary.tracing._markers import push
 
 # A replica yields an equation that needs the other replicas, with its operands, and is sent the
 # results.

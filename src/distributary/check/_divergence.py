@@ -23,11 +23,11 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.errors import ContextError, UnsupportedError
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing._control_flow import known_through
-from distributary.tracing._jaxprs import (
+from distributary.tracing import (
     AnyJaxpr,
     Equation,
     interpret_with,
+    known_through,
     sub_jaxprs,
     user_frame,
     walk,

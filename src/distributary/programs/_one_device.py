@@ -34,8 +34,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary._types import Nest
 from distributary.errors import UnsupportedError
+from distributary.programs._joint import evaluate_jointly
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing._jaxprs import (
+from distributary.tracing import (
     AnyJaxpr,
     Equation,
     evaluate_one,
@@ -43,7 +44,6 @@ from distributary.tracing._jaxprs import (
     interpret_with,
     plain_call_of,
 )
-from distributary.tracing._joint import evaluate_jointly
 
 
 @final

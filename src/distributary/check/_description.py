@@ -28,18 +28,18 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.typing import ArrayLike
 
-from distributary.tracing._divergence import is_collective
-from distributary.tracing._jaxprs import (
+from distributary.check._divergence import is_collective
+from distributary.tracing import (
     AnyJaxpr,
     Atom,
     Equation,
+    Handle,
     leading_to,
     open_jaxpr,
     user_frame,
     variables_of,
     walk,
 )
-from distributary.tracing._markers import Handle
 
 # Parameters that count the traces of a process, or are places in its files.
 _OF_THIS_PROCESS = frozenset({"call", "serial", "tape", "where"})

@@ -21,13 +21,20 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.check import Line, check_collectives
+from distributary.programs._replica_program import description_of
+from distributary.programs._stages import cut, uncut
 from distributary.topology import REPLICA_AXIS, shard_dim, shard_spec
-from distributary.tracing._description import Line
-from distributary.tracing._jaxprs import Array, computed_from, variables_of
-from distributary.tracing._markers import Handle
-from distributary.tracing._mistakes import Subject
-from distributary.tracing._program import Pure, description_of, purify, trace
-from distributary.tracing._stages import cut, uncut
+from distributary.tracing import (
+    Array,
+    Handle,
+    Pure,
+    Subject,
+    computed_from,
+    purify,
+    trace,
+    variables_of,
+)
 
 #: Returns a function that evaluates a jaxpr in a form that its devices run fast, given for every
 #: input the dim that counts the rows of the batch, or None.
@@ -74,6 +81,7 @@ class GlobalProgram:
         axis_env = [(REPLICA_AXIS, 1)]
         closed, scope = trace(function, avals, "replica", axis_env, subject=subject)
         self.describe = description_of([closed])
+        check_collectives(closed.jaxpr)
         pure = purify(closed, scope, avals, axis_env, 0)
         self._pure: Pure = pure
         self._rewrite = rewrite

@@ -32,8 +32,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from distributary.tracing._divergence import has_collective, varying_variables
-from distributary.tracing._jaxprs import (
+from distributary.check import has_collective, varying_variables
+from distributary.tracing import (
     CHECKPOINTS,
     Atom,
     Equation,

@@ -28,13 +28,13 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
-from distributary.tracing._control_flow import known_through
-from distributary.tracing._divergence import has_collective, is_collective
-from distributary.tracing._jaxprs import (
+from distributary.check._divergence import has_collective, is_collective
+from distributary.tracing import (
     AnyJaxpr,
     Equation,
     call_of,
     interpret_with,
+    known_through,
     open_jaxpr,
     parts_of_scan,
     parts_of_while,

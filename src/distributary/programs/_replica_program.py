@@ -1,8 +1,8 @@
-"""Turns a Python function into a pure program over global arrays.
+"""Turns the pure jaxpr of a Python function into a program over global arrays.
 
-`trace` runs the function once and records a jaxpr with markers, and `purify` removes the markers.
-`ReplicaProgram` puts the result on a mesh. For a step `w.assign_add(all_reduce("SUM", x))` on two
-replicas, from `purify` and as a function of global arrays:
+`ReplicaProgram` puts the jaxpr of one replica on a mesh. For a step
+`w.assign_add(all_reduce("SUM", x))` on two replicas, from `purify` and as a function of global
+arrays:
 
     { lambda ; w:f32[2] x:f32[2]. let       { lambda ; w:f32[2] x:f32[2,2]. let
         a:f32[2] = psum[replica] x              c:f32[2] = shard_map[in_specs=(P(), P("replica"))
@@ -12,11 +12,7 @@ replicas, from `purify` and as a function of global arrays:
 `FunctionProgram` does the same for the body of `distributary.function`, which needs no mesh.
 """
 
-import functools
-import itertools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
 import jax
@@ -28,313 +24,46 @@ from jax.sharding import (
     PartitionSpec as P,
 )
 
-from distributary._libraries import libraries
+from distributary.check import (
+    Line,
+    Numbering,
+    check_collectives,
+    describe_jaxpr,
+    refuse_collectives,
+    varying_outputs,
+)
 from distributary.dispatch import job_programs
 from distributary.errors import (
     ContextError,
     ReplicaDivergenceError,
     ReplicaMismatchError,
     TracedValueError,
-    UnsupportedError,
 )
-from distributary.topology import REPLICA_AXIS, shard_dim, without_high_primitives
-from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
-from distributary.tracing._description import Line, describe_jaxpr
-from distributary.tracing._divergence import (
-    check_collectives,
-    refuse_collectives,
-    varying_outputs,
-)
-from distributary.tracing._feeds import Feeds, current_feeding, fed_by
-from distributary.tracing._interpreter import interpret
-from distributary.tracing._jaxprs import Array, Equation, opened, walk
-from distributary.tracing._joint import evaluate_jointly
-from distributary.tracing._logical_devices import (
-    check_on_cores,
-    eval_on_replica,
-    whole_on_cores,
-)
-from distributary.tracing._markers import (
-    REPLICA_ID,
+from distributary.programs._joint import evaluate_jointly
+from distributary.programs._logical_devices import check_on_cores, eval_on_replica, whole_on_cores
+from distributary.programs._stages import Stages, cut, uncut
+from distributary.topology import REPLICA_AXIS, shard_dim
+from distributary.tracing import (
+    Array,
+    Equation,
+    Feeds,
     Handle,
-    grad_p,
-    handles_read,
-    handles_written,
-    start_of_sum,
-    write_p,
-)
-from distributary.tracing._meshes import without_meshes
-from distributary.tracing._mistakes import Subject, explained
-from distributary.tracing._numbering import Numbering
-from distributary.tracing._outer_names import OuterNames
-from distributary.tracing._scope import (
-    Known,
-    ScopeKind,
+    Pure,
     SizesMissing,
-    TraceScope,
+    Subject,
     UnevenSizes,
-    activate,
-    current_scope,
-    location_of,
+    current_feeding,
+    fed_by,
+    opened,
+    purify,
+    start_of_sum,
+    trace,
 )
-from distributary.tracing._stages import Stages, cut, uncut
 
 # The form of a program's outputs, see `ReplicaProgram`.
 Results = Literal["per replica", "shared"]
 # See `ReplicaProgram`.
 Rewrite: TypeAlias = Callable[[Callable[..., Any], Sequence[Jaxpr], Any], Callable[..., Any]]
-_MAX_TRACES = 10
-_traces = itertools.count(1)
-
-
-@final
-@dataclass(slots=True)
-class Pure:
-    """A traced function without markers.
-
-    Inputs of `jaxpr`: the captured arrays, the state of `handles`, the arguments. Outputs: the
-    results, then the new state of `written`.
-    """
-
-    jaxpr: Any
-    captures: list[Array]
-    handles: list[Handle]
-    written: list[Handle]
-    num_outs: int
-    where: dict[Handle, str]  # the last assignment to each of `written`
-    varying: list[bool]  # for every output; empty if nothing can vary
-    checks: list[list[Exception]]  # see `TraceScope`
-
-    @property
-    def has_effects(self) -> bool:
-        """True if it does more than computing its outputs, such as calling the host."""
-        # A named axis counts as an effect, too.
-        return any(type(effect).__name__ != "NamedAxisEffect" for effect in self.jaxpr.effects)
-
-
-def trace(
-    function: Callable[..., Sequence[Array]],
-    avals: Sequence[Any],
-    kind: ScopeKind,
-    axis_env: Sequence[tuple[str, int]],
-    uneven: UnevenSizes | None = None,
-    is_for_workers: bool = False,
-    subject: Subject | None = None,
-    replica: int | None = None,
-) -> tuple[Any, TraceScope]:
-    """Runs `function` on tracers and returns its jaxpr, with markers, and the scope of the trace.
-
-    The function runs once. It runs again if it created variables, if a guess about the result of a
-    tape turned out wrong, or if its Python control flow needs the value of an array: then with this
-    control flow converted.
-
-    Args:
-        function: From arrays to a flat list of arrays.
-        avals: Shape and dtype of the arguments.
-        kind: Kind of the scope.
-        axis_env: Names and sizes of the mesh axes collectives may use.
-        uneven: Sizes that the replicas of an uneven batch agreed on, else None.
-        is_for_workers: Whether the program runs on devices of other processes.
-        subject: What its user knows the function as; None for the function itself.
-        replica: Number of the replica, if its Python code may look at that.
-
-    Raises:
-        TracedValueError: if Python code of the function needs the value of an array.
-    """
-    subject = subject or Subject(function)
-    args, kwargs = subject.nested(avals)
-    known = Known()
-    feeding = current_feeding()
-    position = 0 if feeding is None else feeding.position
-    num_replicas = dict(axis_env).get(REPLICA_AXIS, 1)
-    outer = current_scope()
-    converts = bool(subject.autograph or (outer is not None and outer.converts))
-    names_outside = OuterNames(subject.function)
-
-    for _ in range(_MAX_TRACES):
-        # A cached jaxpr of a nested jit must not be used in another trace: it would hide its
-        # assignments and tapes from this record, and the strategy it depends on. JAX keeps these
-        # jaxprs apart by the names of the axes.
-        names = [*axis_env, (f"trace {next(_traces)}", 1)]
-        scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas, replica)
-        scope.converts = converts
-        if feeding is not None:
-            feeding.position = position
-
-        try:
-            closed = _traced_once(function, subject, scope, names, args, kwargs)
-        except TracedValueError as failure:
-            if converts or subject.autograph is False or subject.name is not None:
-                for name, reason in scope.unconverted.items():
-                    failure.add_note(f"AutoGraph has not converted {name}: {reason}")
-                raise
-            converts = True
-            continue
-        eqns = closed.jaxpr.eqns
-        _check_no_write_lost(eqns, scope)
-        used = {
-            (eqn.params["tape"], eqn.params["call"]): eqn.params["kinds"]
-            for eqn in walk(eqns)
-            if eqn.primitive is grad_p
-        }
-        found = gradient_kinds(eqns)
-        if uneven is not None:
-            found = uneven.with_gradients(found, scope.tapes)
-        reads = reads_of_tapes(eqns) if scope.asked else {}
-        names_outside.check(str(subject), scope.numbers)
-        if (
-            found == used
-            and not _misses_reads(scope, reads)
-            and not (scope.created and known.may_create)
-        ):
-            if outer is not None:
-                outer.checks += scope.checks
-            return without_meshes(closed), scope
-        order = scope.tapes
-        all_known = all(tape in order for tape, _ in found)
-        known = Known(
-            {(order[t], c): kinds for (t, c), kinds in found.items()} if all_known else {},
-            {order[t]: handles for t, handles in reads.items() if t in order},
-            known.may_create and not scope.created,
-        )
-    raise ContextError(
-        f"The function was traced {_MAX_TRACES} times and its gradients came out of another form"
-        " each time. Its Python control flow must not depend on earlier traces."
-    )
-
-
-def _misses_reads(scope: TraceScope, reads: dict[int, list[Any]]) -> bool:
-    """Returns whether a tape that was asked what it watches did not know what it reads."""
-    return any(
-        handle not in record.watched
-        for record in scope.asked
-        for handle in reads.get(record.number, ())
-    )
-
-
-def _traced_once(
-    function: Callable[..., Sequence[Array]],
-    subject: Subject,
-    scope: TraceScope,
-    axis_env: Sequence[tuple[str, int]],
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """Returns the jaxpr of one trace; errors speak of the user's function."""
-    failures: list[Exception] = []
-    subjects = [subject]
-    begun = _begun(function, subjects, scope, failures)
-    with ExitStack() as stack:
-        for library in libraries():
-            stack.enter_context(library.around_trace())
-        stack.enter_context(activate(scope))
-        try:
-            return jax.make_jaxpr(begun, axis_env=axis_env)(*args, **kwargs)
-        except Exception as error:
-            failure = (failures or [error])[0]
-            failure.__dict__["reads_replica_id"] = scope.reads_replica_id
-            raise failure from None
-        finally:  # JAX keeps `begun`, but a program must not keep its function
-            begun.__dict__.clear()
-            subjects.clear()
-
-
-def _begun(
-    function: Callable[..., Sequence[Array]],
-    subjects: list[Subject],
-    scope: TraceScope,
-    failures: list[Exception],
-) -> Callable[..., Sequence[Array]]:
-    """Returns a function to trace, which explains an error and adds it to `failures`.
-
-    It is a fresh one, because JAX caches traces by function identity. It has the name and the
-    arguments of the user's function, because JAX names them in messages of its own.
-    """
-
-    @functools.wraps(subjects[0].function, updated=())
-    def begun(*args: Any, **kwargs: Any) -> Sequence[Array]:
-        scope.begin()
-        leaves = jax.tree.leaves((args, kwargs))
-        try:
-            return function(*leaves)
-        except Exception as error:
-            # Here, because JAX drops the frames that show what the error is about.
-            failures.append(explained(error, subjects[0], scope.kind, leaves))
-            raise
-
-    return begun
-
-
-def _check_no_write_lost(eqns: Sequence[Any], scope: TraceScope) -> None:
-    present = {eqn.params["serial"] for eqn in walk(eqns) if eqn.primitive is write_p}
-    # JAX may trace the body of a loop twice and keep one of the traces.
-    kept = {scope.writes[serial] for serial in present if serial in scope.writes}
-    for serial, write in scope.writes.items():
-        if serial not in present and write not in kept:
-            handle, calls = write
-            raise UnsupportedError(
-                f"The assignment to variable {handle.name!r} at {location_of(calls)} is inside a"
-                " function that JAX transformed (jax.grad of a scan, jax.custom_vjp, ...) and would"
-                " be lost. Return the value from that function and assign it afterwards."
-            )
-
-
-def purify(
-    closed: Any,
-    scope: TraceScope,
-    avals: Sequence[Any],
-    axis_env: Sequence[tuple[str, int]],
-    replica: int | None = None,
-) -> Pure:
-    """Removes the markers of a traced function.
-
-    Args:
-        closed: The traced jaxpr.
-        scope: The scope it was traced in.
-        avals: Shape and dtype of the arguments.
-        axis_env: Names and sizes of the mesh axes.
-        replica: Number of the replica the jaxpr is for; None if it is for all of them.
-
-    Raises:
-        UnsupportedError: for collectives whose results are not known to agree or to differ.
-    """
-    if scope.kind == "replica":
-        check_collectives(closed.jaxpr)
-    handles = [h for h in handles_read(closed.jaxpr.eqns) if h is not REPLICA_ID]
-    written = handles_written(closed.jaxpr.eqns)
-    consts = list(closed.consts)
-
-    def pure(consts: list[Array], values: list[Array], args: list[Array]) -> Any:
-        state = dict(zip(handles, values, strict=True))
-        if scope.kind == "replica":
-            number = lax.axis_index(REPLICA_AXIS) if replica is None else jnp.int32(replica)
-            state[REPLICA_ID] = number
-        outs = interpret(closed.jaxpr, consts, args, state)
-        return outs, [state[handle] for handle in written]
-
-    traced = jax.make_jaxpr(pure, axis_env=axis_env or None)(
-        [_struct(jax.typeof(const)) for const in consts],
-        [_struct(handle.aval(scope.kind == "replica")) for handle in handles],
-        list(avals),
-    )
-    jaxpr = without_high_primitives(traced)
-    num_outs = len(closed.jaxpr.outvars)
-    where = {
-        eqn.params["handle"]: eqn.params["where"]
-        for eqn in walk(closed.jaxpr.eqns)
-        if eqn.primitive is write_p
-    }
-    # Constants the interpreter introduced become captures as well.
-    return Pure(
-        opened(jaxpr),
-        [*jaxpr.consts, *consts],
-        handles,
-        written,
-        num_outs,
-        where,
-        [],
-        scope.checks,
-    )
 
 
 def _check_merge_calls(counts: Sequence[int]) -> None:
@@ -346,10 +75,6 @@ def _check_merge_calls(counts: Sequence[int]) -> None:
                 " branches on the replica id or on the size of an uneven batch decide whether it"
                 " runs."
             )
-
-
-def _struct(aval: Any) -> Any:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def description_of(traced: Sequence[Any]) -> Callable[[], list[Line]]:
@@ -560,6 +285,7 @@ class ReplicaProgram:
             return self._trace_each(function, avals, self._num_replicas == 1)
         closed, scope = trace(function, avals[0], "replica", self._axis_env, subject=self._subject)
         self.describe = description_of([closed])
+        check_collectives(closed.jaxpr)
         pure = purify(closed, scope, avals[0], self._axis_env)
         check_on_cores(pure.jaxpr, self._mesh)
         return [pure]
@@ -598,6 +324,7 @@ class ReplicaProgram:
                     continue
                 traced.append(closed)
                 merge_calls.append(scope.merge_calls)
+                check_collectives(closed.jaxpr)
                 pures.append(purify(closed, scope, own, self._axis_env, replica))
             if not stopped:
                 _check_merge_calls(merge_calls)
@@ -663,7 +390,7 @@ class ReplicaProgram:
             *[whole] * stages.num_cut,
         ]
         if any(shard_dim(handle.parts) is not None for handle in self.written):
-            from distributary.tracing._sharded import sharded_map
+            from distributary.programs._sharded import sharded_map
 
             parts = [whole] * len(captures[0]) + [h.parts for h in pure.handles]
             parts += [whole] * len(args)

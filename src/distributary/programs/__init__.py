@@ -1,0 +1,24 @@
+"""Turns the jaxpr of a step into the program of all replicas."""
+
+from distributary.programs._global import GlobalProgram
+from distributary.programs._joint import evaluate_jointly
+from distributary.programs._logical_devices import constrained, spec_of_split
+from distributary.programs._one_device import OneDeviceProgram, replica_dim
+from distributary.programs._replica_program import FunctionProgram, ReplicaProgram, Results
+from distributary.programs._stages import cut, cut_around_mesh, is_in_first_stage, without_calls
+
+__all__ = [
+    "FunctionProgram",
+    "GlobalProgram",
+    "OneDeviceProgram",
+    "ReplicaProgram",
+    "Results",
+    "constrained",
+    "cut",
+    "cut_around_mesh",
+    "evaluate_jointly",
+    "is_in_first_stage",
+    "replica_dim",
+    "spec_of_split",
+    "without_calls",
+]
