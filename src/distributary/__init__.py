@@ -25,14 +25,12 @@ if TYPE_CHECKING:
         CrossDeviceOps,
         HierarchicalCopyAllReduce,
         NcclAllReduce,
-        ReduceOp,
         ReductionToOneDevice,
     )
     from distributary.context import (
         ReplicaContext,
         experimental_set_strategy,
         get_replica_context,
-        get_strategy,
         has_strategy,
         in_cross_replica_context,
     )
@@ -53,7 +51,14 @@ if TYPE_CHECKING:
         StepStatistics,
         ValueContext,
     )
-    from distributary.options import InputOptions, InputReplicationMode, RunOptions
+    from distributary.options import (
+        InputOptions,
+        InputReplicationMode,
+        ReduceOp,
+        RunOptions,
+        VariableAggregation,
+        VariableSynchronization,
+    )
     from distributary.strategies import (
         CentralStorageStrategy,
         MirroredStrategy,
@@ -64,13 +69,11 @@ if TYPE_CHECKING:
         TPUStrategy,
     )
     from distributary.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
-    from distributary.variables import (
-        ShardedVariable,
-        Variable,
-        VariableAggregation,
-        VariableSynchronization,
-        embedding_lookup,
-    )
+    from distributary.variables import ShardedVariable, Variable, embedding_lookup
+
+    def get_strategy() -> Strategy:
+        """Returns the current strategy; defined in `context`, which does not know the class."""
+
 
 __all__ = [
     "CentralStorageStrategy",
@@ -141,8 +144,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "distributary.checkpoint": "checkpoint",
             "distributary.cluster_resolver": "cluster_resolver",
             "distributary.collectives": (
-                "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce ReduceOp"
-                " ReductionToOneDevice"
+                "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce ReductionToOneDevice"
             ),
             "distributary.config": "config",
             "distributary.context": (
@@ -160,17 +162,17 @@ if not TYPE_CHECKING:  # or type checkers accept any name
                 "DistributedDataset DistributedIterator InputContext PerReplicaSpec StepStatistics"
                 " ValueContext"
             ),
-            "distributary.options": "InputOptions InputReplicationMode RunOptions",
+            "distributary.options": (
+                "InputOptions InputReplicationMode ReduceOp RunOptions VariableAggregation"
+                " VariableSynchronization"
+            ),
             "distributary.strategies": (
                 "CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy"
                 " OneDeviceStrategy Strategy StrategyExtended TPUStrategy"
             ),
             "distributary.tpu": "tpu",
             "distributary.values": "DistributedValues IndexedSlices Mirrored PerReplica",
-            "distributary.variables": (
-                "ShardedVariable Variable VariableAggregation VariableSynchronization"
-                " embedding_lookup"
-            ),
+            "distributary.variables": ("ShardedVariable Variable embedding_lookup"),
         },
         OF_MODULE,
     )

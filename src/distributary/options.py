@@ -1,4 +1,4 @@
-"""Frozen options. Each class checks its values, so a wrong one fails where you write it."""
+"""Choices, and frozen options that check their values, so a wrong one fails where you write it."""
 
 import enum
 import math
@@ -13,12 +13,78 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "RecoveryOptions",
+    "ReduceOp",
     "RunOptions",
+    "VariableAggregation",
+    "VariableSynchronization",
     "XLAOptions",
 ]
 
 
 _MIN_HEARTBEAT_TIMEOUT_SECONDS = 3
+
+
+class VariableAggregation(enum.Enum):
+    """The way in which values that replicas assign, or copies that are read, become one value.
+
+    * `NONE`: they are not combined.
+    * `SUM`, `MEAN`: their sum or mean.
+    * `ONLY_FIRST_REPLICA`: only the value of replica 0 counts.
+
+    Source: `tf.VariableAggregation`.
+    """
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+class VariableSynchronization(enum.Enum):
+    """The time at which the copies of a variable are combined.
+
+    * `AUTO`: the same as ON_WRITE.
+    * `NONE`: never. Strategies with replicas refuse it.
+    * `ON_WRITE`: at every assignment, so that all copies are equal (mirrored).
+    * `ON_READ`: when the variable is saved, or read in a cross-replica context. In `run`, each
+      replica has its own value.
+
+    Source: `tf.VariableSynchronization`.
+    """
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class ReduceOp(enum.Enum):
+    """The way in which values of the replicas are combined.
+
+    * `SUM`: their sum.
+    * `MEAN`: their sum divided by the number of replicas. It never overflows if the mean is
+      finite; the mean of integers is float32.
+
+    Source: `tf.distribute.ReduceOp`.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @staticmethod
+    def from_variable_aggregation(aggregation: VariableAggregation) -> "ReduceOp":
+        """Returns the operation of a `VariableAggregation`.
+
+        Raises:
+            InvalidValueError: for NONE and ONLY_FIRST_REPLICA, which are not reductions.
+        """
+        name = str(getattr(aggregation, "name", None))
+        if name in ReduceOp.__members__:
+            return ReduceOp[name]
+        raise InvalidValueError(
+            f"ReduceOp.from_variable_aggregation: {aggregation!r} is not a reduction; only"
+            " VariableAggregation.SUM and MEAN are."
+        )
 
 
 class CommunicationImplementation(enum.Enum):

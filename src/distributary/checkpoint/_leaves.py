@@ -21,16 +21,10 @@ from distributary.errors import (
     described,
     shown,
 )
+from distributary.options import VariableAggregation
 from distributary.topology import local_copy
 from distributary.values import DistributedValues
-from distributary.variables import (
-    ForeignVariable,
-    ShardedVariable,
-    Variable,
-    VariableAggregation,
-    as_variable,
-    of_rows,
-)
+from distributary.variables import ForeignVariable, ShardedVariable, Variable, as_variable, of_rows
 
 #: The description of a leaf without its array, which is saved as JSON.
 Entry = dict[str, Any]

@@ -19,8 +19,7 @@ from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._ranks import int_variable
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import ClusterError, InvalidValueError, UnsupportedError
-from distributary.topology import local_devices_of
-from distributary.tpu.experimental import Topology, TPUSystemMetadata
+from distributary.topology import Topology, TPUSystemMetadata, local_devices_of
 
 _WHO = "TPUClusterResolver"
 _HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")

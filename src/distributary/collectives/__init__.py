@@ -11,9 +11,4 @@ from distributary.collectives._cross_device_ops import (
     reduce_nest,
 )
 from distributary.collectives._destinations import at_device, check_destinations, only_device
-from distributary.collectives._reduce_op import (
-    ReduceOp,
-    as_reduce_op,
-    check_reducible,
-    reduce_arrays,
-)
+from distributary.collectives._reduce_op import as_reduce_op, check_reducible, reduce_arrays

@@ -13,15 +13,10 @@ from jax.sharding import Mesh
 from distributary._types import Nest
 from distributary.collectives import _algorithms as algorithms
 from distributary.collectives._destinations import at_device, check_destinations, only_device
-from distributary.collectives._reduce_op import (
-    ReduceOp,
-    as_reduce_op,
-    check_reducible,
-    reduce_arrays,
-)
+from distributary.collectives._reduce_op import as_reduce_op, check_reducible, reduce_arrays
 from distributary.dispatch import dispatcher_for
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError, shown
-from distributary.options import CommunicationImplementation, CommunicationOptions
+from distributary.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from distributary.topology import REPLICA_AXIS, host_groups, num_logical_devices
 from distributary.tracing import current_scope
 from distributary.values import IndexedSlices, Mirrored, PerReplica, stack_components

@@ -1,10 +1,9 @@
 """The operations that combine the values of replicas, and their arithmetic."""
 
-import enum
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,38 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from distributary.errors import InvalidTypeError, InvalidValueError, described, shown
-
-if TYPE_CHECKING:
-    from distributary.variables import VariableAggregation
-
-
-class ReduceOp(enum.Enum):
-    """The way in which values of the replicas are combined.
-
-    * `SUM`: their sum.
-    * `MEAN`: their sum divided by the number of replicas. It never overflows if the mean is
-      finite; the mean of integers is float32.
-
-    Source: `tf.distribute.ReduceOp`.
-    """
-
-    SUM = "SUM"
-    MEAN = "MEAN"
-
-    @staticmethod
-    def from_variable_aggregation(aggregation: "VariableAggregation") -> "ReduceOp":
-        """Returns the operation of a `VariableAggregation`.
-
-        Raises:
-            InvalidValueError: for NONE and ONLY_FIRST_REPLICA, which are not reductions.
-        """
-        name = str(getattr(aggregation, "name", None))
-        if name in ReduceOp.__members__:
-            return ReduceOp[name]
-        raise InvalidValueError(
-            f"ReduceOp.from_variable_aggregation: {aggregation!r} is not a reduction; only"
-            " VariableAggregation.SUM and MEAN are."
-        )
+from distributary.options import ReduceOp
 
 
 def as_reduce_op(value: object, what: str) -> ReduceOp:

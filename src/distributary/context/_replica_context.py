@@ -10,11 +10,7 @@ from distributary._late import no_attribute
 from distributary._types import Nest
 from distributary.context._stack import current_mode, in_default_context
 from distributary.errors import ContextError, InvalidTypeError, shown
-from distributary.options import CommunicationOptions
-
-if TYPE_CHECKING:
-    from distributary.collectives import ReduceOp
-    from distributary.strategies import Strategy
+from distributary.options import CommunicationOptions, ReduceOp
 
 
 @final
@@ -29,14 +25,14 @@ class ReplicaContext:
 
     def __init__(
         self,
-        strategy: "Strategy",
+        strategy: Any,
         replica_id_in_sync_group: "int | np.integer[Any] | Callable[[], Any]",
     ) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
 
     @property
-    def strategy(self) -> "Strategy":
+    def strategy(self) -> Any:
         """The strategy that runs this replica."""
         return self._strategy
 
@@ -105,7 +101,7 @@ class ReplicaContext:
 
     def all_reduce(
         self,
-        reduce_op: "ReduceOp | str",
+        reduce_op: ReduceOp | str,
         value: Nest,
         options: CommunicationOptions | None = None,
     ) -> Nest:

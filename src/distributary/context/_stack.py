@@ -16,7 +16,6 @@ from distributary.errors import ContextError, InvalidTypeError, shown
 
 if TYPE_CHECKING:
     from distributary.context._replica_context import ReplicaContext
-    from distributary.strategies import Strategy
 
 Role = Literal["cross", "replica", "update"]
 
@@ -38,7 +37,7 @@ class Mode:
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.modes: list[Mode] = []
-        self.global_scope: AbstractContextManager[Strategy] | None = None
+        self.global_scope: AbstractContextManager[Any] | None = None
 
 
 _state = _ThreadState()
@@ -108,13 +107,12 @@ def another_thread_in_scope() -> bool:
     return any(thread != me for thread in tuple(_threads_in_scope))
 
 
-def get_strategy() -> "Strategy":
+def get_strategy() -> Any:
     """Returns the current `Strategy`, or the default strategy outside every scope.
 
     Source: `tf.distribute.get_strategy`.
     """
-    strategy: Strategy = current_mode().strategy
-    return strategy
+    return current_mode().strategy
 
 
 def has_strategy() -> bool:
@@ -143,7 +141,7 @@ def in_cross_replica_context() -> bool:
     return current_mode().role != "replica"
 
 
-def experimental_set_strategy(strategy: "Strategy | None") -> None:
+def experimental_set_strategy(strategy: Any) -> None:
     """Makes `strategy` current in this thread until the next call; None ends it.
 
     For notebooks, where a `with strategy.scope()` block cannot span cells.
@@ -188,7 +186,7 @@ class StrategyScope:
     `with` binds the strategy itself. Entering the default strategy's scope changes nothing.
     """
 
-    def __init__(self, strategy: "Strategy") -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._entered = _Entered()
 
@@ -230,7 +228,7 @@ class StrategyScope:
             library.scope_left(self._strategy, result)
 
 
-def check_same_strategy(strategy: "Strategy", what: str) -> None:
+def check_same_strategy(strategy: Any, what: str) -> None:
     """Raises `ContextError` if a strategy other than `strategy` is current."""
     current = _state.modes[-1].strategy if _state.modes else strategy
     if current is not strategy:
@@ -241,7 +239,7 @@ def check_same_strategy(strategy: "Strategy", what: str) -> None:
         )
 
 
-def require_cross_replica(strategy: "Strategy", what: str) -> None:
+def require_cross_replica(strategy: Any, what: str) -> None:
     """Raises inside `Strategy.run`, or if a strategy other than `strategy` is current."""
     check_same_strategy(strategy, what)
     if _state.modes and _state.modes[-1].role == "replica":

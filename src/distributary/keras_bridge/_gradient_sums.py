@@ -11,7 +11,6 @@ from typing import Any
 from jax import lax
 
 from distributary.checkpoint import settle
-from distributary.collectives import ReduceOp
 from distributary.context import current_mode, get_strategy
 from distributary.keras_bridge._custom_loops import build_optimizer
 from distributary.keras_bridge._optimizers import as_keras, dense
@@ -22,6 +21,7 @@ from distributary.keras_bridge._replica import (
     optimizing,
     replica_context,
 )
+from distributary.options import ReduceOp
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import push
 

@@ -11,8 +11,9 @@ import keras
 
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge._replica import replica_context
+from distributary.options import VariableAggregation
 from distributary.values import IndexedSlices
-from distributary.variables import ShardedVariable, Variable, VariableAggregation
+from distributary.variables import ShardedVariable, Variable
 
 
 @final

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from distributary.collectives import ReduceOp
 from distributary.context import ReplicaContext, current_mode, in_default_context
 from distributary.errors import InvalidValueError
 from distributary.keras_bridge._variables import keeps_on_servers
+from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import current_scope
-from distributary.variables import VariableAggregation
 
 
 class _ThreadState(threading.local):

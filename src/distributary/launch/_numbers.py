@@ -8,13 +8,10 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 from distributary.dispatch import progress
 from distributary.errors import DistributaryError
-
-if TYPE_CHECKING:
-    from distributary.strategies import StrategyExtended
 
 Numbers: TypeAlias = dict[str, float]
 
@@ -28,7 +25,7 @@ _PER_STEP = (
 )
 
 
-def numbers_of(extended: "StrategyExtended") -> Numbers:
+def numbers_of(extended: Any) -> Numbers:
     """Returns all numbers of a strategy's run in this process, as sums since its beginning.
 
     Args:

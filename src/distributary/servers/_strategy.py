@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 
 from distributary._types import MISSING, Nest
 from distributary.checkpoint import RemoteStore
-from distributary.collectives import ReduceOp
 from distributary.context import current_mode
 from distributary.engine import Placement
 from distributary.errors import (
@@ -23,7 +22,13 @@ from distributary.errors import (
     shown,
 )
 from distributary.inputs import DistributedInput, InputContext
-from distributary.options import InputOptions, InputReplicationMode, RecoveryOptions, RunOptions
+from distributary.options import (
+    InputOptions,
+    InputReplicationMode,
+    RecoveryOptions,
+    ReduceOp,
+    RunOptions,
+)
 from distributary.servers._closures import current_trace
 from distributary.servers._partitioners import Shard, initial_shards, num_shards_of, sizes_of
 from distributary.servers._per_worker import closure_number

@@ -11,7 +11,7 @@ import jax
 from distributary._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary._late import no_attribute
 from distributary._types import MISSING
-from distributary.collectives import ReduceOp, as_reduce_op
+from distributary.collectives import as_reduce_op
 from distributary.context import StrategyScope, require_cross_replica
 from distributary.engine import RUNS
 from distributary.errors import (
@@ -22,7 +22,7 @@ from distributary.errors import (
     shown,
 )
 from distributary.inputs import InputContext, StepStatistics, ValueContext
-from distributary.options import InputOptions, RunOptions
+from distributary.options import InputOptions, ReduceOp, RunOptions
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._fitting_job import check_job
 from distributary.tracing import advise, is_recording, name_of, shorten

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from distributary.collectives import (
     CrossDeviceOps,
-    ReduceOp,
     all_gather,
     check_reducible,
     over_replicas,
@@ -26,7 +25,7 @@ from distributary.errors import (
     UnsupportedError,
     shown,
 )
-from distributary.options import CommunicationOptions
+from distributary.options import CommunicationOptions, ReduceOp
 from distributary.topology import (
     ProgramKind,
     for_target,

@@ -18,7 +18,6 @@ from distributary._libraries import libraries
 from distributary.collectives import (
     CrossDeviceOps,
     NcclAllReduce,
-    ReduceOp,
     as_reduce_op,
     at_device,
     check_destinations,
@@ -46,7 +45,7 @@ from distributary.errors import (
 )
 from distributary.inputs import DistributedInput, InputContext, StepCounts, ValueContext
 from distributary.job import consensus
-from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode
+from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode, ReduceOp
 from distributary.strategies._broadcast import broadcast
 from distributary.strategies._cross_replica import CrossReplica, gather_nest
 from distributary.topology import (

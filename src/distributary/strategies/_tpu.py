@@ -20,8 +20,7 @@ from distributary.programs import constrained, spec_of_split
 from distributary.strategies._base import Strategy
 from distributary.strategies._job_devices import extended_of_job
 from distributary.strategies._tpu_system import connect_workers, resolver_or_local, tpu_devices
-from distributary.topology import replica_devices
-from distributary.tpu.experimental import DeviceAssignment, Topology
+from distributary.topology import DeviceAssignment, Topology, replica_devices
 
 _log = logging.getLogger(__name__)
 

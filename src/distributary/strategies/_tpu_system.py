@@ -12,8 +12,7 @@ from distributary.errors import ClusterError, DeviceError, InvalidTypeError, pip
 from distributary.job import connect
 from distributary.options import CommunicationOptions
 from distributary.strategies._job_devices import devices_of_all
-from distributary.topology import current_target, devices_of_all_hosts, replica_devices
-from distributary.tpu.experimental import Topology
+from distributary.topology import Topology, current_target, devices_of_all_hosts, replica_devices
 
 
 def experimental_connect_to_cluster(

@@ -6,12 +6,9 @@ from typing import Any, final
 from jax.typing import DTypeLike
 
 from distributary.errors import InvalidValueError
+from distributary.options import VariableAggregation, VariableSynchronization
 from distributary.values import ArrayInput
-from distributary.variables import (
-    Variable as _Variable,
-    VariableAggregation,
-    VariableSynchronization,
-)
+from distributary.variables import Variable as _Variable
 
 
 class _Arguments(type(_Variable)):  # type: ignore[misc]

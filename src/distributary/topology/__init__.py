@@ -1,5 +1,6 @@
 """Who exists: device names, logical CPU devices, meshes, and where arrays lie on them."""
 
+from distributary.topology._device_assignment import DeviceAssignment, DeviceOrderMode
 from distributary.topology._device_strings import (
     canonical_name,
     local_devices_of,
@@ -67,14 +68,19 @@ from distributary.topology._thread_pool import (
     set_logical_cpu_devices,
     threads_needed,
 )
+from distributary.topology._tpu_topology import Topology, TPUSystemMetadata
 from distributary.topology._versions import no_private_name, private, warn_of_untested
 
 __all__ = [
     "HOST_MEMORY",
     "REPLICA_AXIS",
     "SHARE_VARIABLE",
+    "DeviceAssignment",
+    "DeviceOrderMode",
     "ProgramKind",
+    "TPUSystemMetadata",
     "Target",
+    "Topology",
     "alias_of",
     "all_params",
     "backends_started",

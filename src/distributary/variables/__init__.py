@@ -8,7 +8,6 @@ from distributary.variables._distributed_variables import (
     SyncOnReadVariable,
     VariableComponent,
 )
-from distributary.variables._enums import VariableAggregation, VariableSynchronization
 from distributary.variables._foreign import ForeignVariable, as_variable
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup

@@ -6,11 +6,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from distributary.collectives import NcclAllReduce, ReduceOp, reduce_arrays
+from distributary.collectives import NcclAllReduce, reduce_arrays
 from distributary.errors import InvalidValueError
-from distributary.options import CommunicationOptions
+from distributary.options import CommunicationOptions, ReduceOp, VariableAggregation
 from distributary.variables._conversion import Change
-from distributary.variables._enums import VariableAggregation
 
 _Change = TypeVar("_Change", bound=Change)
 

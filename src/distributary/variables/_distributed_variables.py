@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.collectives import ReduceOp
 from distributary.context import current_mode
 from distributary.dispatch import latest_program
 from distributary.errors import InvalidValueError, UnsupportedError, shown
+from distributary.options import ReduceOp, VariableAggregation
 from distributary.topology import in_device_memory
 from distributary.tracing import TraceScope, check_not_frozen, current_scope
 from distributary.values import (
@@ -24,7 +24,6 @@ from distributary.values import (
 )
 from distributary.variables import _aggregation as aggregation_rules
 from distributary.variables._conversion import NOT_LINEAR, Change, combine
-from distributary.variables._enums import VariableAggregation
 from distributary.variables._variable import Variable
 
 

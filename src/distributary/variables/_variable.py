@@ -28,6 +28,7 @@ from distributary.errors import (
     UnsupportedError,
     shown,
 )
+from distributary.options import VariableAggregation, VariableSynchronization
 from distributary.topology import in_device_memory, in_host_memory, local_copy, own_copies
 from distributary.tracing import (
     Handle,
@@ -55,7 +56,6 @@ from distributary.variables._conversion import (
     initial_array,
     same_kind,
 )
-from distributary.variables._enums import VariableAggregation, VariableSynchronization
 from distributary.variables._layout import VariableLayout, array_of
 from distributary.variables._state_list import StateList
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.tpu._topology import Topology, checked_sizes
+from distributary.topology._tpu_topology import Topology, checked_sizes
 
 _BUILD = "DeviceAssignment.build"
 
