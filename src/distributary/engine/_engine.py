@@ -19,6 +19,7 @@ from distributary.engine._several_steps import several_steps
 from distributary.engine._step import RUN, Step, StepKind, call_on_replica, picked
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
 from distributary.programs import GlobalProgram, ReplicaProgram, evaluate_jointly
+from distributary.rows import with_sparse_gradients
 from distributary.topology import num_logical_devices
 from distributary.tracing import Subject, TraceScope, current_scope, in_role, walk
 from distributary.values import (
@@ -256,8 +257,6 @@ class Engine:
 
         if mesh is not None and num_logical_devices(mesh) > 1:
             return step  # logical devices are left to XLA
-        from distributary.rows import with_sparse_gradients
-
         made = with_sparse_gradients(step, [closed.jaxpr], 1, placement.adds_in_any_order, mesh)
         if divided is not None and placement.is_on_cpus:
             made = with_partial_sums(made, dims, divided)  # rewrites what each device computes
@@ -270,8 +269,6 @@ class Engine:
         # Programs for servers are analyzed later, and logical devices are left to XLA.
         keeps_on_servers = self._strategy.extended.variable_layout().kind is not None
         if not keeps_on_servers and (mesh is None or num_logical_devices(mesh) == 1):
-            from distributary.rows import with_sparse_gradients
-
             num_meeting = 1 if mesh is None else self._num_replicas
             in_any_order = self._placement.adds_in_any_order
             replica = with_sparse_gradients(replica, jaxprs, num_meeting, in_any_order)

@@ -15,6 +15,7 @@ from distributary.dispatch import JobEvent, interrupts, job_programs, latest_pro
 from distributary.engine._arguments import inside_jax, placed_struct_of, traced
 from distributary.engine._collectives import collective_bytes
 from distributary.engine._placement import Placement
+from distributary.engine._staged import StagedProgram
 from distributary.inputs import StepCounts
 from distributary.job import copies
 from distributary.programs import FunctionProgram, GlobalProgram, ReplicaProgram
@@ -131,8 +132,6 @@ class Executable:
         self._call: Any
         self._captures: Sequence[Sequence[Any]]
         if is_staged:
-            from distributary.engine._staged import StagedProgram
-
             self._captures = program.captures
             self._token_of = _last_output
             self._call = StagedProgram(program, placement, shardings)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.engine._arguments import struct_of
+from distributary.engine._host_memory import update_in_parts
 from distributary.engine._placement import Placement
 from distributary.programs import FunctionProgram, GlobalProgram, ReplicaProgram, cut_around_mesh
 from distributary.topology import REPLICA_AXIS
@@ -121,8 +122,6 @@ class Staged:
         is_stored = [self._outputs[i].sharding is self._storage for i in stages.update_outputs]
         update: Any = jex_core.jaxpr_as_fun(stages.update)
         if self._storage is not self._home:
-            from distributary.engine._host_memory import update_in_parts
-
             from_storage = [self._inputs[i].sharding is self._storage for i in stages.update_inputs]
             update = update_in_parts(
                 stages.update, [*from_storage, *[False] * stages.num_cut], is_stored

@@ -4,10 +4,12 @@ This package imports nothing from Keras before the user does. `connect` runs whe
 and when its scope is entered, and installs the hooks (see `_hooks`) as soon as Keras is imported.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
 import sys
+import types
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -46,11 +48,17 @@ def connect() -> bool:
     global _connected
     if "keras" not in sys.modules:
         return False
-    from distributary.keras_bridge._hooks import install
-
-    install()
+    _modules_with_keras().hooks.install()
     _connected = True
     return True
+
+
+@functools.cache
+def _modules_with_keras() -> Any:
+    """Returns the modules of this package that import Keras."""
+    from distributary.keras_bridge import _custom_loops, _hooks, _state
+
+    return types.SimpleNamespace(loops=_custom_loops, hooks=_hooks, state=_state)
 
 
 def import_keras() -> Any:
@@ -148,37 +156,19 @@ class _Keras(Library):
             import_keras()
         if not connect() or not _uses_jax():
             return nullcontext()
-        from distributary.keras_bridge._custom_loops import TracedVariables
-
-        return TracedVariables(collect_losses=True)
+        return _modules_with_keras().loops.TracedVariables(collect_losses=True)
 
     def variable(self, value: object) -> ForeignVariable | None:
-        if not _uses_jax():
-            return None
-        from distributary.keras_bridge._custom_loops import resolve
-
-        return resolve(value)
+        return _modules_with_keras().loops.resolve(value) if _uses_jax() else None
 
     def parts(self, value: object) -> Mapping[str, Any] | None:
-        if not _uses_jax():
-            return None
-        from distributary.keras_bridge._state import parts_of
-
-        return parts_of(value)
+        return _modules_with_keras().state.parts_of(value) if _uses_jax() else None
 
     def is_unbuilt(self, value: object) -> bool:
-        if not _uses_jax():
-            return False
-        from distributary.keras_bridge._state import waits
-
-        return waits(value) and connect()
+        return _uses_jax() and _modules_with_keras().state.waits(value) and connect()
 
     def build(self, value: object, others: Iterable[Any]) -> bool:
-        if not _uses_jax():
-            return False
-        from distributary.keras_bridge._state import build_optimizer
-
-        return build_optimizer(value, others)
+        return _uses_jax() and _modules_with_keras().state.build_optimizer(value, others)
 
 
 def _quieted() -> bool:

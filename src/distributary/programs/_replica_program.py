@@ -41,6 +41,7 @@ from distributary.errors import (
 )
 from distributary.programs._joint import evaluate_jointly
 from distributary.programs._logical_devices import check_on_cores, eval_on_replica, whole_on_cores
+from distributary.programs._sharded import sharded_map
 from distributary.programs._stages import Stages, cut, uncut
 from distributary.topology import REPLICA_AXIS, shard_dim
 from distributary.tracing import (
@@ -390,8 +391,6 @@ class ReplicaProgram:
             *[whole] * stages.num_cut,
         ]
         if any(shard_dim(handle.parts) is not None for handle in self.written):
-            from distributary.programs._sharded import sharded_map
-
             parts = [whole] * len(captures[0]) + [h.parts for h in pure.handles]
             parts += [whole] * len(args)
             new_parts = [whole] * self.num_outs + [handle.parts for handle in pure.written]

@@ -34,6 +34,7 @@ from distributary.context import (
     in_global_view,
     require_cross_replica,
 )
+from distributary.data import WorkerShare, kept
 from distributary.engine import RUN, UPDATE, Engine, Placement
 from distributary.errors import (
     ContextError,
@@ -43,7 +44,17 @@ from distributary.errors import (
     UnsupportedError,
     shown,
 )
-from distributary.inputs import DistributedInput, InputContext, StepCounts, ValueContext
+from distributary.inputs import (
+    Batches,
+    Coworkers,
+    DistributedDataset,
+    DistributedInput,
+    Elements,
+    InputContext,
+    StepCounts,
+    ValueContext,
+    spec_of,
+)
 from distributary.job import consensus
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode, ReduceOp
 from distributary.strategies._broadcast import broadcast
@@ -592,8 +603,6 @@ class StrategyExtended:
 
     def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
         """Distributes a dataset, see `Strategy.experimental_distribute_dataset`."""
-        from distributary.inputs import Batches
-
         options = _input_options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise UnsupportedError(
@@ -615,8 +624,6 @@ class StrategyExtended:
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
     ) -> Any:
         """Distributes datasets, see `Strategy.distribute_datasets_from_function`."""
-        from distributary.inputs import Elements
-
         options = _input_options(options)
         per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
         if self.is_default:
@@ -640,8 +647,6 @@ class StrategyExtended:
     @functools.cached_property
     def coworkers(self) -> Any:
         """Connection between all workers for messages about their data; None for one worker."""
-        from distributary.inputs import Coworkers
-
         job = consensus()
         if self.num_workers == 1 or job is None:
             return None
@@ -649,13 +654,9 @@ class StrategyExtended:
 
     def worker_share(self) -> Any:
         """Returns which replicas of a dataset's batches belong to this process."""
-        from distributary.data import WorkerShare
-
         return WorkerShare(self.num_workers, self.worker_number, self._replicas_per_worker)
 
     def _distributed_dataset(self, source: Any, options: InputOptions) -> Any:
-        from distributary.inputs import DistributedDataset
-
         # Other processes can reach the parts only on devices.
         fetch = options.experimental_fetch_to_device is not False or self.num_workers > 1
         return DistributedDataset(
@@ -668,8 +669,6 @@ class StrategyExtended:
 
     def distribute_values(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Makes a `PerReplica`, see `Strategy.experimental_distribute_values_from_function`."""
-        from distributary.data import kept
-
         if self.placement.stacked is None:
             return kept(value_fn(ValueContext(0, 1)))
         values = [kept(value_fn(ValueContext(i, self.num_replicas))) for i in self._local_replicas]
@@ -689,8 +688,6 @@ class StrategyExtended:
         are_arrays = [all(map(_is_array_like, column)) for column in columns]
         specs: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in columns]
         if self.coworkers is not None:
-            from distributary.inputs import spec_of
-
             own = [
                 [spec_of(v) for v in column] if is_array else []
                 for column, is_array in zip(columns, are_arrays, strict=True)
