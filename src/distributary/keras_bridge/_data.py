@@ -142,7 +142,7 @@ class DatasetAdapter(UnknownSizes):
         self._skip = 0
 
     def start_at(self, epoch: int, steps: int | None) -> None:
-        """Makes the next pass that of an epoch of `steps` steps, as if earlier epochs had run."""
+        """Positions the next pass at the start of an epoch of `steps` steps, after those before."""
         if steps and self._dataset.cardinality == INFINITE_CARDINALITY:
             self._skip = epoch * steps
         else:

@@ -91,7 +91,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if "ps" in spec.jobs:
             reason = (
                 f"MultiWorkerMirroredStrategy: the cluster has {spec.num_tasks('ps')} parameter"
-                " server(s), to which this strategy gives nothing to do: every worker keeps the"
+                " server(s), which this strategy does not use: every worker keeps the"
                 " variables itself. Start the job without them (`distributary launch` without"
                 " --ps), or use ParameterServerStrategy."
             )

@@ -302,7 +302,7 @@ _MISTAKES = [
     _Mistake(
         NameError,
         r"unbound axis name: (\w+)",
-        "the collective at {where} names the axis '{1}', which there is not.",
+        "the collective at {where} uses the axis '{1}', which does not exist here.",
         'Combine replicas with dist.get_replica_context().all_reduce("MEAN", value) or'
         " all_gather(value, axis=0); collectives of jax.lax find them under the axis 'replica'.",
         InvalidValueError,
