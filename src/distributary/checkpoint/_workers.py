@@ -110,7 +110,7 @@ class Round:
         topic = f"the end of {self._topic}"
         if job.number:
             try:
-                text, problem = job.hear(topic, self._timeout_seconds)
+                text, problem = job.receive(topic, self._timeout_seconds)
             except (TimeoutError, ClusterError) as error:
                 raise _absent(self._what, self._timeout_seconds, error) from error
             if problem is not None:
@@ -119,9 +119,9 @@ class Round:
         try:
             text = act()
         except BaseException as error:
-            job.tell(topic, [None, str(error)])
+            job.send_to_all(topic, [None, str(error)])
             raise
-        job.tell(topic, [text, None])
+        job.send_to_all(topic, [text, None])
         return text
 
 
