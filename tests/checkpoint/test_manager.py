@@ -17,7 +17,8 @@ from distributary.checkpoint import (
     latest_checkpoint,
     list_variables,
 )
-from distributary.checkpoint._commit import Turn, sealed
+from distributary.checkpoint._commit import sealed
+from distributary.checkpoint._save_locks import SaveLock
 from distributary.errors import CheckpointError
 
 
@@ -50,8 +51,8 @@ def test_the_newest_are_kept_and_the_latest_is_found(tmp_path):
 
 def test_who_reads_waits_for_what_another_manager_writes(tmp_path):
     def write_slowly(number):
-        before = Turn(tmp_path / "ckpt-0")
-        threading.Timer(0.1, before.end).start()
+        before = SaveLock(tmp_path / "ckpt-0", is_series=False, timeout_seconds=60.0)
+        threading.Timer(0.1, before.release).start()
         checkpoint.step = number
         return manager.save()
 

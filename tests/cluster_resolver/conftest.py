@@ -1,10 +1,12 @@
 """An environment without anything that a launcher has set, and a server to ask."""
 
+import importlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from types import ModuleType
 
 import pytest
 
@@ -40,11 +42,10 @@ class AnsweringServer:
     """A real HTTP server on this machine.
 
     Args:
-        answers: What it answers, by path: a status and a body, or a list of such pairs for one
-            request after the other. Other paths are answered with 404.
+        answers: Bodies by path. Other paths are answered with 404.
     """
 
-    def __init__(self, answers: dict[str, Any]) -> None:
+    def __init__(self, answers: dict[str, str]) -> None:
         self.answers = answers
         self.requests: list[tuple[str, dict[str, str]]] = []
         server = self
@@ -52,12 +53,8 @@ class AnsweringServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 server.requests.append((self.path, dict(self.headers)))
-                answer = server.answers.get(self.path, (404, "no such path"))
-                if isinstance(answer, list):
-                    answer = answer.pop(0)
-                status, body = answer
-                data = body.encode()
-                self.send_response(status)
+                data = server.answers.get(self.path, "no such path").encode()
+                self.send_response(200 if self.path in server.answers else 404)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -78,7 +75,25 @@ class AnsweringServer:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[dict[str, Any]], AnsweringServer]]:
+def install(tmp_path, monkeypatch) -> Callable[[str, str], ModuleType]:
+    """A function that puts source text in the place of a module, and imports it."""
+
+    def install(name: str, text: str) -> ModuleType:
+        path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        parents = [name.rsplit(".", number)[0] for number in range(name.count(".") + 1)]
+        for module in parents:
+            monkeypatch.setitem(sys.modules, module, None)  # so that it is restored
+            del sys.modules[module]
+        return importlib.import_module(name)
+
+    return install
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[dict[str, str]], AnsweringServer]]:
     """A function that starts an `AnsweringServer`."""
     servers = []
 

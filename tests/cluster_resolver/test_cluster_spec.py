@@ -31,21 +31,16 @@ def test_a_dict_without_gaps_comes_out_as_a_list():
     assert ClusterSpec({"worker": {1: "b:2", "0": "a:1"}}).as_dict() == {"worker": ["a:1", "b:2"]}
 
 
-def test_what_comes_out_can_be_changed_without_changing_the_spec(spec):
-    spec.as_dict()["worker"].append("x:1")
-    spec.jobs.append("x")
-    spec.task_indices("ps").append(7)
-
-    assert spec == ClusterSpec(_CLUSTER)
-
-
-def test_a_change_of_the_argument_does_not_change_the_spec():
+def test_a_spec_does_not_change():
     cluster = {"worker": ["a:1"]}
     spec = ClusterSpec(cluster)
 
     cluster["worker"].append("b:2")
+    spec.as_dict()["worker"].append("x:1")
+    spec.jobs.append("x")
+    spec.task_indices("worker").append(7)
 
-    assert spec.num_tasks("worker") == 1
+    assert spec == ClusterSpec({"worker": ["a:1"]})
 
 
 @pytest.mark.parametrize(
@@ -78,6 +73,8 @@ def test_specs_with_other_tasks_differ(other):
 def test_only_an_empty_spec_is_false(spec):
     assert spec
     assert not ClusterSpec({})
+    with pytest.raises(InvalidValueError, match=r"type 'worker'.*no tasks at all"):
+        ClusterSpec({}).num_tasks("worker")
 
 
 def test_the_text_names_the_jobs_in_alphabetic_order():
@@ -106,27 +103,23 @@ def test_addresses_are_kept_as_written(address):
     ("address", "reason"),
     [
         ("host", "the port is missing"),
-        ("host:", "the port is missing"),
-        ("[::1]", "the port is missing"),
         ("[::1]:", "the port is missing"),
         ("", "the host is missing"),
         (":2222", "the host is missing"),
         ("host:0", "'0' is not a port from 1 to 65535"),
         ("host:65536", "'65536' is not a port from 1 to 65535"),
-        ("host:-1", "'-1' is not a port"),
-        ("host:http", "'http' is not a port"),
         ("host:２２", "'２２' is not a port"),
-        ("[::1]2222", "it is not an IPv6 address in brackets and a port"),
         ("host: 2222", "' 2222' is not a port"),
         (" host:2222", "' host' is neither a host name"),
-        ("ho st:2222", "'ho st' is neither a host name"),
         ("-host:2222", "'-host' is neither a host name"),
         ("host/x:2222", "'host/x' is neither a host name"),
-        ("10.0.0.256:2222", "10.0.0.256 is not an IPv4 address"),
+        ("10.0.0.256:2222", "'10.0.0.256' is neither a host name nor an IP address"),
+        ("[::g]:2222", "'::g' is neither a host name nor an IP address"),
         ("::1:2222", "an IPv6 address must be in brackets"),
-        ("[::g]:2222", "it is not an IPv6 address in brackets"),
-        ("[10.0.0.1]:2222", "it is not an IPv6 address in brackets"),
-        ("[::1:2222", "it is not an IPv6 address in brackets"),
+        ("[10.0.0.1]:2222", "'[10.0.0.1]' is neither a host name nor an IP address"),
+        ("[::1]2222", "an IPv6 address must be in brackets"),
+        ("[::1:2222", "an IPv6 address must be in brackets"),
+        ("grpc://a:1", "it has a protocol"),
     ],
 )
 def test_an_address_that_is_none_is_refused(address, reason):
@@ -136,26 +129,17 @@ def test_an_address_that_is_none_is_refused(address, reason):
         ClusterSpec({"worker": ["good:1", address]})
 
 
-def test_a_protocol_is_refused():
-    with pytest.raises(InvalidValueError, match=r"'grpc://a:1'.*without a protocol: write 'a:1'"):
-        ClusterSpec({"worker": ["grpc://a:1"]})
-
-
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
         (None, r"^cluster is None \(NoneType\), expected a dict"),
         ([1], r"^cluster is \[1\] \(list\), expected a dict"),
-        ("worker", r"^cluster is 'worker' \(str\)"),
         ({1: ["a:1"]}, r"^cluster has a key that is 1 \(int\), expected a task type"),
         ({"": ["a:1"]}, r"^cluster has a key that is '' \(str\), expected a task type"),
         ({"worker": "a:1"}, r'^cluster\["worker"\] is \'a:1\' \(str\), expected a list'),
-        ({"worker": None}, r'^cluster\["worker"\] is None'),
         ({"worker": [7]}, r'^cluster\["worker"\]\[0\] is 7 \(int\), expected the address'),
-        ({"worker": [b"a:1"]}, r'^cluster\["worker"\]\[0\] is b\'a:1\' \(bytes\)'),
         ({"worker": {2: None}}, r'^cluster\["worker"\]\[2\] is None'),
         ({"worker": {"x": "a:1"}}, r'^cluster\["worker"\] has a key that is \'x\' \(str\)'),
-        ({"worker": {1.0: "a:1"}}, r'^cluster\["worker"\] has a key that is 1.0 \(float\)'),
         ({"worker": {True: "a:1"}}, r'^cluster\["worker"\] has a key that is True \(bool\)'),
     ],
 )
@@ -196,17 +180,11 @@ def test_asking_for_an_unknown_type_names_those_there_are(spec, method):
         getattr(spec, method)("evaluator")
 
 
-def test_asking_an_empty_spec_says_so():
-    with pytest.raises(InvalidValueError, match=r"type 'worker'.*no tasks at all"):
-        ClusterSpec({}).num_tasks("worker")
-
-
 @pytest.mark.parametrize(
     ("job", "number", "message"),
     [
-        ("ps", 2, r"no task 2 of type 'ps'.*there are 1, 3"),
-        ("chief", 1, r"no task 1 of type 'chief'.*there is 0"),
-        ("worker", None, r"no task None of type 'worker'.*there are 0, 1"),
+        ("ps", 2, r"no task 2 of type 'ps'.*the numbers are 1, 3"),
+        ("worker", None, r"no task None of type 'worker'.*the numbers are 0, 1"),
     ],
 )
 def test_asking_for_an_unknown_task_names_those_there_are(spec, job, number, message):

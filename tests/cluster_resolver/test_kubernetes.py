@@ -6,10 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from distributary.cluster_resolver import (
-    ClusterResolver,
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
-    multi_worker,
 )
 from distributary.errors import (
     ClusterError,
@@ -84,6 +82,10 @@ def test_pods_are_tasks_in_the_order_of_their_names():
     assert resolver.master() == ""
     assert resolver.master("worker", 1) == "grpc://10.0.0.2:8470"
 
+    resolver.task_type, resolver.task_id = "worker", 1
+
+    assert resolver.master() == "grpc://10.0.0.2:8470"
+
 
 def test_numbers_in_names_count_as_numbers():
     """The pods of an indexed Job are named job-<index>-<random letters>."""
@@ -117,29 +119,11 @@ def test_the_api_server_is_asked_each_time():
     assert client.asked == [(None, "job-name=tensorflow")] * 2
 
 
-def test_a_namespace_limits_the_search():
-    client = _Client(_WORKERS)
-
-    KubernetesClusterResolver(override_client=client, namespace="team").cluster_spec()
-
-    assert client.asked == [("team", "job-name=tensorflow")]
-
-
 def test_a_pod_without_an_address_of_its_own_has_that_of_its_node():
     """Such as the objects that tests written for tf.distribute pass."""
     pod = _pod("w", None, host_ip="10.1.0.1")
 
     assert _resolver({"job-name=tensorflow": [pod]}).cluster_spec() == {"worker": ["10.1.0.1:8470"]}
-
-
-def test_the_task_is_set_by_hand():
-    resolver = _resolver(_WORKERS, rpc_layer="http")
-
-    resolver.task_type, resolver.task_id = "worker", 1
-
-    assert resolver.master() == "http://10.0.0.2:8470"
-    place = multi_worker(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
-    assert place.worker_number == 1
 
 
 @pytest.mark.parametrize(
@@ -148,21 +132,14 @@ def test_the_task_is_set_by_hand():
         ([], r"no pod in all namespaces has the label 'job-name=tensorflow'.*for \"worker\""),
         (
             [_pod("w-0", "1.0.0.1"), _pod("w-1", None, "Pending")],
-            r'pod "w-1" \(job-name=tensorflow\) is in the phase "Pending", expected "Running"',
+            r'pod "w-1" \(job-name=tensorflow\) is in the phase "Pending" .* expected "Running"',
         ),
-        ([_pod("w-0", None)], r'pod "w-0" runs but has no address yet'),
+        ([_pod("w-0", None)], r'pod "w-0" .* with the address None, expected .* an address'),
     ],
 )
 def test_pods_that_cannot_be_used_are_reported(pods, message):
     with pytest.raises(ClusterError, match=f"^KubernetesClusterResolver: {message}"):
         _resolver({"job-name=tensorflow": pods}).cluster_spec()
-
-
-def test_two_pods_at_one_address_are_refused():
-    pods = {"job-name=tensorflow": [_pod("w-0", "1.0.0.1"), _pod("w-1", "1.0.0.1")]}
-
-    with pytest.raises(InvalidValueError, match=r"are both '1.0.0.1:8470'"):
-        _resolver(pods).cluster_spec()
 
 
 def test_an_api_server_that_refuses_is_reported():
@@ -185,9 +162,9 @@ def test_an_api_server_that_refuses_is_reported():
     [
         ({"job_to_label_mapping": {}}, InvalidTypeError, r"job_to_label_mapping is \{\}"),
         ({"job_to_label_mapping": ["a"]}, InvalidTypeError, r"job_to_label_mapping is \['a'\]"),
-        ({"job_to_label_mapping": {"worker": "a"}}, InvalidTypeError, r'\["worker"\] is \'a\''),
-        ({"job_to_label_mapping": {"worker": []}}, InvalidTypeError, r'\["worker"\] is \[\]'),
-        ({"job_to_label_mapping": {"worker": [1]}}, InvalidTypeError, r'\["worker"\] is \[1\]'),
+        ({"job_to_label_mapping": {"worker": "a"}}, InvalidTypeError, r"\{'worker': 'a'\}"),
+        ({"job_to_label_mapping": {"worker": []}}, InvalidTypeError, r"\{'worker': \[\]\}"),
+        ({"job_to_label_mapping": {"worker": [1]}}, InvalidTypeError, r"lists of label selectors"),
         ({"tf_server_port": 0}, InvalidValueError, "tf_server_port is 0, expected a port"),
         ({"executable_location": 0}, InvalidValueError, "executable_location is 0, .*OFF_CLUSTER"),
     ],
@@ -208,28 +185,18 @@ def test_a_missing_package_is_named(monkeypatch):
         KubernetesClusterResolver()
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """A module in the place of the package kubernetes."""
-    (tmp_path / "kubernetes.py").write_text(_PACKAGE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "kubernetes", raising=False)
-    import kubernetes
+def test_in_a_pod_its_service_account_is_used(install):
+    package = install("kubernetes", _PACKAGE)
 
-    yield kubernetes
-
-    del sys.modules["kubernetes"]
-
-
-def test_in_a_pod_its_service_account_is_used(package):
     resolver = KubernetesClusterResolver()
 
-    assert package.loaded == ["in cluster"]
     assert resolver.cluster_spec() == {"worker": ["10.0.0.9:8470"]}
     assert package.loaded == ["in cluster"]
 
 
-def test_a_configuration_that_cannot_be_loaded_is_reported(package):
+def test_a_configuration_that_cannot_be_loaded_is_reported(install):
+    package = install("kubernetes", _PACKAGE)
+
     with pytest.raises(ClusterError, match=r"OFF_CLUSTER cannot be loaded: Invalid kube-config"):
         KubernetesClusterResolver(executable_location=KubernetesExecutableLocation.OFF_CLUSTER)
     assert package.loaded == []
@@ -247,7 +214,7 @@ def test_the_real_client_asks_a_real_server(serve):
         for name, ip in (("w-10", "10.0.0.3"), ("w-2", "10.0.0.2"))
     ]
     body = json.dumps({"kind": "PodList", "apiVersion": "v1", "items": pods})
-    server = serve({"/api/v1/namespaces/team/pods?labelSelector=app%3Dx": (200, body)})
+    server = serve({"/api/v1/namespaces/team/pods?labelSelector=app%3Dx": body})
     configuration = client.Configuration(host=f"http://{server.address}")
     api = client.CoreV1Api(client.ApiClient(configuration))
 
@@ -255,7 +222,6 @@ def test_the_real_client_asks_a_real_server(serve):
         {"worker": ["app=x"]}, override_client=api, namespace="team"
     )
 
-    assert isinstance(resolver, ClusterResolver)
     assert resolver.cluster_spec() == {"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]}
     with pytest.raises(ClusterError, match=r"all namespaces failed with .*404"):
         KubernetesClusterResolver({"worker": ["app=x"]}, override_client=api).cluster_spec()

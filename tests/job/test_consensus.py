@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from distributary.errors import ClusterError, WorkerMismatchError
-from distributary.job._channel import Channel, Reception
+from distributary.job._channel import Channel, ConnectionAcceptor
 from distributary.job._consensus import Consensus
 
 _SECONDS = 60.0
@@ -102,14 +102,14 @@ def test_threads_with_topics_of_their_own_do_not_hear_each_other(three):
 def test_the_first_worker_tells_what_others_ask_for_later(three):
     def act(job, number):
         if number == 0:
-            job.tell("a", 1)
-            job.tell("b", 2)
+            job.send_to_all("a", 1)
+            job.send_to_all("b", 2)
             return None
-        return [job.hear("b", _SECONDS), job.hear("a", _SECONDS)]
+        return [job.receive("b", _SECONDS), job.receive("a", _SECONDS)]
 
     assert three.on_all(act)[1:] == [[2, 1]] * 2
     with pytest.raises(TimeoutError):
-        three.consensus[1].hear("never", 0.01)
+        three.consensus[1].receive("never", 0.01)
 
 
 def test_all_hear_of_a_worker_that_is_gone(three):
@@ -138,11 +138,11 @@ def test_strangers_do_not_keep_a_reception_from_hearing_the_others():
 
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        Reception(server, 2) as reception,
+        ConnectionAcceptor(server, 2) as acceptor,
         ThreadPoolExecutor(1) as pool,
     ):
         connected = pool.submit(connect, server.getsockname())
-        arrivals = reception.arrivals(time.monotonic() + _SECONDS)
+        arrivals = acceptor.first_messages(time.monotonic() + _SECONDS)
         heard = {}
         for channel, message in arrivals:
             heard[message.kind] = channel, message.content

@@ -64,7 +64,7 @@ def test_the_token_may_come_from_a_file(tmp_path):
     assert options.hosts.token == "fedcba9876543210"
 
 
-_COMMANDS = ("launch", "config", "devices", "doctor", "bench", "certs", "compile")
+_COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile")
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from distributary.checkpoint._commit import (
     read,
     read_arrays,
     rows_of,
-    wait_for_writers,
 )
 from distributary.checkpoint._deferred import Deferred, differences, forget
 from distributary.checkpoint._leaves import Entry, Group, Leaf, by_store, find_leaves
 from distributary.checkpoint._remote_store import RemoteCopy
+from distributary.checkpoint._save_locks import wait_for_writers
 from distributary.checkpoint._saving import Save, check_outside
 from distributary.checkpoint._workers import agree, this_worker
 from distributary.dispatch import latest_program, progress

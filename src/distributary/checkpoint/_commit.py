@@ -13,7 +13,6 @@ The index contains the size and the checksum of every other file, and ends with 
 text before it. This module replaces and removes only folders that it has written.
 """
 
-import collections
 import contextlib
 import json
 import logging
@@ -21,7 +20,6 @@ import os
 import re
 import secrets
 import stat
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -41,7 +39,7 @@ from distributary.checkpoint._array_files import (
 )
 from distributary.checkpoint._leaves import Entry
 from distributary.checkpoint._remote_store import RemoteCopy
-from distributary.checkpoint._save_locks import check_free, hold
+from distributary.checkpoint._save_locks import check_free, name_and_number
 from distributary.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -62,8 +60,6 @@ _CONVERT = (
     " model.load_weights with that file."
 )
 
-_is_over = threading.Condition()  # of the first turn of some folder
-_turns: dict[Path, list["Turn"]] = collections.defaultdict(list)
 _told: set[str] = set()  # warnings about damaged checkpoints, so that each is logged once
 
 
@@ -104,104 +100,35 @@ class Snapshot:
     kept: Sequence[RemoteCopy]
 
 
-def claim(path: Path, is_series: bool) -> None:
-    """Checks that a checkpoint can be written, and claims its place for this job.
-
-    Args:
-        path: Folder of the checkpoint. Its parent folder is created if needed.
-        is_series: Whether checkpoints of the same name with other numbers belong to this job, too.
-
-    Raises:
-        CheckpointError: if something else is there, or another job saves there.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        file = next(p for p in path.parents if p.is_symlink() or p.exists())
-        raise CheckpointError(
-            f"{file} is not a folder. Move it away, or choose another path."
-        ) from None
-    name, _ = _name_and_number(path)
-    held, other = (name, path.name) if is_series else (path.name, name)
-    if other != held:
-        check_free(path.parent, other)
-    hold(path.parent, held, is_series)
-    _check_replaceable(path)
-
-
-@final
-class Turn:
-    """A turn to write in a folder; turns come in the order in which they are made.
-
-    So a checkpoint that is saved later is written later, whichever thread runs first. Every turn
-    has to end, whether it was used or not: the next one waits for it.
-
-    Args:
-        path: Path of a checkpoint in the folder.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._turns = _turns[path.parent.resolve()]
-        with _is_over:
-            self._turns.append(self)
-
-    def __enter__(self) -> None:
-        with _is_over:
-            _is_over.wait_for(lambda: self._turns[0] is self)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Lets the next one write."""
-        with _is_over:
-            if self in self._turns:
-                self._turns.remove(self)
-                _is_over.notify_all()
-
-
-def wait_for_writers(directory: Path) -> None:
-    """Waits until the checkpoints that threads of this process write to a directory are there.
-
-    A writer that fails ends its turn, too, and keeps its error for its manager.
-    """
-    turns = _turns.get(directory.resolve(), [])
-    with _is_over:
-        begun = list(turns)
-        _is_over.wait_for(lambda: not any(turn in turns for turn in begun))
-
-
-def commit(path: Path, snapshot: Snapshot, is_series: bool, turn: Turn) -> None:
-    """Writes a checkpoint, which appears as a whole or not at all.
+def commit(path: Path, snapshot: Snapshot, is_series: bool) -> None:
+    """Writes a checkpoint, which appears as a whole or not at all. Hold its `SaveLock`.
 
     Args:
         path: Folder of the checkpoint. A checkpoint that is already there is replaced.
         snapshot: The state to save.
-        is_series: See `claim`.
-        turn: The turn to write there.
+        is_series: Whether checkpoints with other numbers belong to this job, too.
 
     Raises:
         Exception: any error, if the checkpoint cannot be written.
     """
-    with turn:
-        claim(path, is_series)
-        _remove_leftovers(path, is_series)
-        temporary = _temporary(path)
-        temporary.mkdir()
-        try:
-            _fill(temporary, path, snapshot)
-            _check_replaceable(path)
-            with contextlib.suppress(FileNotFoundError):
-                # If there already is a replaced one, it stays: it is known to be complete, and
-                # counts until the new checkpoint is there.
-                path.rename(_temporary(path) if _replaced(path).exists() else _replaced(path))
-            temporary.rename(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                _delete(temporary)
-            raise
-        _sync(path.parent)
-        _remove_leftovers(path, is_series)
+    check_replaceable(path)
+    _remove_leftovers(path, is_series)
+    temporary = _temporary(path)
+    temporary.mkdir()
+    try:
+        _fill(temporary, path, snapshot)
+        check_replaceable(path)
+        with contextlib.suppress(FileNotFoundError):
+            # If there already is a replaced one, it stays: it is known to be complete, and counts
+            # until the new checkpoint is there.
+            path.rename(_temporary(path) if _replaced(path).exists() else _replaced(path))
+        temporary.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            _delete(temporary)
+        raise
+    _sync(path.parent)
+    _remove_leftovers(path, is_series)
 
 
 def _fill(folder: Path, path: Path, snapshot: Snapshot) -> None:
@@ -361,7 +288,7 @@ def _other_format(path: Path) -> str | None:
 
 def siblings(path: Path) -> list[tuple[Path, Saved]]:
     """Returns the complete checkpoints of the same name with any number, in order of saving."""
-    name, number = _name_and_number(path)
+    name, number = name_and_number(path)
     return [] if number is None else numbered(path.parent, name)
 
 
@@ -383,7 +310,7 @@ def remove(path: Path) -> None:
         _delete(temporary)
 
 
-def _check_replaceable(path: Path) -> None:
+def check_replaceable(path: Path) -> None:
     """Checks that writing a checkpoint to a path destroys nothing else."""
     for place in (path, _replaced(path)):
         problem = _foreign(place)
@@ -443,7 +370,7 @@ def _delete(folder: Path) -> None:
 
 def _remove_leftovers(path: Path, is_series: bool) -> None:
     """Removes the leftovers of killed writers of a checkpoint, or of its whole series."""
-    name, _ = _name_and_number(path)
+    name, _ = name_and_number(path)
     names = rf"{re.escape(name)}-\d+" if is_series else re.escape(path.name)
     pattern = re.compile(rf"({names})\.(tmp-[0-9a-f]{{8}}|replaced)")
     for entry in os.listdir(path.parent):
@@ -458,12 +385,6 @@ def _remove_leftovers(path: Path, is_series: bool) -> None:
             if match[1] != path.name:
                 check_free(path.parent, match[1])
             _delete(path.parent / entry)
-
-
-def _name_and_number(path: Path) -> tuple[str, int | None]:
-    """Splits the name of a checkpoint: `ckpt-7` into `"ckpt"` and 7."""
-    match = re.fullmatch(r"(.+)-(\d+)", path.name)
-    return (path.name, None) if match is None else (match[1], int(match[2]))
 
 
 def _temporary(path: Path) -> Path:

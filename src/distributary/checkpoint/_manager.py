@@ -12,7 +12,8 @@ from typing import Any, final
 import numpy as np
 
 from distributary.checkpoint._checkpoint import Checkpoint
-from distributary.checkpoint._commit import Saved, Turn, numbered, remove, wait_for_writers
+from distributary.checkpoint._commit import Saved, numbered, remove
+from distributary.checkpoint._save_locks import wait_for_writers
 from distributary.checkpoint._saving import Save
 from distributary.checkpoint._workers import agree
 from distributary.dispatch import progress
@@ -173,15 +174,13 @@ class CheckpointManager:
         self._latest_step = step
         if not self._asynchronous:
             return save.write(self._remove_old)
-        turn = Turn(path)
-        writer = threading.Thread(
-            target=self._write_in_background, args=(save, turn), name=_THREAD_NAME
+        self._writer = threading.Thread(
+            target=self._write_in_background, args=(save,), name=_THREAD_NAME
         )
-        self._writer = writer
         try:
-            writer.start()
+            self._writer.start()
         except BaseException:
-            turn.end()
+            save.drop()
             raise
         return str(path)
 
@@ -236,14 +235,12 @@ class CheckpointManager:
         found = numbered(self._directory, self._name)
         return found if self._max_to_keep is None else found[-self._max_to_keep :]
 
-    def _write_in_background(self, save: Save, turn: Turn) -> None:
+    def _write_in_background(self, save: Save) -> None:
         try:
-            save.write(self._remove_old, turn)
+            save.write(self._remove_old)
         except BaseException as error:
             _log.error("%s", error)
             self._error = error
-        finally:
-            turn.end()  # also if it came to nothing, or on a worker that does not write
 
     def _remove_old(self) -> None:
         if self._max_to_keep is None:

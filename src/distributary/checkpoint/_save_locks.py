@@ -1,25 +1,32 @@
-"""Locks, which let only one job at a time save under a name.
+"""Locks, which let one writer at a time save under a name: of all jobs, threads and workers.
 
-The lock of the checkpoints `ckpt-1`, `ckpt-2`, ... is on the file `.ckpt.distributary-lock` beside
-them. The operating system releases it when its process ends, and the process then removes the file.
-Nobody waits for a lock, and readers do not need one. Only the user of the job can open the file:
-whoever can open it can hold the lock.
+Between jobs, the lock of the checkpoints `ckpt-1`, `ckpt-2`, ... is on the file
+`.ckpt.distributary-lock` beside them. The operating system releases it when its process ends, and
+the process then removes the file. Nobody waits for a lock, and readers do not need one. Only the
+user of the job can open the file: whoever can open it can hold the lock.
 """
 
 import atexit
+import collections
 import contextlib
 import fcntl
 import json
 import logging
 import os
+import re
 import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, final
 
-from distributary.errors import CheckpointError
+from distributary.checkpoint._workers import absent, agree
+from distributary.dispatch import JobEvent, job_programs
+from distributary.errors import CheckpointError, ClusterError
+from distributary.job import consensus
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +50,118 @@ class _Held:
 
 
 _held: dict[Path, _Held] = {}  # by file
+_has_left = threading.Condition()  # of a lock and its queue
+_queues: dict[Path, list["SaveLock"]] = collections.defaultdict(list)  # by folder
+_BEGIN = JobEvent("saving a checkpoint")
+
+
+@final
+class SaveLock:
+    """The lock of one checkpoint that all workers of a job write together.
+
+    All of them create it, in the same order, and release it, used or not; meanwhile it may be
+    handed to another thread. Threads of this process write to a folder in the order in which they
+    have created their locks, so a checkpoint that is saved later is written later.
+
+    Args:
+        path: Path of the checkpoint.
+        is_series: Whether checkpoints with other numbers belong to this job, too.
+        timeout_seconds: Seconds that workers wait for each other, in each step.
+
+    Raises:
+        WorkerMismatchError: if the other workers do something else.
+    """
+
+    def __init__(self, path: Path, is_series: bool, timeout_seconds: float) -> None:
+        self._path = path
+        self._is_series = is_series
+        self._timeout_seconds = timeout_seconds
+        self._what = f"Checkpoint {path}"
+        self._job = consensus()
+        self._topic: str | None = None
+        if self._job is not None:
+            job_programs.begin(_BEGIN)
+            self._topic = f"checkpoint {self._job.count('checkpoint')}"
+        self._queue = _queues[path.parent.resolve()]
+        with _has_left:
+            self._queue.append(self)
+
+    @property
+    def is_chief(self) -> bool:
+        """True if this process writes."""
+        return self._job is None or self._job.number == 0
+
+    def acquire(self) -> None:
+        """Claims the name of the checkpoint, or of its series, for this job.
+
+        Raises:
+            CheckpointError: if its folder is something else, or another job saves there.
+        """
+        path = self._path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            file = next(p for p in path.parents if p.is_symlink() or p.exists())
+            raise CheckpointError(
+                f"{file} is not a folder. Move it away, or choose another path."
+            ) from None
+        name, _ = name_and_number(path)
+        if name != path.name:
+            check_free(path.parent, path.name if self._is_series else name)
+        hold(path.parent, name if self._is_series else path.name, self._is_series)
+
+    def agree(self, compute: Callable[[], Any]) -> list[Any]:
+        """Returns the results of `compute` on every worker; see `agree` of `_workers`."""
+        return agree(self._what, self._timeout_seconds, compute, self._topic)
+
+    def run_on_chief(self, write: Callable[[], str]) -> str:
+        """Runs `write` on the chief, when it is this lock's turn; returns its result on all.
+
+        Raises:
+            Exception: on the chief, any error that `write` raises.
+            CheckpointError: on the other workers, if `write` raises an error or the chief does not
+                finish in time.
+        """
+        topic, job = f"the end of {self._topic}", self._job
+        if job is not None and job.number:
+            try:
+                result, problem = job.receive(topic, self._timeout_seconds)
+            except (TimeoutError, ClusterError) as error:
+                raise absent(self._what, self._timeout_seconds, error) from error
+            if problem is not None:
+                raise CheckpointError(problem)
+            return str(result)
+        result, problem = None, "it was interrupted"
+        try:
+            with _has_left:
+                _has_left.wait_for(lambda: self._queue[0] is self)
+            self.acquire()  # again: the file of the lock may have been removed
+            result, problem = write(), None
+        except BaseException as error:
+            problem = str(error)
+            raise
+        finally:
+            if job is not None:
+                job.send_to_all(topic, [result, problem])
+        return result
+
+    def release(self) -> None:
+        """Lets the next thread write to the folder."""
+        with _has_left:
+            if self in self._queue:
+                self._queue.remove(self)
+                _has_left.notify_all()
+
+
+def wait_for_writers(directory: Path) -> None:
+    """Waits until the checkpoints that threads of this process write to a directory are there.
+
+    A writer that fails releases its lock, too, and keeps its error for its manager.
+    """
+    queue = _queues.get(directory.resolve(), [])
+    with _has_left:
+        begun = list(queue)
+        _has_left.wait_for(lambda: not any(lock in queue for lock in begun))
 
 
 def hold(directory: Path, name: str, is_series: bool) -> None:
@@ -99,6 +218,12 @@ def check_free(directory: Path, name: str) -> None:
             _flock(file, descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
+
+
+def name_and_number(path: Path) -> tuple[str, int | None]:
+    """Splits the name of a checkpoint: `ckpt-7` into `"ckpt"` and 7."""
+    match = re.fullmatch(r"(.+)-(\d+)", path.name)
+    return (path.name, None) if match is None else (match[1], int(match[2]))
 
 
 def _file(directory: Path, name: str) -> Path:

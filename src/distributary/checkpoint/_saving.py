@@ -8,16 +8,16 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.checkpoint._commit import Snapshot, Turn, claim, commit, siblings
+from distributary.checkpoint._commit import Snapshot, check_replaceable, commit, siblings
 from distributary.checkpoint._leaves import ArrayLeaf, Entry, VariableLeaf, by_store, find_leaves
 from distributary.checkpoint._remote_store import SavedVariable
-from distributary.checkpoint._workers import Round
+from distributary.checkpoint._save_locks import SaveLock
 from distributary.dispatch import (
     JobEvent,
     dispatcher_for,
@@ -65,12 +65,13 @@ class Save:
     ) -> None:
         self._path = path
         self._is_series = is_series
-        self._round = Round(f"Checkpoint {path}", timeout_seconds)
+        self._lock = SaveLock(path, is_series, timeout_seconds)
         problem = None
         try:
-            if self._round.is_chief:
+            if self._lock.is_chief:
                 try:
-                    claim(path, is_series)
+                    self._lock.acquire()
+                    check_replaceable(path)
                 except OSError as error:
                     problem = self._not_written(error)
             else:
@@ -78,21 +79,25 @@ class Save:
                 with contextlib.suppress(OSError):
                     path.parent.mkdir(parents=True, exist_ok=True)
             # Even with a problem, because other workers may need values of this one.
-            with_arrays = self._round.is_chief and problem is None
+            with_arrays = self._lock.is_chief and problem is None
             self._snapshot = _snapshot(objects, counters, with_arrays)
             if problem is not None:
-                self._drop()
+                self.drop()
                 raise problem
         except BaseException as error:
-            self._round.fail(error)
+            self._lock.release()
+            raised = error
 
-    def write(self, afterwards: Callable[[], None] = lambda: None, turn: Turn | None = None) -> str:
+            def fail() -> NoReturn:
+                raise raised
+
+            self._lock.agree(fail)  # tells the other workers, and raises the error here
+
+    def write(self, afterwards: Callable[[], None] = lambda: None) -> str:
         """Writes the checkpoint on the chief, and returns its path. It may run in another thread.
 
         Args:
             afterwards: Called on the chief before the other workers go on.
-            turn: The turn to write in the folder, made when the checkpoint was saved; None makes
-                one now.
 
         Raises:
             CheckpointError: if the checkpoint cannot be written.
@@ -106,17 +111,23 @@ class Save:
                     for name, entry in self._snapshot.entries.items()
                 }
                 snapshot = dataclasses.replace(self._snapshot, entries=entries)
-                commit(self._path, snapshot, self._is_series, turn or Turn(self._path))
+                commit(self._path, snapshot, self._is_series)
                 afterwards()
                 return str(self._path)
 
-            return self._round.conclude(act)
+            return self._lock.run_on_chief(act)
         except (OSError, DistributaryError) as error:  # the message says it all, no traceback
             raise self._not_written(error) from None
         except Exception as error:
             raise self._not_written(error) from error
         finally:
-            self._drop()
+            self.drop()
+
+    def drop(self) -> None:
+        """Frees the copy, and lets others write."""
+        self._lock.release()
+        for copy in self._snapshot.kept:
+            copy.drop()
 
     def _states_of_workers(self) -> list[dict[str, str]]:
         """Returns each worker's states of iterators, and checks that all save the same."""
@@ -128,18 +139,14 @@ class Save:
             digest = hashlib.sha256(json.dumps([sorted(entries), others]).encode())
             return [self._path.name, digest.hexdigest(), states]
 
-        told = self._round.meet(own)
-        for worker, (name, digest, _) in enumerate(told):
-            if [name, digest] != told[0][:2]:
+        reports = self._lock.agree(own)
+        for worker, (name, digest, _) in enumerate(reports):
+            if [name, digest] != reports[0][:2]:
                 raise InvalidValueError(
                     f"worker {worker} saves other names, shapes or dtypes than worker 0, or under"
                     f" another number ({name})"
                 )
-        return [states for _, _, states in told]
-
-    def _drop(self) -> None:
-        for copy in self._snapshot.kept:
-            copy.drop()
+        return [states for _, _, states in reports]
 
     def _not_written(self, error: BaseException) -> CheckpointError:
         """Returns the error to raise on every worker when a checkpoint could not be written."""

@@ -9,7 +9,7 @@ from distributary.errors import InvalidValueError
 
 MAX_PORT = 65535
 
-_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<host>[^:]*))(?::(?P<port>[^:]*))?")
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\]]*:[^\]]*)\]|(?P<host>[^:]*))(?::(?P<port>[^:]*))?")
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _LOOKS_LIKE_IPV4 = re.compile(r"\d+(\.\d+){3}")
 
@@ -38,33 +38,30 @@ def parse_address(text: object, field: str) -> Address:
         InvalidValueError: if it is not an address, or its port is missing or out of range.
     """
     text = checked_str(text, field, 'the address of a task as a string, such as "10.0.0.1:2222"')
-    if "://" in text:
-        raise InvalidValueError(
-            f"{field} is {text!r}, expected host:port without a protocol: write"
-            f" {text.partition('://')[2]!r}."
-        )
     match = _ADDRESS.fullmatch(text)
-    if text.startswith("[") and (match is None or not _is_ip(match["ipv6"] or "", version=6)):
-        raise _no_address(text, field, "it is not an IPv6 address in brackets and a port")
-    if match is None:
-        raise _no_address(
-            text, field, "it has several colons; an IPv6 address must be in brackets, [::1]:2222"
-        )
-    host, port = match["ipv6"] or match["host"], match["port"]
-    if not host:
-        raise _no_address(text, field, "the host is missing")
-    if match["ipv6"]:
-        host = str(ipaddress.ip_address(host))  # in one spelling, so that equal ones compare equal
-    elif not _HOST.fullmatch(host):
-        raise _no_address(text, field, f"{host!r} is neither a host name nor an IP address")
-    elif _LOOKS_LIKE_IPV4.fullmatch(host) and not _is_ip(host, version=4):
-        raise _no_address(text, field, f"{host} is not an IPv4 address")
-    if not port:
-        raise _no_address(text, field, "the port is missing")
+    host, port = (match["ipv6"] or match["host"], match["port"]) if match else ("", None)
     number = number_in(port)
-    if not number or number > MAX_PORT:
-        raise _no_address(text, field, f"{port!r} is not a port from 1 to {MAX_PORT}")
-    return Address(host, number)
+    if "://" in text:
+        reason = "it has a protocol"
+    elif match is None:
+        reason = "expected one colon; an IPv6 address must be in brackets, [::1]:2222"
+    elif not host:
+        reason = "the host is missing"
+    elif not (
+        _is_ip(host) if match["ipv6"] or _LOOKS_LIKE_IPV4.fullmatch(host) else _HOST.fullmatch(host)
+    ):
+        reason = f"{host!r} is neither a host name nor an IP address"
+    elif not port:
+        reason = "the port is missing"
+    elif not number or number > MAX_PORT:
+        reason = f"{port!r} is not a port from 1 to {MAX_PORT}"
+    else:
+        # In one spelling, so that equal ones compare equal.
+        return Address(str(ipaddress.ip_address(host)) if match["ipv6"] else host, number)
+    raise InvalidValueError(
+        f"{field} is {text!r}: {reason}. Write host:port, the address at which the other tasks"
+        ' reach this one, such as "10.0.0.1:2222" or "[fd00::1]:2222".'
+    )
 
 
 def split_port(text: str) -> tuple[str, str | None]:
@@ -74,7 +71,7 @@ def split_port(text: str) -> tuple[str, str | None]:
     """
     match = _ADDRESS.fullmatch(text)
     if match is None:
-        return text if _is_ip(text, version=6) else "", None
+        return text if _is_ip(text) else "", None
     return match["ipv6"] or match["host"], match["port"]
 
 
@@ -93,15 +90,9 @@ def checked_port(port: object, field: str) -> int:
     return checked_int(port, field, f"a port from 1 to {MAX_PORT}", minimum=1, maximum=MAX_PORT)
 
 
-def _is_ip(text: str, *, version: int) -> bool:
+def _is_ip(text: str) -> bool:
     try:
-        return ipaddress.ip_address(text).version == version
+        ipaddress.ip_address(text)
     except ValueError:
         return False
-
-
-def _no_address(text: str, field: str, reason: str) -> InvalidValueError:
-    return InvalidValueError(
-        f"{field} is {text!r}: {reason}. Write host:port, the address at which the other tasks"
-        ' reach this one, such as "10.0.0.1:2222" or "[fd00::1]:2222".'
-    )
+    return True

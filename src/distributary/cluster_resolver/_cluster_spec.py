@@ -1,10 +1,11 @@
 """The tasks of a job, their addresses, and the place of one task among them."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from distributary.cluster_resolver._addresses import Address, parse_address
+from distributary.cluster_resolver._addresses import parse_address
 from distributary.cluster_resolver._checks import (
     checked_name,
     checked_str,
@@ -15,15 +16,10 @@ from distributary.errors import InvalidTypeError, InvalidValueError
 
 TOKEN_VARIABLE: Final = "DISTRIBUTARY_TOKEN"  # holds the secret that the tasks of a job share
 _TASK_TYPES = ("chief", "worker", "ps", "evaluator")
-_SINGLE_TYPES = ("chief", "evaluator")
 _HINTS = {
     "master": ' TensorFlow 2 and distributary call it "chief".',
     "coordinator": ' The process that dispatches closures is of the type "chief".',
 }
-_HOW_TO_NAME_THE_TASK = (
-    'Say which task this process is: with "task": {"type": "worker", "index": 0} in TF_CONFIG, or'
-    " with the arguments task_type and task_id of the cluster resolver."
-)
 
 
 @final
@@ -56,7 +52,7 @@ class ClusterSpec:
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Returns the addresses by type of task: a list, or a dict if some number is missing."""
         return {
-            job: list(tasks.values()) if _is_dense(tasks) else dict(tasks)
+            job: list(tasks.values()) if max(tasks) + 1 == len(tasks) else dict(tasks)
             for job, tasks in self._jobs.items()
         }
 
@@ -90,8 +86,8 @@ class ClusterSpec:
         tasks = self._tasks(job_name)
         if task_index not in tasks:
             raise InvalidValueError(
-                f"There is no task {task_index!r} of type {job_name!r} in the cluster; there"
-                f" {_numbers(tasks)}."
+                f"There is no task {task_index!r} of type {job_name!r} in the cluster; the numbers"
+                f" are {_listing(tasks)}."
             )
         return tasks[task_index]
 
@@ -148,62 +144,42 @@ def checked_jobs(cluster: object, field: str) -> dict[str, dict[int, str]]:
             ' {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}',
         )
     jobs: dict[str, dict[int, str]] = {}
-    field_of: dict[Address, str] = {}
+    field_of: dict[tuple[str, int], str] = {}
     for job, tasks in cluster.items():
         checked_name(job, f"{field} has a key that", 'a task type, such as "worker"')
-        found: dict[int, str] = {}
-        for number, address, task_field in _listed(tasks, f'{field}["{job}"]'):
+        addresses: dict[int, str] = {}
+        for key, address in _items(tasks, f'{field}["{job}"]'):
+            number = checked_task_id(key, f'{field}["{job}"] has a key that')
+            task_field = f'{field}["{job}"][{json.dumps(key)}]'
             host, port = parse_address(address, task_field)
-            earlier = field_of.setdefault(Address(host.lower(), port), task_field)
+            earlier = field_of.setdefault((host.lower(), port), task_field)
             if earlier != task_field:
                 raise InvalidValueError(
                     f"{earlier} and {task_field} are both {address!r}: two tasks cannot listen at"
                     " the same address. Give each task its own host or port."
                 )
-            if number in found:
-                raise InvalidValueError(
-                    f"{task_field} appears twice: as a number and as a string. Give each task one"
-                    " address."
-                )
-            found[number] = str(address)
-        jobs[job] = dict(sorted(found.items()))
+            if number in addresses:
+                raise InvalidValueError(f"{task_field} appears twice: as a number and as a string.")
+            addresses[number] = str(address)
+        jobs[job] = dict(sorted(addresses.items()))
     return jobs
 
 
-def _listed(tasks: object, field: str) -> list[tuple[int, object, str]]:
-    """Returns the number, the address and the field of each task of one type."""
-    if isinstance(tasks, (list, tuple)):
-        listed = [(number, address, f"{field}[{number}]") for number, address in enumerate(tasks)]
-    elif isinstance(tasks, Mapping):
-        listed = [
-            (
-                checked_task_id(key, f"{field} has a key that"),
-                address,
-                f"{field}[{key!r}]".replace("'", '"'),
-            )
-            for key, address in tasks.items()
-        ]
+def _items(tasks: object, field: str) -> list[tuple[object, object]]:
+    """Returns the number, as the user wrote it, and the address of each task of one type."""
+    if isinstance(tasks, Mapping):
+        items = list(tasks.items())
+    elif isinstance(tasks, (list, tuple)):
+        items = list(enumerate(tasks))
     else:
-        raise wrong_type(
-            tasks,
-            field,
-            'a list of addresses, such as ["10.0.0.1:2222"], or a dict from task numbers to'
-            " addresses",
-        )
-    if not listed:
+        expected = 'a list of addresses, such as ["10.0.0.1:2222"], or a dict from task numbers'
+        raise wrong_type(tasks, field, f"{expected} to addresses")
+    if not items:
         raise InvalidValueError(
             f"{field} is empty, expected the address of at least one task. Leave the type out if"
             " the job has no such tasks."
         )
-    return listed
-
-
-def _is_dense(tasks: Mapping[int, str]) -> bool:
-    return max(tasks) + 1 == len(tasks)
-
-
-def _numbers(tasks: Mapping[int, str]) -> str:
-    return f"{'is' if len(tasks) == 1 else 'are'} {', '.join(map(str, tasks))}"
+    return items
 
 
 @final
@@ -269,7 +245,7 @@ class MultiWorker:
     @property
     def address(self) -> str | None:
         """Address of this task; None for an evaluator that the cluster does not list."""
-        return next((peer.address for peer in self.peers if self._is_this_task(peer)), None)
+        return next((peer.address for peer in self.peers if peer.name == self.name), None)
 
     @property
     def num_workers(self) -> int:
@@ -284,8 +260,8 @@ class MultiWorker:
     @property
     def worker_number(self) -> int | None:
         """Position of this task in `workers`; None if it is not one of them."""
-        numbers = (i for i, peer in enumerate(self.workers) if self._is_this_task(peer))
-        return next(numbers, None)
+        names = [peer.name for peer in self.workers]
+        return names.index(self.name) if self.name in names else None
 
     @property
     def is_chief(self) -> bool:
@@ -303,10 +279,7 @@ class MultiWorker:
     @property
     def other_workers(self) -> tuple[Peer, ...]:
         """All of `workers` except this task."""
-        return tuple(peer for peer in self.workers if not self._is_this_task(peer))
-
-    def _is_this_task(self, peer: Peer) -> bool:
-        return (peer.task_type, peer.task_id) == (self.task_type, self.task_id)
+        return tuple(peer for peer in self.workers if peer.name != self.name)
 
 
 def multi_worker(
@@ -340,16 +313,28 @@ def multi_worker(
     for field, value in (("task_type", task_type), ("task_id", task_id)):
         if value is None:
             raise InvalidValueError(
-                f"{field} is None, but the cluster has {_summary(spec)}. {_HOW_TO_NAME_THE_TASK}"
+                f"{field} is None, but the cluster has {_summary(spec)}. Say which task this"
+                ' process is: with "task": {"type": "worker", "index": 0} in TF_CONFIG, or with the'
+                " arguments task_type and task_id of the cluster resolver."
             )
     checked_type = checked_task_type(task_type, "task_type")
     checked_id = checked_task_id(task_id, "task_id")
     check_task(spec, checked_type, checked_id)
-    workers = _peers(spec, ("chief", "worker"))
-    _check_no_worker_is_missing(spec)
-    return MultiWorker(
-        spec, checked_type, checked_id, workers, workers + _peers(spec, ("ps", "evaluator"))
+    for job in {"chief", "worker"}.intersection(spec.jobs):
+        if None in spec.job_tasks(job):
+            raise InvalidValueError(
+                f'cluster_spec["{job}"] has the numbers {_listing(spec.task_indices(job))}, but'
+                f" {_name(job, spec.job_tasks(job).index(None))} is missing. Workers that compute"
+                " together must all be listed, numbered from 0."
+            )
+    peers = tuple(
+        Peer(job, number, spec.task_address(job, number))
+        for job in _TASK_TYPES
+        if job in spec.jobs
+        for number in spec.task_indices(job)
     )
+    workers = tuple(peer for peer in peers if peer.task_type in ("chief", "worker"))
+    return MultiWorker(spec, checked_type, checked_id, workers, peers)
 
 
 def check_roles(cluster_spec: ClusterSpec, field: str) -> None:
@@ -363,10 +348,9 @@ def check_roles(cluster_spec: ClusterSpec, field: str) -> None:
         InvalidValueError: if it does not.
     """
     for job in cluster_spec.jobs:
-        if job not in _TASK_TYPES:
-            raise _unknown_type(f'{field} has the key "{job}"', job)
+        _check_type_exists(job, f'{field} has the key "{job}"')
         num_tasks = cluster_spec.num_tasks(job)
-        if job in _SINGLE_TYPES and num_tasks > 1:
+        if job in ("chief", "evaluator") and num_tasks > 1:
             raise InvalidValueError(
                 f'{field}["{job}"] has {num_tasks} tasks ({cluster_spec.as_dict()[job]}), expected'
                 f" one: a job has at most one {job}. Keep the first, and make the others workers."
@@ -394,22 +378,21 @@ def check_task(
     Raises:
         InvalidValueError: if it does not belong to the cluster.
     """
-    if task_type not in cluster_spec.jobs:
-        if task_type == "evaluator":
-            if task_id != 0:
-                raise InvalidValueError(
-                    f"{id_field} is {task_id}, but a job has at most one evaluator. Set it to 0."
-                )
-            return
+    if task_type == "evaluator" and "evaluator" not in cluster_spec.jobs:
+        if task_id != 0:
+            raise InvalidValueError(
+                f"{id_field} is {task_id}, but a job has at most one evaluator. Set it to 0."
+            )
+    elif task_type not in cluster_spec.jobs:
         raise InvalidValueError(
             f'{type_field} is "{task_type}", but {cluster_field} has no "{task_type}", only'
             f" {_listing(cluster_spec.jobs)}. Name one of these, or add the addresses of the"
             f' "{task_type}" tasks.'
         )
-    if task_id not in cluster_spec.task_indices(task_type):
+    elif task_id not in cluster_spec.task_indices(task_type):
         raise InvalidValueError(
-            f'{id_field} is {task_id}, but {cluster_field}["{task_type}"] has'
-            f" {_numbered(cluster_spec, task_type)}. Set it to one of these, or add the"
+            f'{id_field} is {task_id}, but {cluster_field}["{task_type}"] has the numbers'
+            f" {_listing(cluster_spec.task_indices(task_type))}. Set it to one of these, or add the"
             f" address of task {task_id}."
         )
 
@@ -422,29 +405,20 @@ def checked_task_type(task_type: object, field: str) -> str:
         InvalidValueError: if there is no such type.
     """
     task_type = checked_str(task_type, field, f"a string: one of {_listing(_TASK_TYPES)}")
-    if task_type not in _TASK_TYPES:
-        raise _unknown_type(f'{field} is "{task_type}"', task_type)
+    _check_type_exists(task_type, f'{field} is "{task_type}"')
     return task_type
 
 
-def _peers(spec: ClusterSpec, task_types: tuple[str, ...]) -> tuple[Peer, ...]:
-    return tuple(
-        Peer(task_type, number, spec.task_address(task_type, number))
-        for task_type in task_types
-        if task_type in spec.jobs
-        for number in spec.task_indices(task_type)
+def _check_type_exists(task_type: str, subject: str) -> None:
+    if task_type in _TASK_TYPES:
+        return
+    lowered = task_type.lower()
+    hint = _HINTS.get(lowered, "")
+    if lowered in _TASK_TYPES:
+        hint = f' Write it in lower case: "{lowered}".'
+    raise InvalidValueError(
+        f"{subject}, which is not a task type.{hint} The task types are {_listing(_TASK_TYPES)}."
     )
-
-
-def _check_no_worker_is_missing(spec: ClusterSpec) -> None:
-    for task_type in ("chief", "worker"):
-        addresses = spec.job_tasks(task_type) if task_type in spec.jobs else []
-        if None in addresses:
-            raise InvalidValueError(
-                f'cluster_spec["{task_type}"] has {_numbered(spec, task_type)}:'
-                f" {_name(task_type, addresses.index(None))} is missing. Workers that compute"
-                " together must all be listed, numbered from 0."
-            )
 
 
 def _name(task_type: str, task_id: int) -> str:
@@ -454,30 +428,8 @@ def _name(task_type: str, task_id: int) -> str:
 
 def _summary(spec: ClusterSpec) -> str:
     """Returns the number of tasks of each type: `"1 chief, 2 worker, 1 ps"`."""
-    return ", ".join(
-        f"{spec.num_tasks(task_type)} {task_type}"
-        for task_type in _TASK_TYPES
-        if task_type in spec.jobs
-    )
+    return ", ".join(f"{spec.num_tasks(job)} {job}" for job in _TASK_TYPES if job in spec.jobs)
 
 
-def _numbered(cluster_spec: ClusterSpec, task_type: str) -> str:
-    """Returns text for messages: `"2 tasks, with the numbers 0 and 1"`."""
-    numbers = [str(number) for number in cluster_spec.task_indices(task_type)]
-    if len(numbers) == 1:
-        return f"1 task, with the number {numbers[0]}"
-    return f"{len(numbers)} tasks, with the numbers {', '.join(numbers[:-1])} and {numbers[-1]}"
-
-
-def _unknown_type(subject: str, name: str) -> InvalidValueError:
-    lowered = name.lower()
-    hint = _HINTS.get(lowered, "")
-    if lowered in _TASK_TYPES:
-        hint = f' Write it in lower case: "{lowered}".'
-    return InvalidValueError(
-        f"{subject}, which is not a task type.{hint} The task types are {_listing(_TASK_TYPES)}."
-    )
-
-
-def _listing(names: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)
+def _listing(names: Iterable[str | int]) -> str:
+    return ", ".join(map(json.dumps, names))

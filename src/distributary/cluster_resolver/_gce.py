@@ -54,8 +54,10 @@ class GCEClusterResolver(ClusterResolver):
         credentials: object = "default",
         service: _Service | None = None,
     ) -> None:
-        self._project = checked_name(project, f"{_WHO}: project")
-        self._zone = checked_name(zone, f"{_WHO}: zone")
+        self._place = {
+            "zone": checked_name(zone, f"{_WHO}: zone"),
+            "project": checked_name(project, f"{_WHO}: project"),
+        }
         self._group = checked_name(instance_group, f"{_WHO}: instance_group")
         self._port = checked_port(port, f"{_WHO}: port")
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
@@ -75,54 +77,49 @@ class GCEClusterResolver(ClusterResolver):
         """Returns the names of the machines in the group."""
         groups = self._service.instanceGroups()
         request = groups.listInstances(
-            project=self._project,
-            zone=self._zone,
+            **self._place,
             instanceGroup=self._group,
             body={"instanceState": "ALL"},
             orderBy="name",
         )
-        names = []
+        items: list[dict[str, Any]] = []
         while request is not None:
-            answer = self._execute(request, "listing the instances")
-            for item in answer.get("items", ()):
-                name = item["instance"].rpartition("/")[2]
-                status = item.get("status", "RUNNING")
-                if status != "RUNNING":
-                    raise ClusterError(
-                        f'{_WHO}: "{name}" of {self._where()} is in the state "{status}", expected'
-                        ' "RUNNING". Wait until all machines run, or remove it from the group.'
-                    )
-                names.append(name)
+            answer = self._answer(request, "listing the instances")
+            items += answer.get("items", ())
             request = groups.listInstances_next(previous_request=request, previous_response=answer)
-        if not names:
+        if not items:
             raise ClusterError(
                 f"{_WHO}: {self._where()} has no instances. Compare with gcloud compute"
                 " instance-groups list-instances."
             )
-        return names
+        for item in items:
+            if item.get("status", "RUNNING") != "RUNNING":
+                raise ClusterError(
+                    f'{_WHO}: {item["instance"]} is in the state "{item["status"]}", expected'
+                    ' "RUNNING". Wait until all machines run, or remove it from the group.'
+                )
+        return [item["instance"].rpartition("/")[2] for item in items]
 
     def _address(self, name: str) -> str:
-        request = self._service.instances().get(
-            project=self._project, zone=self._zone, instance=name
-        )
-        details = self._execute(request, f'reading "{name}"')
-        for interface in details.get("networkInterfaces", ()):
+        request = self._service.instances().get(**self._place, instance=name)
+        for interface in self._answer(request, f'reading "{name}"').get("networkInterfaces", ()):
             if "networkIP" in interface:
                 return str(interface["networkIP"])
         raise ClusterError(f'{_WHO}: "{name}" of {self._where()} has no internal address.')
 
-    def _execute(self, request: Any, what: str) -> dict[str, Any]:
+    def _answer(self, request: Any, what: str) -> dict[str, Any]:
         cure = "The service account must have the role roles/compute.viewer."
         answer: dict[str, Any] = ask(request.execute, f"{_WHO}: {what} of {self._where()}", cure)
         return answer
 
     def _where(self) -> str:
-        return f"instance group {self._group!r} in {self._zone} of project {self._project}"
+        return f"instance group {self._group!r} in {' of project '.join(self._place.values())}"
 
 
 def _make_service(credentials: object) -> _Service:
     discovery = imported(
         "googleapiclient.discovery", "google-api-python-client", f"{_WHO}: service"
     )
-    own = None if credentials == "default" else credentials  # None: those of the environment
-    return discovery.build("compute", "v1", credentials=own)
+    if credentials == "default":
+        credentials = None  # those of the environment
+    return discovery.build("compute", "v1", credentials=credentials)

@@ -15,9 +15,8 @@ from distributary.errors import ClusterError, InvalidValueError
 
 _WHO = "KubernetesClusterResolver"
 
-# An object with the methods of kubernetes.client.CoreV1Api, and a pod that it returns.
+# An object with the methods of kubernetes.client.CoreV1Api.
 _Client = Any
-_Pod = Any
 
 
 class KubernetesExecutableLocation(enum.Enum):
@@ -97,16 +96,13 @@ class KubernetesClusterResolver(ClusterResolver):
         """
         return ClusterSpec(
             {
-                job: [
-                    self._address(pod)
-                    for selector in selectors
-                    for pod in self._pods(selector, job)
-                ]
+                job: [address for selector in selectors for address in self._find(selector, job)]
                 for job, selectors in self._selectors_of.items()
             }
         )
 
-    def _pods(self, selector: str, job: str) -> list[_Pod]:
+    def _find(self, selector: str, job: str) -> list[str]:
+        """Returns the addresses of the pods with a label."""
         answer = ask(
             functools.partial(self._list, label_selector=selector),
             f"{_WHO}: listing the pods with the label {selector!r} in {self._where}",
@@ -120,40 +116,35 @@ class KubernetesClusterResolver(ClusterResolver):
                 f' job_to_label_mapping gives for "{job}". Compare with kubectl get pods'
                 " --show-labels."
             )
+        addresses = []
         for pod in pods:
-            if pod.status.phase != "Running":
+            # Those of a node are in objects that tests written for tf.distribute pass.
+            ip = getattr(pod.status, "pod_ip", None) or getattr(pod.status, "host_ip", None)
+            if pod.status.phase != "Running" or not ip:
                 raise ClusterError(
                     f'{_WHO}: pod "{pod.metadata.name}" ({selector}) is in the phase'
-                    f' "{pod.status.phase}", expected "Running". Wait until all pods run, and'
-                    " delete those of earlier jobs or choose a narrower label."
+                    f' "{pod.status.phase}" with the address {ip}, expected "Running" and an'
+                    " address. Wait until all pods run, and delete those of earlier jobs or choose"
+                    " a narrower label."
                 )
-        return pods
-
-    def _address(self, pod: _Pod) -> str:
-        ip = getattr(pod.status, "pod_ip", None) or getattr(pod.status, "host_ip", None)
-        if not ip:
-            raise ClusterError(
-                f'{_WHO}: pod "{pod.metadata.name}" runs but has no address yet. Try again in a'
-                " moment."
-            )
-        return join_address(ip, self._port)
+            addresses.append(join_address(ip, self._port))
+        return addresses
 
 
-def _checked_selectors(
-    job_to_label_mapping: Mapping[str, Sequence[str]] | None,
-) -> dict[str, list[str]]:
-    field = f"{_WHO}: job_to_label_mapping"
-    if job_to_label_mapping is None:
+def _checked_selectors(mapping: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
+    if mapping is None:
         return {"worker": ["job-name=tensorflow"]}
-    if not isinstance(job_to_label_mapping, Mapping) or not job_to_label_mapping:
-        expected = 'a dict, not empty, from task types to lists, such as {"worker": ["app=train"]}'
-        raise wrong_type(job_to_label_mapping, field, expected)
-    for job, selectors in job_to_label_mapping.items():
-        is_list = isinstance(selectors, (list, tuple)) and len(selectors) > 0
-        if not is_list or not all(isinstance(selector, str) for selector in selectors):
-            expected = 'a list of label selectors, such as ["job-name=train"]'
-            raise wrong_type(selectors, f'{field}["{job}"]', expected)
-    return {job: list(selectors) for job, selectors in job_to_label_mapping.items()}
+    is_dict = isinstance(mapping, Mapping) and len(mapping) > 0
+    if not is_dict or not all(map(_are_selectors, mapping.values())):
+        expected = 'a dict from task types to lists of label selectors, {"worker": ["app=train"]}'
+        raise wrong_type(mapping, f"{_WHO}: job_to_label_mapping", expected)
+    return {job: list(selectors) for job, selectors in mapping.items()}
+
+
+def _are_selectors(value: object) -> bool:
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(isinstance(selector, str) for selector in value)
 
 
 def _make_client(location: KubernetesExecutableLocation) -> _Client:

@@ -136,19 +136,13 @@ class UnionResolver(ClusterResolver):
             return self._first.master(rpc_layer=rpc_layer or self.rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        """Returns the numbers of the first resolver."""
-        return self._first.num_accelerators(task_type, task_id, config_proto)
-
     @property
     def environment(self) -> str:
         """Environment of the first resolver."""
         return self._first.environment
+
+    def _accelerators_of_any_task(self) -> dict[str, int]:
+        return self._first.num_accelerators()
 
     def _current_task_type(self) -> str | None:
         return self._first.task_type if self._task_type is None else self._task_type

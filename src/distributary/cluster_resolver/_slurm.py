@@ -1,39 +1,33 @@
 """Finds the processes of jobs that Slurm starts with `srun`."""
 
-import collections
+import itertools
 import logging
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from typing import final
 
 from distributary.cluster_resolver._checks import checked_counts, checked_int, number_in
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._gpus import share
-from distributary.cluster_resolver._ranks import Launcher, RankClusterResolver, place, variable
-from distributary.errors import ClusterError, DistributaryWarning, InvalidValueError
-from distributary.topology import backends_started, local_devices_of
+from distributary.cluster_resolver._gpus import visible_gpus
+from distributary.cluster_resolver._ranks import RankClusterResolver, int_variable, variable
+from distributary.errors import ClusterError, InvalidValueError
 
+_WHO = "SlurmClusterResolver"
 _NODES = "SLURM_STEP_NODELIST"
-
-_log = logging.getLogger(__name__)
-
-_SLURM = Launcher(
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    {"SLURM_NODEID": "host_number", "SLURM_LOCALID": "local_rank"},
+_GPUS = "CUDA_VISIBLE_DEVICES"
+_CURE = (
     "srun sets it for each process that it starts: start the program with srun, even in a script"
-    " for sbatch.",
-    "Start the step with srun --distribution=block or cyclic; if you pass tasks_per_node, it must"
-    " match Slurm's.",
+    " for sbatch."
 )
 _MAX_HOSTS = 1_000_000  # a range such as [1-99999999999] is a typo
 _COMMA_BETWEEN_HOSTS = re.compile(r",(?![^\[]*\])")  # unlike those in brackets
-_PART = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]+\])+")
+_HOSTS = re.compile(r"([^\[\],\s]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])+", re.ASCII)
 _PIECE = re.compile(r"\[([^\]]+)\]|([^\[\]]+)")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d{1,6})\))?", re.ASCII)
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -81,21 +75,35 @@ class SlurmClusterResolver(RankClusterResolver):
         rpc_layer: str = "grpc",
     ) -> None:
         tasks_of = _tasks_per_node(tasks_per_node)
-        reported = {name: of for name, of in _SLURM.reported.items() if name in os.environ}
-        launcher = _SLURM._replace(reported=reported)
-        super().__init__(launcher, place(tasks_of, _chunk()), jobs, port_base, rpc_layer)
-        self._num_gpus, self._gpus_to_show = share(
-            gpus_per_node,
-            gpus_per_task,
-            max_tasks_per_node=max(tasks_of.values()),
-            local_rank=self._here.local_rank,
-            show=auto_set_gpu,
+        most = max(tasks_of.values())
+        is_cyclic = os.environ.get("SLURM_DISTRIBUTION", "").lower().startswith("cyclic")
+        # By round, node and number on the node: so Slurm assigns the ranks.
+        places = sorted(
+            (local_rank if is_cyclic else 0, node, local_rank, host)
+            for node, (host, count) in enumerate(tasks_of.items())
+            for local_rank in range(count)
         )
+        rank = int_variable("SLURM_PROCID", _CURE, len(places) - 1)
+        _, node, local_rank, host = places[rank]
+        for name, expected in (("SLURM_NODEID", node), ("SLURM_LOCALID", local_rank)):
+            if name in os.environ and int_variable(name, _CURE) != expected:
+                raise ClusterError(
+                    f"{name} is {os.environ[name]}, but with these nodes and numbers of tasks, it"
+                    f" would be {expected} for process {rank} ({host}), so addresses would be"
+                    " wrong. Start the step with srun --distribution=block or cyclic; if you pass"
+                    " tasks_per_node, it must match Slurm's."
+                )
+        hosts = [(host, number) for _, _, number, host in places]
+        super().__init__(hosts, rank, jobs, port_base, rpc_layer)
+        self._num_gpus, shown = _share(gpus_per_node, gpus_per_task, most, local_rank, auto_set_gpu)
+        self._gpus_to_show = None if shown is None else ",".join(shown)
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of the job step; with `auto_set_gpu`, sets `CUDA_VISIBLE_DEVICES`."""
-        if self._gpus_to_show is not None:
-            _show_only(self._gpus_to_show, self._num_gpus)
+        gpus = self._gpus_to_show
+        if gpus not in (None, os.environ.get(_GPUS)):
+            _log.info("%s(auto_set_gpu=True) sets %s to %r", _WHO, _GPUS, gpus)
+            os.environ[_GPUS] = gpus
         return super().cluster_spec()
 
     def get_task_info(self) -> tuple[str | None, int | None]:
@@ -107,155 +115,96 @@ class SlurmClusterResolver(RankClusterResolver):
 
 
 def _tasks_per_node(tasks_per_node: int | Mapping[str, int] | None) -> dict[str, int]:
-    field = "SlurmClusterResolver: tasks_per_node"
+    field = f"{_WHO}: tasks_per_node"
     if isinstance(tasks_per_node, Mapping):
         example = 'from nodes to numbers of tasks, such as {"node1": 2}'
-        return _in_order_of_slurm(checked_counts(tasks_per_node, field, example, minimum=1))
+        counts_of = checked_counts(tasks_per_node, field, example, minimum=1)
+        # In Slurm's order if it lists all of them, and by name otherwise.
+        hosts = _hosts() if _NODES in os.environ else []
+        ordered = hosts if set(counts_of) <= set(hosts) else sorted(counts_of)
+        return {host: counts_of[host] for host in ordered if host in counts_of}
     hosts = _hosts()
     if tasks_per_node is not None:
         return dict.fromkeys(hosts, checked_int(tasks_per_node, field, minimum=1))
     name = "SLURM_STEP_TASKS_PER_NODE"
-    text = variable(name, _SLURM.cure)
-    counts = expand_tasks_per_node(text, name)
-    if not all(counts):
-        raise ClusterError(f"{name} is {text!r}, expected at least one task per node.")
-    for found, what, other, expected in (
-        (len(counts), "nodes", _NODES, len(hosts)),
-        (sum(counts), "tasks", _SLURM.size, _SLURM.number(_SLURM.size)),
-    ):
-        if found != expected:
-            raise ClusterError(
-                f"{name} is {text!r}, which is {found} {what}, but {other} is"
-                f" {os.environ[other]!r}, which is {expected}. Unset the variables that another job"
-                " step has left behind, or pass tasks_per_node as a dict from nodes to numbers."
-            )
+    text = variable(name, _CURE)
+    # "4(x2),3" stands for 4, 4, 3.
+    counts = []
+    for part in text.split(","):
+        match = _REPEATED.fullmatch(part)
+        counts += [int(match[1])] * int(match[2] or 1) if match else [0]
+    num_tasks = int_variable("SLURM_STEP_NUM_TASKS", _CURE)
+    if not all(counts) or len(counts) != len(hosts) or sum(counts) != num_tasks:
+        raise ClusterError(
+            f"{name} is {text!r}, expected numbers such as '4(x2),3': at least one task for each of"
+            f" the {len(hosts)} nodes in {_NODES} ({os.environ[_NODES]!r}), and {num_tasks} in all,"
+            " as SLURM_STEP_NUM_TASKS says. Unset the variables that another job step has left"
+            " behind, or pass tasks_per_node as a dict from nodes to numbers."
+        )
     return dict(zip(hosts, counts, strict=True))
 
 
-def _in_order_of_slurm(tasks_per_node: Mapping[str, int]) -> dict[str, int]:
-    """Sorts nodes in Slurm's order if it lists all of them, and by name otherwise."""
-    hosts = _hosts() if _NODES in os.environ else []
-    if set(tasks_per_node) - set(hosts):
-        hosts = sorted(tasks_per_node)
-    return {host: tasks_per_node[host] for host in hosts if host in tasks_per_node}
-
-
 def _hosts() -> list[str]:
-    text = variable(_NODES, _SLURM.cure)
-    hosts = expand_hosts(text, _NODES)
-    repeated = [host for host, count in collections.Counter(hosts).items() if count > 1]
-    if repeated:
-        raise ClusterError(
-            f"{_NODES} is {text!r}, which has {repeated[0]!r} twice, expected each node once."
-        )
-    return hosts
-
-
-def _chunk() -> int | None:
-    """Returns how many consecutive ranks Slurm gives a node at a time; None for all of them."""
-    text = os.environ.get("SLURM_DISTRIBUTION", "block")
-    over_nodes = text.lower().split(",")[0].split(":")[0]
-    if over_nodes == "cyclic":
-        return 1
-    if not over_nodes.startswith("plane"):
-        return None
-    size = over_nodes.partition("=")[2] or os.environ.get("SLURM_DIST_PLANESIZE", "")
-    number = number_in(size)
-    if not number:
-        raise ClusterError(
-            f"SLURM_DISTRIBUTION is {text!r} and SLURM_DIST_PLANESIZE is {size!r}, expected the"
-            " size of a plane, as in srun --distribution=plane=4."
-        )
-    return number
-
-
-def _show_only(gpus: str, num_gpus: int) -> None:
-    name = "CUDA_VISIBLE_DEVICES"
-    if os.environ.get(name) == gpus:
-        return
-    if backends_started() and len(local_devices_of("GPU")) > num_gpus:
-        warnings.warn(
-            f"SlurmClusterResolver sets {name} to {gpus!r}, but JAX has started and keeps"
-            " all of the GPUs that it has found. Ask for the cluster at the top of the program,"
-            " before anything uses JAX.",
-            DistributaryWarning,
-            stacklevel=3,
-        )
-    _log.info("SlurmClusterResolver(auto_set_gpu=True) sets %s to %r", name, gpus)
-    os.environ[name] = gpus
-
-
-def expand_hosts(text: str, field: str) -> list[str]:
-    """Returns the hosts of a list such as `"node[001-003,7],gpu-a"`, in its order.
+    """Returns the nodes of a list such as `"node[001-003,7],gpu-a"`, in its order.
 
     Numbers keep their leading zeros. A name may contain several ranges, and text after them.
 
-    Args:
-        text: The list.
-        field: Where it comes from, for messages.
-
-    Raises:
-        InvalidValueError: if it cannot be parsed.
-
     Source: Slurm's host list expressions, as `scontrol show hostnames` prints them.
     """
+    text = variable(_NODES, _CURE)
     hosts: list[str] = []
     for part in _COMMA_BETWEEN_HOSTS.split(text):
-        if not _PART.fullmatch(part):
-            raise _no_host_list(text, field, f"{part!r} is not a host or a range of hosts")
-        names = [""]
-        for ranges, literal in _PIECE.findall(part):
-            ends = _numbers(ranges, text, field) if ranges else [literal]
-            if len(names) * len(ends) > _MAX_HOSTS:
-                raise _no_host_list(text, field, f"it stands for more than {_MAX_HOSTS} hosts")
-            names = [name + end for name in names for end in ends]
-        hosts += names
+        pieces = [_numbers(ranges) if ranges else [end] for ranges, end in _PIECE.findall(part)]
+        if not _HOSTS.fullmatch(part) or not all(pieces):
+            raise InvalidValueError(
+                f"{_NODES} is {text!r}, in which {part!r} is not a host or a range of hosts."
+                " Expected host names separated by commas, with ranges of numbers in brackets, such"
+                " as 'node[001-003,7],gpu-a'."
+            )
+        hosts += map("".join, itertools.product(*pieces))
+    if len(set(hosts)) < len(hosts):
+        raise ClusterError(f"{_NODES} is {text!r}, which has a node twice, expected each once.")
     return hosts
 
 
-def expand_tasks_per_node(text: str, field: str) -> list[int]:
-    """Returns the numbers of a list such as `"4(x2),3"`, here 4, 4, 3.
-
-    Args:
-        text: The list.
-        field: Where it comes from, for messages.
-
-    Raises:
-        InvalidValueError: if it cannot be parsed.
-
-    Source: `SLURM_TASKS_PER_NODE` in the manual of `srun`.
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = _REPEATED.fullmatch(part)
-        repetitions = int(match[2] or 1) if match else 0
-        if match is None or repetitions > _MAX_HOSTS:
-            raise InvalidValueError(
-                f"{field} is {text!r}: {part!r} is not a number of tasks. Expected numbers"
-                " separated by commas, repeated ones as 4(x2), such as '4(x2),3'."
-            )
-        counts += [int(match[1])] * repetitions
-    return counts
-
-
-def _numbers(ranges: str, text: str, field: str) -> list[str]:
+def _numbers(ranges: str) -> list[str]:
+    """Returns the numbers of `"001-003,7"`; none if a range has none or too many."""
     numbers: list[str] = []
-    for part in ranges.split(","):
-        match = _RANGE.fullmatch(part)
-        if match is None:
-            raise _no_host_list(text, field, f"{part!r} is neither a number nor a range of numbers")
-        first, last = match[1], match[2] or match[1]
-        if int(last) < int(first):
-            raise _no_host_list(text, field, f"the range {part!r} runs backwards")
-        if int(last) - int(first) >= _MAX_HOSTS:
-            raise _no_host_list(text, field, f"it stands for more than {_MAX_HOSTS} hosts")
-        width = len(first)
-        numbers += [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+    for first, last in _RANGE.findall(ranges):
+        span = range(int(first), int(last or first) + 1)
+        if not 0 < len(span) <= _MAX_HOSTS:
+            return []
+        numbers += [str(number).zfill(len(first)) for number in span]
     return numbers
 
 
-def _no_host_list(text: str, field: str, reason: str) -> InvalidValueError:
-    return InvalidValueError(
-        f"{field} is {text!r}: {reason}. Expected host names separated by commas, with ranges"
-        " of numbers in brackets, such as 'node[001-003,7],gpu-a'."
-    )
+def _share(
+    per_node: int | None, per_task: int | None, num_tasks: int, local_rank: int, show: bool
+) -> tuple[int, list[str] | None]:
+    """Returns the number of GPUs of each task, and those of this one; None if all are its own."""
+    for field, value in (("gpus_per_node", per_node), ("gpus_per_task", per_task)):
+        if value is not None:
+            checked_int(value, f"{_WHO}: {field}", minimum=0)
+    is_listed = _GPUS in os.environ
+    if is_listed or per_node is None:
+        names = visible_gpus()
+    else:
+        names = [str(number) for number in range(per_node)]
+    num_on_node = number_in(os.environ.get("SLURM_GPUS_ON_NODE")) or 0
+    is_bound = "SLURM_GPUS_PER_TASK" in os.environ or len(names) < num_on_node
+    if is_listed and per_node is None and is_bound:  # by Slurm, to this task
+        num_tasks, local_rank = 1, 0
+    num_gpus = len(names) if per_node is None else per_node
+    num = num_gpus // num_tasks if per_task is None else per_task
+    too_few = num == 0 and 0 not in (per_node, per_task)
+    shown = None
+    if show and not too_few and not (is_listed and len(names) == num):
+        shown = names[local_rank * num :][:num]
+    if num * num_tasks > num_gpus or (shown is not None and len(shown) < num):
+        raise ClusterError(
+            f"{_WHO}: {num_tasks} tasks on a node with {num} GPUs each need {num * num_tasks} GPUs,"
+            f" but the node has {num_gpus}, of which this process can use {len(names)}"
+            f" ({', '.join(names)}). Lower gpus_per_task, run fewer tasks per node, or pass"
+            " auto_set_gpu=False and gpus_per_task if Slurm binds GPUs to tasks."
+        )
+    return num, shown

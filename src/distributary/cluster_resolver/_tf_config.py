@@ -13,9 +13,8 @@ from distributary.cluster_resolver._cluster_spec import (
     checked_task_type,
 )
 from distributary.cluster_resolver._resolver import ClusterResolver, master_url
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidValueError
 
-_VARIABLE = "TF_CONFIG"
 _CLUSTER = 'TF_CONFIG["cluster"]'
 _TASK = 'TF_CONFIG["task"]'
 _EXAMPLE = (
@@ -116,10 +115,10 @@ class TFConfigClusterResolver(ClusterResolver):
             raise wrong_type(task, _TASK, 'an object such as {"type": "worker", "index": 0}')
         if task and task_type is None:
             type_field = f'{_TASK}["type"]'
-            task_type = _entry(task, "type", "index")
+            task_type = _entry(task, "type")
         if task and task_id is None:
             id_field = f'{_TASK}["index"]'
-            task_id = checked_task_id(_entry(task, "index", "type"), id_field)
+            task_id = checked_task_id(_entry(task, "index"), id_field)
         if task_type is not None:
             checked_task_type(task_type, type_field)
         spec = _cluster_spec(config)
@@ -129,14 +128,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def _load() -> _Json:
-    text = os.environ.get(_VARIABLE)
-    if text is None:
-        return {}
-    if not text.strip():
-        raise InvalidValueError(
-            f"TF_CONFIG is {text!r}, expected JSON such as {_EXAMPLE}. Unset the variable to train"
-            " with this process alone."
-        )
+    text = os.environ.get("TF_CONFIG", "{}")
     try:
         config = json.loads(text, object_pairs_hook=_without_repeated_keys)
     except json.JSONDecodeError as error:
@@ -144,13 +136,10 @@ def _load() -> _Json:
         raise InvalidValueError(
             f"TF_CONFIG is not valid JSON: {error.msg} at line {error.lineno}, column"
             f" {error.colno}, near {excerpt!r}. Expected something like {_EXAMPLE}; json.dumps"
-            " writes it."
+            " writes it. Unset the variable to train with this process alone."
         ) from None
     if not isinstance(config, dict):
-        raise InvalidTypeError(
-            f"TF_CONFIG is {text!r}, a JSON {type(config).__name__}, expected an object such as"
-            f" {_EXAMPLE}."
-        )
+        raise wrong_type(config, "TF_CONFIG", f"an object such as {_EXAMPLE}")
     return config
 
 
@@ -174,11 +163,11 @@ def _cluster_spec(config: _Json) -> ClusterSpec:
     return spec
 
 
-def _entry(task: _Json, key: str, other_key: str) -> Any:
+def _entry(task: _Json, key: str) -> Any:
     if key not in task:
         raise InvalidValueError(
-            f'{_TASK} is {task!r} and has no "{key}", expected "{key}" beside "{other_key}", as in'
-            ' {"type": "worker", "index": 0}.'
+            f'{_TASK} is {task!r} and has no "{key}", expected both keys, as in {{"type": "worker",'
+            ' "index": 0}.'
         )
     return task[key]
 

@@ -1,8 +1,7 @@
 """The hosts of a Cloud TPU."""
 
-import collections
 import os
-import time
+import re
 from collections.abc import Sequence
 from typing import final
 
@@ -14,7 +13,7 @@ from distributary.cluster_resolver._addresses import (
     parse_address,
     split_port,
 )
-from distributary.cluster_resolver._checks import checked_name, number_in, wrong_type
+from distributary.cluster_resolver._checks import checked_name, wrong_type
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._ranks import int_variable
 from distributary.cluster_resolver._resolver import ClusterResolver
@@ -25,8 +24,6 @@ _WHO = "TPUClusterResolver"
 _HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 _ID_VARIABLES = ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
 _TIMEOUT_SECONDS = 5.0
-_RETRY_SECONDS = (0.1, 0.5, 2.0)  # the server may be overloaded while a machine boots
-_RETRIED = (429, 500, 502, 503, 504)
 
 
 @final
@@ -37,9 +34,10 @@ class TPUClusterResolver(ClusterResolver):
     task is the number of this host, and the addresses are those of the workers' programs. The hosts
     come from the environment variables `TPU_WORKER_ID` and `TPU_WORKER_HOSTNAMES` (or
     `TPU_PROCESS_ADDRESSES`) on Google Kubernetes Engine, and from the metadata server on a Cloud
-    TPU VM. Everything is looked up when you ask for it, and needs no TPU. If you do not name a
-    task, `master()` is host 0; for `tpu="local"`, it is `""`. `num_accelerators()` is `{"TPU": n}`
-    with the number of TPU cores of this host, and starts JAX.
+    TPU VM (at `GCE_METADATA_HOST` or `GCE_METADATA_IP`, if set). Everything is looked up when you
+    ask for it, and needs no TPU. If you do not name a task, `master()` is host 0; for
+    `tpu="local"`, it is `""`. `num_accelerators()` is `{"TPU": n}` with the number of TPU cores of
+    this host, and starts JAX.
 
     Args:
         tpu: None or `""` to ask the environment, then the metadata server; `"local"` for the TPU of
@@ -56,8 +54,6 @@ class TPUClusterResolver(ClusterResolver):
         discovery_url: Like `zone`.
         port: Port of each host of which only the name is known. If a host is listed several times,
             because several processes share it, their ports count up.
-        metadata_server: Address of the metadata server. None takes the environment variable
-            `GCE_METADATA_HOST` or `GCE_METADATA_IP`, or else `metadata.google.internal`.
 
     Raises:
         UnsupportedError: if `tpu` is the name of a TPU.
@@ -80,7 +76,6 @@ class TPUClusterResolver(ClusterResolver):
         discovery_url: str | None = None,
         *,
         port: int = 8482,  # jax.distributed uses it on TPUs; 8470 to 8479 belong to libtpu
-        metadata_server: str | None = None,
     ) -> None:
         del zone, project, credentials, service, discovery_url
         self._port = checked_port(port, f"{_WHO}: port")
@@ -95,9 +90,7 @@ class TPUClusterResolver(ClusterResolver):
         if coordinator_name is not None and coordinator_address is not None:
             parse_address(coordinator_address, f"{_WHO}: coordinator_address")
             self._coordinator = {coordinator_name: [coordinator_address]}
-        expected = 'a task type, such as "worker"'
-        self._job_name = checked_name(job_name, f"{_WHO}: job_name", expected)
-        self._metadata_server = metadata_server
+        self._job_name = checked_name(job_name, f"{_WHO}: job_name", "a task type")
         self.task_type, self.rpc_layer = self._job_name, "grpc"
 
     def cluster_spec(self) -> ClusterSpec:
@@ -111,9 +104,19 @@ class TPUClusterResolver(ClusterResolver):
             return ClusterSpec({})
         addresses = self._addresses
         if addresses is None:
-            _refuse_several_slices()
-            hosts = _hosts_of_environment() or hosts_of_slice(self._metadata_server)
-            addresses = _with_ports(hosts, self._port)
+            name = "MEGASCALE_NUM_SLICES"
+            if name in os.environ and int_variable(name, "It counts TPU slices.") > 1:
+                raise UnsupportedError(
+                    f"{name} is {os.environ[name]}: a TPU host knows only the hosts of its own"
+                    " slice. Pass the addresses of the hosts of all slices as tpu, slice by slice,"
+                    " and set task_id of the resolver."
+                )
+            hosts = _hosts_of_environment() or _hosts_of_metadata()
+            # Processes that share a host have ports that count up.
+            addresses = [
+                join_address(host, self._port + hosts[:number].count(host))
+                for number, host in enumerate(hosts)
+            ]
         return ClusterSpec({self._job_name: addresses, **self._coordinator})
 
     def get_master(self) -> str:
@@ -158,18 +161,18 @@ class TPUClusterResolver(ClusterResolver):
                 num_tasks = self.cluster_spec().num_tasks(self._job_name)
                 cure = f"It numbers the {num_tasks} hosts of the TPU."
                 return int_variable(name, cure, num_tasks - 1)
-        if self._addresses is not None:
-            return 0 if len(self._addresses) == 1 else None
-        hosts = _hosts_of_environment()
+        hosts = self._addresses or _hosts_of_environment()
+        if not hosts:
+            return int(_metadata("agent-worker-number", r"\s*\d+\s*", "task_id"))
         if len(hosts) == 1:
             return 0
-        if hosts:
-            raise ClusterError(
-                f"The environment lists {len(hosts)} TPU hosts ({', '.join(hosts)}), but"
-                f" {' and '.join(_ID_VARIABLES)} are not set, so the number of this one is not"
-                f" known. Set {_ID_VARIABLES[0]}, or task_id of the resolver."
-            )
-        return worker_number(self._metadata_server)
+        if self._addresses:
+            return None
+        raise ClusterError(
+            f"The environment lists {len(hosts)} TPU hosts ({', '.join(hosts)}), but"
+            f" {' and '.join(_ID_VARIABLES)} are not set, so the number of this one is not known."
+            f" Set {_ID_VARIABLES[0]}, or task_id of the resolver."
+        )
 
 
 def _explicit(tpu: str | Sequence[str]) -> list[str]:
@@ -187,11 +190,11 @@ def _explicit(tpu: str | Sequence[str]) -> list[str]:
         entries = list(tpu)
     else:
         raise wrong_type(tpu, field, 'None, "local", or the addresses of the hosts of a TPU')
-    addresses = [
-        entry.removeprefix("grpc://") if isinstance(entry, str) else entry for entry in entries
-    ]
-    for number, address in enumerate(addresses):
+    addresses = []
+    for number, entry in enumerate(entries):
+        address = entry.removeprefix("grpc://") if isinstance(entry, str) else entry
         parse_address(address, f"{field}[{number}]")
+        addresses.append(address)
     return addresses
 
 
@@ -210,109 +213,48 @@ def _hosts_of_environment() -> list[str]:
     return []
 
 
-def _with_ports(hosts: Sequence[str], port: int) -> list[str]:
-    num_before: collections.Counter[str] = collections.Counter()
-    addresses = []
-    for host in hosts:
-        addresses.append(join_address(host, port + num_before[host]))
-        num_before[host] += 1
-    return addresses
+def _hosts_of_metadata() -> list[str]:
+    # "host", or "name:number:host" on older machines
+    expected = r"[^:,]+|[^:,]*:[^:,]*:[^:,]+"
+    text = _metadata("worker-network-endpoints", f"({expected})(,({expected}))*", "tpu")
+    return [endpoint.strip().rpartition(":")[2] for endpoint in text.split(",")]
 
 
-def _refuse_several_slices() -> None:
-    name = "MEGASCALE_NUM_SLICES"
-    if name in os.environ and int_variable(name, "It counts TPU slices.") > 1:
-        raise UnsupportedError(
-            f"{name} is {os.environ[name]}: a TPU host knows only the hosts of its own slice. Pass"
-            " the addresses of the hosts of all slices as tpu, slice by slice, and set task_id of"
-            " the resolver."
-        )
-
-
-def hosts_of_slice(server: str | None) -> list[str]:
-    """Returns the hosts of the TPU slice, in the order of their numbers.
+def _metadata(attribute: str, expected: str, argument: str) -> str:
+    """Returns one of the attributes that `jax.distributed.initialize` reads, too.
 
     Args:
-        server: `"host"`, `"host:port"` or a URL. None takes the address in the environment, or
-            Google's.
+        attribute: Name of the attribute.
+        expected: Regular expression for a right answer.
+        argument: The argument with which the user can do without the attribute.
 
     Raises:
-        ClusterError: if the server cannot be reached, or its answer is not a list of hosts.
+        ClusterError: if the server cannot be reached, or its answer is not right.
+
+    Source: https://cloud.google.com/compute/docs/metadata/querying-metadata.
     """
-    url = _url("worker-network-endpoints", server)
-    text = _answer(url)
-    hosts = []
-    for endpoint in text.split(","):
-        # "host", or "name:number:host" on older machines
-        parts = endpoint.strip().split(":")
-        if len(parts) not in (1, 3) or not parts[-1]:
-            raise _wrong_answer(
-                url,
-                text,
-                f"hosts separated by commas; {endpoint!r} is not a host. Pass the addresses of the"
-                " hosts as tpu",
-            )
-        hosts.append(parts[-1])
-    return hosts
-
-
-def worker_number(server: str | None) -> int:
-    """Returns the number of this host in the TPU slice.
-
-    Args:
-        server: As in `hosts_of_slice`.
-
-    Raises:
-        ClusterError: if the server cannot be reached, or its answer is not a number.
-    """
-    url = _url("agent-worker-number", server)
-    text = _answer(url).strip()
-    number = number_in(text)
-    if number is None:
-        raise _wrong_answer(url, text, "the number of this host. Set task_id of the resolver")
-    return number
-
-
-# Source: https://cloud.google.com/compute/docs/metadata/querying-metadata. The attributes are those
-# that `jax.distributed.initialize` reads.
-def _url(attribute: str, server: str | None) -> str:
-    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):
-        server = server or os.environ.get(name)
-    server = server or "metadata.google.internal"
-    base = server.rstrip("/") if "://" in server else f"http://{server}"
-    return f"{base}/computeMetadata/v1/instance/attributes/{attribute}"
-
-
-def _answer(url: str) -> str:
     # Imported here, because few programs run on TPUs.
     import urllib.error
     import urllib.request
 
+    servers = (os.environ.get(name) for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"))
+    server = next(filter(None, servers), "metadata.google.internal")
+    url = f"http://{server}/computeMetadata/v1/instance/attributes/{attribute}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     # Without a proxy, because the server is part of the machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for pause in (*_RETRY_SECONDS, None):
-        try:
-            with opener.open(request, timeout=_TIMEOUT_SECONDS) as response:
-                return str(response.read().decode("utf-8"))
-        except urllib.error.HTTPError as error:
+    try:
+        with opener.open(request, timeout=_TIMEOUT_SECONDS) as response:
+            text = str(response.read().decode("utf-8"))
+    except OSError as error:
+        if isinstance(error, urllib.error.HTTPError):
             error.close()
-            if error.code not in _RETRIED or pause is None:
-                raise _no_answer(url, f"it answered {error.code}") from error
-        except OSError as error:  # urllib.error.URLError is one
-            raise _no_answer(url, str(getattr(error, "reason", error))) from error
-        time.sleep(pause)
-    raise AssertionError("the last attempt has returned or raised")
-
-
-def _wrong_answer(url: str, text: str, expected: str) -> ClusterError:
-    attribute = url.rpartition("/")[2]
-    return ClusterError(f"The attribute {attribute} of {url} is {text!r}, expected {expected}.")
-
-
-def _no_answer(url: str, reason: str) -> ClusterError:
-    return ClusterError(
-        f"TPUClusterResolver asked the metadata server at {url} for the TPU of this host, but"
-        f" {reason}. Outside of Cloud TPU VMs, set TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, as"
-        ' GKE does, or pass the addresses of the hosts as tpu, or tpu="local" for one host.'
-    )
+        raise ClusterError(
+            f"{_WHO} asked the metadata server at {url} for the TPU of this host, but it did not"
+            f" answer: {error}. Outside of Cloud TPU VMs, set TPU_WORKER_ID and"
+            " TPU_WORKER_HOSTNAMES, as GKE does, or pass the addresses of the hosts as tpu, or"
+            ' tpu="local" for one host. On a machine that has just booted, try again in a moment.'
+        ) from error
+    if not re.fullmatch(expected, text, re.ASCII):
+        raise ClusterError(f"{_WHO}: {url} is {text!r}, which cannot be read. Set {argument}.")
+    return text

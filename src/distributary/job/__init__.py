@@ -7,8 +7,8 @@ Every conversation is a `Channel`. `connect` lets the workers meet, starts `Live
 from distributary.job._channel import (
     Channel,
     ChannelClosedError,
+    ConnectionAcceptor,
     Message,
-    Reception,
     bound_address,
     connected,
     listening,
@@ -16,15 +16,15 @@ from distributary.job._channel import (
 from distributary.job._connection import connect
 from distributary.job._consensus import Consensus, consensus
 from distributary.job._copies import copies
-from distributary.job._meeting import package_versions
 from distributary.job._proofs import is_proof, new_challenge, proof
+from distributary.job._rendezvous import package_versions
 
 __all__ = [
     "Channel",
     "ChannelClosedError",
+    "ConnectionAcceptor",
     "Consensus",
     "Message",
-    "Reception",
     "bound_address",
     "connect",
     "connected",

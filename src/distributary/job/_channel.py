@@ -284,7 +284,7 @@ def connected(host: str, port: int, peer: str, seconds: float) -> Channel:
 
 @final
 @dataclass(eq=False)
-class Reception:
+class ConnectionAcceptor:
     """A listener for all connections to a listening socket, for use by one thread.
 
     It hangs up on connections that speak another language. While many are silent, it also hangs up
@@ -293,12 +293,12 @@ class Reception:
     Args:
         server: A listening socket. The caller closes it.
         num_expected: Number of processes that should come.
-        greet: Called with every new channel, before the other end has said anything.
+        on_connect: Called with every new channel, before the other end has said anything.
     """
 
     server: socket.socket
     num_expected: int
-    greet: Callable[[Channel], None] = lambda channel: None
+    on_connect: Callable[[Channel], None] = lambda channel: None
 
     def __post_init__(self) -> None:
         self._max_silent = max(_MAX_SILENT, self.num_expected)
@@ -315,7 +315,7 @@ class Reception:
             channel.close()
         self._selector.close()
 
-    def arrivals(self, deadline: float) -> Iterator[tuple[Channel, Message]]:
+    def first_messages(self, deadline: float) -> Iterator[tuple[Channel, Message]]:
         """Yields the first message of every connection, with its channel, until a deadline.
 
         The caller takes the channel and closes it.
@@ -328,7 +328,7 @@ class Reception:
                 yield channel, message
 
     def messages(self, deadline: float) -> Iterator[tuple[Channel, Message | None]]:
-        """Yields the same as `arrivals`, and the messages from kept channels.
+        """Yields the same as `first_messages`, and the messages from kept channels.
 
         None in place of a message means that a kept channel has ended.
         """
@@ -352,7 +352,7 @@ class Reception:
             channel.max_blob_bytes = 0  # it is not known yet who it is
             self._silent[channel] = None
             self._selector.register(channel, selectors.EVENT_READ, channel)
-            self.greet(channel)
+            self.on_connect(channel)
         if len(self._silent) > self._max_silent:
             self._hang_up(next(iter(self._silent)))
 

@@ -12,15 +12,15 @@ from distributary.job._channel import called_host
 from distributary.job._consensus import consensus, start_consensus
 from distributary.job._copies import copies
 from distributary.job._liveness import Liveness
-from distributary.job._meeting import bind_address, meet, meet_again
 from distributary.job._relay import relay_to
+from distributary.job._rendezvous import bind_address, connect_again, connect_workers
 from distributary.job._sequence import EventSequence
 from distributary.options import CommunicationOptions
 from distributary.topology import backends_started, prepare_local_devices
 
 _log = logging.getLogger(__name__)
 
-_MEET_SECONDS = 120.0
+_RENDEZVOUS_SECONDS = 120.0
 # Well before JAX would, `Liveness` notices a lost worker and lets all workers end together.
 _LATER_THAN_LIVENESS_SECONDS = 60
 _SHUTDOWN_SECONDS = 20
@@ -43,7 +43,7 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
                 " another program for this cluster."
             )
         if consensus() is None and place.num_workers > 1:  # connected by the script itself
-            Liveness(place, meet_again(place, "liveness"), options).start()
+            Liveness(place, connect_again(place, "liveness"), options).start()
             _agree(place)
         return
     if backends_started():
@@ -58,7 +58,7 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
     if place.num_workers == 1:
         return
     _log.info("%s: waiting for %s", place.name, ", ".join(map(str, place.other_workers)))
-    channels = meet(place, options.timeout_seconds or _MEET_SECONDS)
+    channels = connect_workers(place, options.timeout_seconds or _RENDEZVOUS_SECONDS)
     Liveness(place, channels, options).start()
     is_first = place.worker_number == 0
     host, port = place.workers[0].host, place.workers[0].port

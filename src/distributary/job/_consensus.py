@@ -14,7 +14,7 @@ from distributary.cluster_resolver import MultiWorker
 from distributary.dispatch import job_programs
 from distributary.errors import ClusterError, WorkerMismatchError
 from distributary.job._channel import Channel, ChannelClosedError, Message
-from distributary.job._meeting import meet_again
+from distributary.job._rendezvous import connect_again
 from distributary.tracing import script_line
 
 _STEPS = "steps"  # topic of the thread that runs the script
@@ -93,62 +93,66 @@ class Consensus:
                 # Before the position, and after `waiting_at`: `Liveness` relies on the order.
                 job_programs.num_meetings += 1
                 job_programs.position += 1
-            said = self._collect(own, seconds) if self.number == 0 else self._ask(own, seconds)
-        if any(one.content[0] != place for one in said):
-            raise self._at_different_places([one.content for one in said])
-        return [one.blob for one in said]
+            messages = (
+                self._exchange_as_first(own, seconds)
+                if self.number == 0
+                else self._exchange_with_first(own, seconds)
+            )
+        if any(one.content[0] != place for one in messages):
+            raise self._at_different_places([one.content for one in messages])
+        return [one.blob for one in messages]
 
     def agree(
         self,
         place: str,
-        say: Callable[[], Any],
+        compute: Callable[[], Any],
         topic: str = _STEPS,
         seconds: float | None = None,
     ) -> list[Any]:
-        """Returns the results of `say()` on every worker, in worker order.
+        """Returns the results of `compute()` on every worker, in worker order.
 
         Args:
             place: Place of this worker in its program.
-            say: Returns something JSON can hold.
+            compute: Returns something JSON can hold.
             topic: The conversation, if it is not that of the script.
             seconds: Time to wait for each of the others; None for as long as they live.
 
         Raises:
             TimeoutError: if another worker does not come in time.
-            Exception: if `say` raises it, after the others were told.
-            ClusterError: if `say` raises on another worker.
+            Exception: if `compute` raises it, after the others were told.
+            ClusterError: if `compute` raises on another worker.
             WorkerMismatchError: if another worker is at another place.
         """
         failure = None
         try:
-            own = f"={json.dumps(say())}".encode()
+            own = f"={json.dumps(compute())}".encode()
         except BaseException as error:
             failure = error
             own = f"!{type(error).__name__}: {error}".encode()
-        said = self.exchange(place, own, topic, seconds)
+        messages = self.exchange(place, own, topic, seconds)
         if failure is not None:
             raise failure
-        for name, message in zip(self.names, said, strict=True):
+        for name, message in zip(self.names, messages, strict=True):
             if message.startswith(b"!"):
                 raise ClusterError(f"{name} failed at {place}: {message[1:].decode()}")
-        return [json.loads(message[1:]) for message in said]
+        return [json.loads(message[1:]) for message in messages]
 
-    def broadcast(self, place: str, say: Callable[[], bytes]) -> bytes:
-        """Returns the result of `say()` on worker 0, on every worker.
+    def broadcast(self, place: str, compute: Callable[[], bytes]) -> bytes:
+        """Returns the result of `compute()` on worker 0, on every worker.
 
         Raises:
             WorkerMismatchError: if another worker is at another place.
         """
-        return self.exchange(place, say() if self.number == 0 else b"")[0]
+        return self.exchange(place, compute() if self.number == 0 else b"")[0]
 
-    def tell(self, topic: str, content: object) -> None:
-        """Sends something to all other workers, which `hear` it; for worker 0."""
+    def send_to_all(self, topic: str, content: object) -> None:
+        """Sends something to all other workers, which `receive` it; for worker 0."""
         message = Message(topic, content)
         with contextlib.suppress(ChannelClosedError), self._sending:
             for mailbox in self._mailboxes.values():
                 mailbox.channel.send(*message)
 
-    def hear(self, topic: str, seconds: float | None = None) -> Any:
+    def receive(self, topic: str, seconds: float | None = None) -> Any:
         """Waits for the next content that worker 0 tells all others on a topic, and returns it.
 
         Raises:
@@ -182,17 +186,17 @@ class Consensus:
             if is_script:
                 self.waiting_at = None
 
-    def _collect(self, own: Message, seconds: float | None) -> list[Message]:
-        said = [own, *(box.take(own.kind, seconds) for box in self._mailboxes.values())]
+    def _exchange_as_first(self, own: Message, seconds: float | None) -> list[Message]:
+        messages = [own, *(box.take(own.kind, seconds) for box in self._mailboxes.values())]
         # Usually all say the same, and a short answer says so.
-        answer = [Message(own.kind, None)] if said.count(own) == len(said) else said
+        answer = [Message(own.kind, None)] if messages.count(own) == len(messages) else messages
         with self._sending:
             for mailbox in self._mailboxes.values():
                 for one in answer:
                     mailbox.channel.send(*one)
-        return said
+        return messages
 
-    def _ask(self, own: Message, seconds: float | None) -> list[Message]:
+    def _exchange_with_first(self, own: Message, seconds: float | None) -> list[Message]:
         (mailbox,) = self._mailboxes.values()
         with self._sending:
             mailbox.channel.send(*own)
@@ -287,5 +291,5 @@ def start_consensus(place: MultiWorker) -> Consensus:
     global _consensus
     assert place.worker_number is not None
     names = [peer.name for peer in place.workers]
-    _consensus = Consensus(names, place.worker_number, meet_again(place, "consensus"))
+    _consensus = Consensus(names, place.worker_number, connect_again(place, "consensus"))
     return _consensus

@@ -39,7 +39,7 @@ from distributary.dispatch import job_programs
 from distributary.errors import WorkerLostError, WorkerMismatchError
 from distributary.job._channel import Channel, ChannelClosedError, NotAMessageError
 from distributary.job._consensus import consensus
-from distributary.job._stacks import stacks
+from distributary.job._stacks import stack_of_script
 from distributary.options import CommunicationOptions
 
 _BEAT_SECONDS = 1.0
@@ -83,7 +83,7 @@ class _Worker:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Question:
+class _Request:
     """Why workers are asked where they are.
 
     Attributes:
@@ -127,7 +127,7 @@ class Liveness:
         self._is_decided = threading.Event()  # all have finished, or one is lost
         # Number of beats for which workers have waited for others, the position, the next report.
         self._stuck_beats, self._stuck_at, self._report_at = 0, 0, 0
-        self._question: _Question | None = None
+        self._request: _Request | None = None
         self._unanswered_beats = 0
         self._pid = os.getpid()
 
@@ -154,7 +154,7 @@ class Liveness:
             beat_at = time.monotonic()
             while not self._is_decided.is_set():
                 for key, _ in selector.select(max(0.0, beat_at - time.monotonic())):
-                    self._hear(key.data)
+                    self._receive(key.data)
                 if time.monotonic() >= beat_at:
                     self._beat()
                     beat_at = time.monotonic() + _BEAT_SECONDS
@@ -169,17 +169,17 @@ class Liveness:
                 flush.join(_WRITE_SECONDS)
             os._exit(self._exit_code)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         try:
             for kind, content, _ in self._channels[worker].arrived():
                 worker.silent_beats = 0
-                self._understand(worker, kind, content)
+                self._handle(worker, kind, content)
         except NotAMessageError as error:
             self._lose(f"{worker.name} was lost: {error}")
         except ChannelClosedError:
             self._lose(f"{worker.name} was lost: its process has ended without a word")
 
-    def _understand(self, worker: _Worker, kind: str, content: Any) -> None:
+    def _handle(self, worker: _Worker, kind: str, content: Any) -> None:
         if kind in ("lost", "differ"):
             self._lose(content, kind)
         elif kind == "over":
@@ -187,7 +187,7 @@ class Liveness:
         elif kind == "place" and self._number == 0:
             worker.place = content
         elif kind == "place":
-            self._say(worker, "place", self._own_place())
+            self._send(worker, "place", self._own_place())
         else:
             worker.report = _Report(*content)
             worker.has_finished |= kind == "finished"
@@ -197,7 +197,7 @@ class Liveness:
         self._own.report = self._own_report()
         # Silence is counted in beats, because a process that is frozen itself then counts nothing.
         for worker in self._channels:
-            self._say(worker, "beat", self._own.report)
+            self._send(worker, "beat", self._own.report)
             worker.silent_beats += 1
             if worker.silent_beats > self._max_silent_beats:
                 self._lose(
@@ -224,18 +224,18 @@ class Liveness:
             doing = f"has begun {name}{given}"
         else:
             doing = f"waits for all before {waiting_at}{given if waiting_at == name else ''}"
-        return [doing, *stacks()]
+        return [doing, *stack_of_script()]
 
     # On worker 0, which hears from all
 
     def _look_for_trouble(self) -> None:
         """Notices workers that wait for each other and will not meet."""
-        if self._question is not None:
-            self._conclude(self._question)
+        if self._request is not None:
+            self._use_answers(self._request)
             return
         passed_by = self._passed_by()
         if passed_by is not None:
-            self._ask(_Question("differ", passed_by, self._workers))
+            self._request_positions(_Request("differ", passed_by, self._workers))
             return
         positions = [worker.report.position for worker in self._workers]
         awaited = [
@@ -263,14 +263,14 @@ class Liveness:
                 f"the other workers have waited for {names} for {self._timeout_seconds:g} s, the"
                 " timeout_seconds of CommunicationOptions"
             )
-            self._ask(_Question("lost", reason, self._workers))
+            self._request_positions(_Request("lost", reason, self._workers))
         elif self._stuck_beats >= self._report_at:
             self._report_at *= 2
             reason = (
                 f"The other workers have waited for {names} for"
                 f" {self._stuck_beats * _BEAT_SECONDS:g} s"
             )
-            self._ask(_Question("report", reason, awaited))
+            self._request_positions(_Request("report", reason, awaited))
 
     def _passed_by(self) -> str | None:
         """Returns how a worker has gone on where another waits for all; None if none has."""
@@ -288,41 +288,41 @@ class Liveness:
                     )
         return None
 
-    def _ask(self, question: _Question) -> None:
-        """Asks workers where they are; `_conclude` tells the answers with the reason."""
-        self._question = question
+    def _request_positions(self, request: _Request) -> None:
+        """Asks workers where they are; `_use_answers` sends the answers with the reason."""
+        self._request = request
         self._unanswered_beats = 0
-        for worker in self._channels.keys() & set(question.workers):
+        for worker in self._channels.keys() & set(request.workers):
             worker.place = None
-            self._say(worker, "place", None)
+            self._send(worker, "place", None)
         self._own.place = self._own_place()
 
-    def _conclude(self, question: _Question) -> None:
+    def _use_answers(self, request: _Request) -> None:
         self._unanswered_beats += 1
-        is_complete = all(worker.place is not None for worker in question.workers)
+        is_complete = all(worker.place is not None for worker in request.workers)
         if not is_complete and self._unanswered_beats <= _ANSWER_BEATS:
             return
-        self._question = None
-        text = f"{question.reason}. {'; '.join(map(_told, question.workers))}"
-        if question.kind == "report":
+        self._request = None
+        text = f"{request.reason}. {'; '.join(map(_position_of, request.workers))}"
+        if request.kind == "report":
             # Not by a logger, whose lock the script may hold.
-            _say_on_stderr(f"{text}\n")
+            _write_to_stderr(f"{text}\n")
         else:
-            self._lose(text, question.kind)
+            self._lose(text, request.kind)
 
     # When the job cannot go on
 
     def _lose(self, reason: str, kind: str = "lost") -> None:
         if self._is_decided.is_set():
             return
-        self._say_to_all(kind, reason)
+        self._send_to_all(kind, reason)
         self._exit_code = WorkerLostError.exit_code
         agreement = consensus()
         if agreement is not None and agreement.latest_mismatch is not None:
             self._is_decided.set()  # the script has got the same error on all workers
             return
         # First, because the following lines can make the main thread end the process.
-        _say_on_stderr(f"{WorkerLostError.line_prefix}{reason}\n")
+        _write_to_stderr(f"{WorkerLostError.line_prefix}{reason}\n")
         if kind == "differ":
             job_programs.error = WorkerMismatchError(
                 f"{reason}. Let all workers call the same methods of the strategy, in the same"
@@ -340,7 +340,7 @@ class Liveness:
 
     def _end_if_all_have_finished(self) -> None:
         if self._number == 0 and all(worker.has_finished for worker in self._workers):
-            self._say_to_all("over", None)
+            self._send_to_all("over", None)
             self._is_decided.set()
 
     # In the main thread, at its end
@@ -360,7 +360,7 @@ class Liveness:
             _end(WorkerLostError.exit_code)
         self._own.has_finished = True
         self._own.report = self._own_report()
-        self._say_to_all("finished", self._own.report)
+        self._send_to_all("finished", self._own.report)
         self._end_if_all_have_finished()
         try:
             self._is_decided.wait()
@@ -375,16 +375,16 @@ class Liveness:
         text = lines[0][:_MAX_REASON_CHARACTERS]
         self._exit_code = _INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1
         self._is_decided.set()  # the others' answers are no news
-        self._say_to_all("lost", f"{self._own.name} has ended with {text}")
+        self._send_to_all("lost", f"{self._own.name} has ended with {text}")
         # JAX would wait for the others, and for its programs, which also wait for the others.
         _end(self._exit_code)
 
-    def _say_to_all(self, kind: str, content: object) -> None:
+    def _send_to_all(self, kind: str, content: object) -> None:
         for worker in self._channels:
-            self._say(worker, kind, content)
+            self._send(worker, kind, content)
 
-    def _say(self, worker: _Worker, kind: str, content: object) -> None:
-        # `_hear` notices workers that are gone.
+    def _send(self, worker: _Worker, kind: str, content: object) -> None:
+        # `_receive` notices workers that are gone.
         with self._lock, contextlib.suppress(ChannelClosedError):
             self._channels[worker].send(kind, content)
 
@@ -393,7 +393,7 @@ class Liveness:
             channel.close()
 
 
-def _told(worker: _Worker) -> str:
+def _position_of(worker: _Worker) -> str:
     """Returns where a worker is, in its own words."""
     if worker.has_finished:
         return f"{worker.name} has ended"
@@ -409,7 +409,7 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _say_on_stderr(text: str) -> None:
+def _write_to_stderr(text: str) -> None:
     """Writes a line, unless the reader of stderr has stopped reading."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], _WRITE_SECONDS)[1]:

@@ -175,10 +175,10 @@ def _once(strategy: Any, path: str, write: Callable[[], None]) -> None:
             result["error"] = f"{type(error).__name__}: {error}"
             raise
         finally:
-            job.tell(topic, result)
+            job.send_to_all(topic, result)
         return
     try:
-        result = job.hear(topic, _WAIT_SECONDS)
+        result = job.receive(topic, _WAIT_SECONDS)
     except TimeoutError as error:
         raise ClusterError(
             f"Saving {path!r}: worker 0 has not saved anything within {_WAIT_SECONDS:g} s."

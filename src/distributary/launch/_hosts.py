@@ -26,8 +26,8 @@ from distributary.errors import LaunchError
 from distributary.job import (
     Channel,
     ChannelClosedError,
+    ConnectionAcceptor,
     Message,
-    Reception,
     connected,
     is_proof,
     listening,
@@ -258,15 +258,15 @@ class Master:
     def _serve(self) -> None:
         with (
             self._server,
-            Reception(self._server, self._hosts.num_hosts, self._greet) as reception,
+            ConnectionAcceptor(self._server, self._hosts.num_hosts, self._challenge) as acceptor,
         ):
             while not self._is_done():
-                for channel, message in reception.messages(time.monotonic() + _POLL_SECONDS):
+                for channel, message in acceptor.messages(time.monotonic() + _POLL_SECONDS):
                     host = self._host_of(channel)
                     if host is not None:
-                        self._hear(host, message)
-                    elif message is not None and self._lets_in(channel, message):
-                        reception.keep(channel)
+                        self._receive(host, message)
+                    elif message is not None and self._admit(channel, message):
+                        acceptor.keep(channel)
                     else:
                         channel.close()
                     if self._is_done():
@@ -299,16 +299,16 @@ class Master:
             self._has_said_who_is_missing = True
             self._say(f"waiting for {missing} to join at {self._hosts.master}.")
 
-    def _greet(self, channel: Channel) -> None:
+    def _challenge(self, channel: Channel) -> None:
         self._challenges[channel] = new_challenge()
-        with contextlib.suppress(OSError):  # `Reception` will notice that it has gone
+        with contextlib.suppress(OSError):  # `ConnectionAcceptor` will notice that it has gone
             channel.keep_alive(_SILENT_SECONDS)
             channel.send("challenge", self._challenges[channel])
 
     def _host_of(self, channel: Channel) -> int | None:
         return next((host for host, c in self._channels.items() if c is channel), None)
 
-    def _lets_in(self, channel: Channel, message: Message) -> bool:
+    def _admit(self, channel: Channel, message: Message) -> bool:
         """Returns whether the other end is a host of this job; if so, it has joined."""
         try:
             called = channel.called_address(is_caller=False)
@@ -356,7 +356,7 @@ class Master:
         welcome = {"wants_tasks": self._wants_tasks and host != 0}
         return host, [welcome, proof(token, "master", own_challenge, challenge, welcome)]
 
-    def _hear(self, host: int, message: Message | None) -> None:
+    def _receive(self, host: int, message: Message | None) -> None:
         """Handles a message of a host; None means that the host has gone."""
         if message is None:
             peer = self._channels.pop(host).peer

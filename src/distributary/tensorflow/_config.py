@@ -230,7 +230,7 @@ def _num_gpus() -> int:
     plugins = importlib.util.find_spec("jax_plugins")
     folders = plugins.submodule_search_locations if plugins is not None else None
     names = [module.name for module in pkgutil.iter_modules(folders or [])]
-    return visible_gpus() if any(name.startswith("xla_cuda") for name in names) else 0
+    return len(visible_gpus()) if any(name.startswith("xla_cuda") for name in names) else 0
 
 
 def enable_op_determinism() -> None:

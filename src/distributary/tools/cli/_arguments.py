@@ -16,13 +16,7 @@ _STDOUT = Path("-")
 
 @final
 class Parser(argparse.ArgumentParser):
-    """A parser that finds what you may have meant.
-
-    Attributes:
-        source: The file that the arguments come from, for messages; `""` for the command line.
-    """
-
-    source = ""
+    """A parser that finds what you may have meant."""
 
     @property
     def flags(self) -> list[str]:
@@ -30,10 +24,7 @@ class Parser(argparse.ArgumentParser):
         return [name for name in self._option_string_actions if name.startswith("--")]
 
     def error(self, message: str) -> NoReturn:
-        """Prints what is wrong, after the usage if it is about the command line, and exits."""
-        if self.source:
-            text = message.removeprefix("argument --").replace("option --", "option ")
-            self.exit(2, f"{self.prog}: {self.source}: {text.replace('mean --', 'mean ')}\n")
+        """Prints the usage and what is wrong, and exits."""
         # Of the two, the arguments of the script may be none.
         super().error(message.replace("required: script, arguments", "required: script"))
 

@@ -37,12 +37,6 @@ _LARGEST_PORT = 65535
 
 def add_arguments(parser: Parser) -> None:
     """Adds the arguments; those that are fields of `LaunchOptions` have the names of the fields."""
-    add_options(parser)
-    add_script_arguments(parser, "Python script that every worker runs")
-
-
-def add_options(parser: Parser) -> None:
-    """Adds the options, without the script."""
 
     def add(flag: str, field: str, type_: Callable[[str], Any], metavar: str, text: str) -> None:
         default = getattr(LaunchOptions, field)
@@ -86,6 +80,7 @@ def add_options(parser: Parser) -> None:
     text = f"seconds that all hosts have to join (default: {HostOptions.join_seconds:g})"
     add_option(hosts, "--join-seconds", number(), "S", text)
     hosts.add_argument("--address", help="address at which the other hosts reach this one")
+    add_script_arguments(parser, "Python script that every worker runs")
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -95,8 +90,6 @@ def run(namespace: argparse.Namespace) -> int:
         options = options_of(namespace, os.environ)
     except DistributaryError as error:
         namespace.parser.error(str(error).removeprefix("launch: "))
-    if "from_file" in namespace:
-        print(f"distributary launch: {namespace.from_file}", file=sys.stderr, flush=True)
     from distributary.launch import run as run_job
     from distributary.tools.monitoring import serve
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from distributary.errors import DistributaryError
 from distributary.launch import LaunchOptions
-from distributary.tools.cli import _bench, _certs, _compile, _config, _devices, _doctor, _launch
+from distributary.tools.cli import _bench, _certs, _compile, _devices, _doctor, _launch
 from distributary.tools.cli._arguments import Parser, suggestion
 
 _PACKAGES = ("distributary", "jax", "keras")
@@ -32,7 +32,6 @@ class _Command(Protocol):
 
 _COMMANDS: Final[Mapping[str, _Command]] = {
     "launch": _launch,
-    "config": _config,
     "devices": _devices,
     "doctor": _doctor,
     "bench": _bench,
@@ -112,8 +111,6 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         whole.print_help(sys.stderr)
         sys.exit(2)
     namespace.parser.check_known(unknown)
-    if namespace.name == "launch":
-        return _config.completed(namespace, arguments[1:])
     return namespace
 
 

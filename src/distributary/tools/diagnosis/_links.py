@@ -20,7 +20,7 @@ from typing import final
 from distributary.cluster_resolver import Peer
 from distributary.dispatch import start_thread
 from distributary.errors import ClusterError
-from distributary.job import Channel, Reception, connected, listening
+from distributary.job import Channel, ConnectionAcceptor, connected, listening
 from distributary.launch import free_addresses
 from distributary.tools.diagnosis._check import Check, Json
 
@@ -235,9 +235,9 @@ class Meeting:
     # In the thread, which answers the tasks that connect to this one
 
     def _listen(self) -> None:
-        with Reception(self._server, len(self.peers)) as reception:
+        with ConnectionAcceptor(self._server, len(self.peers)) as acceptor:
             while not self._ended.is_set():
-                for channel, message in reception.arrivals(time.monotonic() + _POLL_SECONDS):
+                for channel, message in acceptor.first_messages(time.monotonic() + _POLL_SECONDS):
                     if message.kind == "join" and type(message.content) is int:
                         self._arrivals.put((message.content, channel))
                     elif message.kind == "measure" and self._room.acquire(blocking=False):

@@ -1,4 +1,4 @@
-"""The meeting: the workers of a job find each other before JAX starts.
+"""The rendezvous: the workers of a job find each other before JAX starts.
 
 JAX's own startup ends the process without a message when a worker is missing, a port is taken or
 the workers do not fit together. Here they meet first, each over one connection to the first worker,
@@ -23,8 +23,8 @@ from distributary.errors import ClusterError
 from distributary.job._channel import (
     Channel,
     ChannelClosedError,
+    ConnectionAcceptor,
     Message,
-    Reception,
     bound_address,
     connected,
 )
@@ -68,7 +68,7 @@ def resolved(peer: Peer) -> tuple[socket.AddressFamily, _Address]:
         ) from error
 
 
-def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, Channel]:
+def connect_workers(place: MultiWorker, deadline_seconds: float) -> dict[int, Channel]:
     """Waits until all workers of a cluster have called it and fit together.
 
     Args:
@@ -89,12 +89,12 @@ def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, Channel]:
     # process with the same task fails here.
     with _held_port(place.workers[place.worker_number], must_be_own=is_first) as server:
         if is_first:
-            return _hear_all(server, place, deadline_seconds)
-        return {0: _ask(place.workers[0].port, place, deadline_seconds)}
+            return _accept_all(server, place, deadline_seconds)
+        return {0: _register(place.workers[0].port, place, deadline_seconds)}
 
 
-def meet_again(place: MultiWorker, purpose: str) -> dict[int, Channel]:
-    """Returns more channels between the same workers as `meet`.
+def connect_again(place: MultiWorker, purpose: str) -> dict[int, Channel]:
+    """Returns more channels between the same workers as `connect_workers`.
 
     All workers call it once for each purpose, after JAX has connected them: worker 0 listens at a
     free port, and tells the others its number and a secret through JAX's service.
@@ -109,7 +109,7 @@ def meet_again(place: MultiWorker, purpose: str) -> dict[int, Channel]:
         port, secret = json.loads(client.blocking_key_value_get(key, milliseconds))
         if not port:
             raise _cannot_listen(first, reason=secret)
-        return {0: _ask(port, place, _AGAIN_SECONDS, secret)}
+        return {0: _register(port, place, _AGAIN_SECONDS, secret)}
     family, (host, *_) = resolved(first)
     try:
         server = socket.create_server((host, 0), family=family)
@@ -120,7 +120,7 @@ def meet_again(place: MultiWorker, purpose: str) -> dict[int, Channel]:
     with server:
         secret = secrets.token_hex(16)
         client.key_value_set(key, json.dumps([server.getsockname()[1], secret]))
-        return _hear_all(server, place, _AGAIN_SECONDS, secret)
+        return _accept_all(server, place, _AGAIN_SECONDS, secret)
 
 
 def package_versions() -> dict[str, str]:
@@ -183,7 +183,7 @@ def _port_of(first: Peer, port: int) -> str:
 # On the first worker
 
 
-def _hear_all(
+def _accept_all(
     server: socket.socket, place: MultiWorker, deadline_seconds: float, secret: str = ""
 ) -> dict[int, Channel]:
     """Waits for the other workers, tells each the result, and returns the channels to them."""
@@ -219,11 +219,14 @@ def _problem_of(
             str(peer) for n, peer in enumerate(place.workers) if n and n not in arrived
         )
 
-    def say() -> None:
+    def warn() -> None:
         _log.warning("%s waits for %s.", place.name, missing())
 
-    with call_after(_PATIENCE_SECONDS, say), Reception(server, place.num_workers) as reception:
-        for channel, message in reception.arrivals(deadline):
+    with (
+        call_after(_PATIENCE_SECONDS, warn),
+        ConnectionAcceptor(server, place.num_workers) as acceptor,
+    ):
+        for channel, message in acceptor.first_messages(deadline):
             facts = _checked(message, secret)
             if facts is None:  # from a program outside of the job
                 channel.close()
@@ -294,7 +297,7 @@ def _checked(message: Message, secret: str) -> _Facts | None:
 # On the others
 
 
-def _ask(port: int, place: MultiWorker, deadline_seconds: float, secret: str = "") -> Channel:
+def _register(port: int, place: MultiWorker, deadline_seconds: float, secret: str = "") -> Channel:
     """Tells the first worker that this one is there; returns the channel to it."""
     first = place.workers[0]
     deadline = time.monotonic() + deadline_seconds

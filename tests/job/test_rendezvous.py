@@ -13,8 +13,8 @@ import pytest
 
 from distributary.cluster_resolver import multi_worker
 from distributary.errors import ClusterError
-from distributary.job import _meeting
-from distributary.job._meeting import _check, _facts, meet
+from distributary.job import _rendezvous
+from distributary.job._rendezvous import _check, _facts, connect_workers
 from distributary.launch import free_addresses
 
 _SECONDS = 60.0  # more than anything takes
@@ -107,9 +107,9 @@ def places():
 
 @pytest.fixture
 def first(places):
-    """The first worker, which waits for the other: what `meet` returns or raises."""
+    """The first worker, which waits for the other: what `connect_workers` returns or raises."""
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(meet, places[0], _SECONDS)
+        meeting = pool.submit(connect_workers, places[0], _SECONDS)
         yield meeting
     if meeting.exception() is None:
         for connection in meeting.result().values():
@@ -126,7 +126,7 @@ def _connect(place):
 
 
 def _check_they_meet(places, first):
-    others = meet(places[1], _SECONDS)
+    others = connect_workers(places[1], _SECONDS)
     assert [*first.result(_SECONDS)] == [1]
     others[0].close()
 
@@ -163,7 +163,7 @@ def test_a_second_process_that_is_the_same_worker_ends_the_start_and_garbage_doe
     addresses = free_addresses("127.0.0.1", 3)
     first, second, _ = (multi_worker({"worker": addresses}, "worker", i) for i in range(3))
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
-        meeting = pool.submit(meet, first, _SECONDS)
+        meeting = pool.submit(connect_workers, first, _SECONDS)
         lines = [_line(second), _line(second)[:-9] + b"\n", _line(second, check=""), _line(second)]
         for line in lines:
             assert not meeting.done()
@@ -175,15 +175,15 @@ def test_a_second_process_that_is_the_same_worker_ends_the_start_and_garbage_doe
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_worker_says_whom_it_waits_for(number, places, monkeypatch, caplog):
-    monkeypatch.setattr(_meeting, "_PATIENCE_SECONDS", 0.0)
-    said, log = threading.Event(), logging.getLogger(_meeting.__name__)
+    monkeypatch.setattr(_rendezvous, "_PATIENCE_SECONDS", 0.0)
+    said, log = threading.Event(), logging.getLogger(_rendezvous.__name__)
     log.addFilter(show := lambda record: said.set() or True)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         stack.callback(log.removeFilter, show)
-        meeting = pool.submit(meet, places[number], _SECONDS)
+        meeting = pool.submit(connect_workers, places[number], _SECONDS)
         assert said.wait(_SECONDS)
-        monkeypatch.setattr(_meeting, "_PATIENCE_SECONDS", _SECONDS)
-        for channels in (meet(places[1 - number], _SECONDS), meeting.result(_SECONDS)):
+        monkeypatch.setattr(_rendezvous, "_PATIENCE_SECONDS", _SECONDS)
+        for channels in (connect_workers(places[1 - number], _SECONDS), meeting.result(_SECONDS)):
             for channel in channels.values():
                 channel.close()
 
@@ -206,7 +206,7 @@ def test_a_first_worker_that_says_something_else_is_named(places):
         peer = places[0].workers[0]
         server = socket.create_server((peer.host, peer.port))
         with server, ThreadPoolExecutor(1) as pool:
-            meeting = pool.submit(meet, places[1], _SECONDS)
+            meeting = pool.submit(connect_workers, places[1], _SECONDS)
             connection = server.accept()[0]
             with connection, contextlib.suppress(OSError):
                 connection.makefile("rb").readline()
