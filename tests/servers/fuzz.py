@@ -89,7 +89,7 @@ def strange_streams(link):
     frames = list(damaged_frames(1000))
     good = b"".join(encode(Message("identify"), Limits()))
     generator = random.Random(3)
-    with link._channel(link._address) as channel:
+    with link._channel() as channel:
         talk = channel.stream_stream("/distributary.Link/Talk")
 
         def send(i):

@@ -21,7 +21,7 @@ from distributary.errors import CancelledError, DeviceError, InvalidValueError, 
 from distributary.options import RecoveryOptions
 from distributary.servers._copies import CopyOnServers
 from distributary.servers._links import InProcessLink, Link
-from distributary.servers._messages import JSON, Limits, Message
+from distributary.servers._messages import JSON, Message
 from distributary.servers._partitioners import Shard
 from distributary.servers._plans import Update
 from distributary.servers._programs import Program
@@ -236,16 +236,16 @@ class Cluster:
     Args:
         workers: The workers, by number.
         servers: The servers, by number.
-        describe: Describes a function that makes data, so that workers can find it.
         devices_per_worker: Number of devices of each worker.
+        describe: Describes a function that makes data, so that workers can find it.
     """
 
     def __init__(
         self,
         workers: Sequence[Task],
         servers: Sequence[Task],
+        devices_per_worker: int,
         describe: Callable[[Any], JSON],
-        devices_per_worker: int = 1,
     ) -> None:
         self.devices_per_worker = devices_per_worker
         self.workers = workers
@@ -334,9 +334,7 @@ class LocalCluster(Cluster):
         self,
         devices_of_workers: Sequence[Sequence[jax.Device]],
         num_servers: int,
-        limits: Limits | None,
     ) -> None:
-        self._limits = limits
         self._links: weakref.WeakKeyDictionary[InProcessLink, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
         )
@@ -374,7 +372,7 @@ class LocalCluster(Cluster):
         for name in self._starts:
             self.restart(name)
         num_devices = len(devices_of_workers[0])
-        super().__init__(tasks("chief", workers), tasks("chief", servers), describe, num_devices)
+        super().__init__(tasks("chief", workers), tasks("chief", servers), num_devices, describe)
 
     def kill(self, name: str) -> None:
         """Breaks all connections to and from a task, as if its process had been killed.
@@ -425,7 +423,7 @@ class LocalCluster(Cluster):
 
         with self._link_lock:
             service = self._services[target]
-            link = InProcessLink(service, name=target, limits=self._limits, fault=fault)
+            link = InProcessLink(service, name=target, fault=fault)
             self._links[link] = source, target
         return link
 
@@ -444,8 +442,6 @@ def local_cluster(
     workers: int = 2,
     ps: int = 1,
     devices_per_worker: int = 1,
-    *,
-    limits: Limits | None = None,
 ) -> LocalCluster:
     """Starts workers and parameter servers in this process, for `ParameterServerStrategy`.
 
@@ -456,15 +452,13 @@ def local_cluster(
             workers share the first CPU device. With more, each worker gets devices of its own if
             there are enough, in the order of the workers; otherwise all workers share the first
             ones. If JAX has not started yet, this call makes sure that there are enough.
-        limits: If given, messages between the tasks are encoded, checked and decoded as they are
-            between processes.
 
     Raises:
         InvalidValueError: if a number is not positive.
         DeviceError: if JAX has already started with fewer CPU devices than one worker needs.
     """
     check_numbers("local_cluster", workers=workers, ps=ps, devices_per_worker=devices_per_worker)
-    return LocalCluster(_devices_of_workers(workers, devices_per_worker), ps, limits)
+    return LocalCluster(_devices_of_workers(workers, devices_per_worker), ps)
 
 
 def _devices_of_workers(num_workers: int, num_devices: int) -> list[Sequence[jax.Device]]:
