@@ -14,10 +14,9 @@ from distributary.errors import ReplicaMismatchError
 from distributary.servers._certificates import Credentials, make_certificates
 from distributary.servers._grpc import GrpcLink, GrpcServer
 from distributary.servers._links import InProcessLink
-from distributary.servers._messages import Limits, Message
+from distributary.servers._messages import Message
 
 _PEER = Path(__file__).parent / "programs" / "peer.py"
-LIMITS = Limits(max_message_bytes=1 << 24)
 
 
 class OwnError(LookupError):
@@ -46,7 +45,7 @@ class Services:
                 self.go_on.wait()
                 return Message("waited")
             case "huge":
-                return Message("ok", arrays=[np.zeros(1 << 24, np.uint8)])
+                return Message("ok", arrays=[np.zeros(1 << 25, np.uint8)])
             case "own error":
                 raise OwnError("no such row")
             case "mismatch":
@@ -89,8 +88,8 @@ def serve(service):
     with contextlib.ExitStack() as stack:
 
         def start(address="127.0.0.1:0", credentials=None, service=service, **options):
-            options = {"limits": LIMITS, "insecure": credentials is None} | options
-            server = GrpcServer(service, address, credentials, **options)
+            insecure = credentials is None
+            server = GrpcServer(service, address, credentials, insecure=insecure, **options)
             stack.callback(server.close)
             return server.address
 
@@ -102,8 +101,8 @@ def connect(service):
     """A function that returns a link to a task at an address."""
     with contextlib.ExitStack() as stack:
 
-        def start(address, credentials=None, task="ps", limits=LIMITS):
-            link = GrpcLink(address, task, credentials, limits)
+        def start(address, credentials=None, task="ps"):
+            link = GrpcLink(address, task, credentials)
             stack.callback(link.close)
             stack.callback(service.go_on.set)
             return link

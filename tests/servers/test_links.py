@@ -17,8 +17,7 @@ import pytest
 
 from distributary.errors import ClusterError, ReplicaMismatchError
 from distributary.servers._grpc import GrpcLink, GrpcServer
-from distributary.servers._messages import Assembly, Limits, Message, decode, split
-from tests.servers.conftest import LIMITS
+from distributary.servers._messages import Assembly, Message, decode, split
 from tests.servers.frames import damaged_frames
 from tests.servers.message_faults import duplicate, lose_reply, lose_request
 
@@ -98,16 +97,16 @@ def test_who_calls_is_told(link, service, request):
     assert peer.role == ("worker" if "mtls" in request.node.name else "local")
 
 
-def test_messages_beyond_the_limits_are_named(serve, connect):
-    link = connect(serve())
-    strict = connect(serve(limits=Limits(max_message_bytes=1 << 21)))
+def test_messages_beyond_the_limits_are_named(serve, connect, start_peer, monkeypatch):
+    monkeypatch.setattr("distributary.servers._messages.MAX_MESSAGE_BYTES", 1 << 25)
+    link, strict = connect(serve()), connect(start_peer("127.0.0.1:0")[1])
 
-    with pytest.raises(ValueError, match=r"'echo' has \d+ bytes, expected 16777216 or fewer"):
-        link.call(Message("echo", arrays=[np.zeros(1 << 24, np.uint8)]), _SECONDS)
+    with pytest.raises(ValueError, match=r"'echo' has \d+ bytes, expected 33554432 or fewer"):
+        link.call(Message("echo", arrays=[np.zeros(1 << 25, np.uint8)]), _SECONDS)
     with pytest.raises(ValueError, match=r"'ok' has \d+ bytes"):
         link.call(Message("huge"), _SECONDS)
-    with pytest.raises(ValueError, match=r"ps at .* refuses .* expected 2097152 or fewer"):
-        strict.call(Message("echo", arrays=[np.zeros(1 << 22, np.uint8)]), _SECONDS)
+    with pytest.raises(ValueError, match=r"ps at .* refuses .* expected 16777216 or fewer"):
+        strict.call(Message("echo", arrays=[np.zeros(1 << 24, np.uint8)]), _SECONDS)
 
     for one in (link, strict):
         assert one.call(Message("echo", {"i": 1}), _SECONDS).fields == {"i": 1}
@@ -117,7 +116,7 @@ def test_chunks_are_put_together_again():
     full = (1 << 20) + (1 << 14)
     contents = [random.randbytes(n) for n in (5, 3 * full, 0, full - 5, 7)]
     chunks = list(split(7, contents))
-    assembly = Assembly(Limits())
+    assembly = Assembly()
 
     *parts, (number, message) = [assembly.add(chunk) for chunk in chunks]
 
@@ -129,7 +128,7 @@ def test_chunks_are_put_together_again():
 
 
 def test_a_chunk_in_the_middle_of_another_message_is_refused():
-    assembly = Assembly(Limits())
+    assembly = Assembly()
     (first, *_), (other, *_) = (list(split(number, [bytes(2 << 20)])) for number in (1, 2))
     assembly.add(first)
 
@@ -255,17 +254,18 @@ def test_a_connection_that_breaks_in_the_middle_of_a_message(service, serve, con
 
 
 def _is_refused(chunks):
-    assembly = Assembly(LIMITS)
+    assembly = Assembly()
     try:
         for chunk in chunks:
             if (complete := assembly.add(chunk)) is not None:
-                decode(complete[1], LIMITS)
+                decode(complete[1])
     except ValueError:
         return True
     return False
 
 
-def test_damaged_frames_leave_a_server_as_it_was(start_peer, connect):
+def test_damaged_frames_leave_a_server_as_it_was(start_peer, connect, monkeypatch):
+    monkeypatch.setattr("distributary.servers._messages.MAX_MESSAGE_BYTES", 1 << 24)
     process, address = start_peer("127.0.0.1:0")
     statistics = psutil.Process(process.pid)
     with grpc.insecure_channel(address) as channel:

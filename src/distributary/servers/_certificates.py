@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-__all__ = [
-    "CERTIFICATES_VARIABLE",
-    "ROLES",
-    "Credentials",
-    "credentials_of",
-    "make_certificates",
-    "name_of_role",
-    "role_of_names",
-    "secret_of_this_process",
-]
 
 CERTIFICATES_VARIABLE: Final = "DISTRIBUTARY_CERTS"
 ROLES: Final = ("chief", "worker", "ps")

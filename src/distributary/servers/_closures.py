@@ -77,8 +77,6 @@ from distributary.values import PerReplica
 if TYPE_CHECKING:
     from distributary.servers._per_worker import Feed, RemoteSource
 
-__all__ = ["ClosureTrace", "Plan", "Source", "current_trace", "plan_of", "share_rows"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

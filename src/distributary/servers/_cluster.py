@@ -47,8 +47,6 @@ from distributary.topology import (
 )
 from distributary.tracing import Handle
 
-__all__ = ["Cluster", "LocalCluster", "Session", "check_numbers", "local_cluster"]
-
 _PIECE_BYTES = 1 << 26
 _NUM_REMEMBERED = 4096
 

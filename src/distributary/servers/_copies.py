@@ -17,8 +17,6 @@ from distributary.servers._messages import JSON, Message
 from distributary.servers._partitioners import Shard
 from distributary.servers._sessions import ServerLink, call_all
 
-__all__ = ["Copies", "CopyOnServers", "frozen"]
-
 _TOKEN = "token"
 
 

@@ -38,7 +38,6 @@ from distributary.servers._messages import (
     MAX_CHUNK_BYTES,
     Assembly,
     Buffer,
-    Limits,
     Message,
     WireError,
     decode,
@@ -49,7 +48,6 @@ from distributary.servers._messages import (
 if TYPE_CHECKING:
     import grpc
 
-__all__ = ["GrpcLink", "GrpcServer"]
 
 _SERVICE, _TALK = "distributary.Link", "Talk"
 # gRPC has one code for all failures to connect.
@@ -92,7 +90,6 @@ class GrpcLink(Link):
         address: `"host:port"` of the task.
         task: Name of the task, such as `"ps 0"`. The certificate of the task must be for this role.
         credentials: Credentials of this task; None to connect to any program that listens there.
-        limits: Limits of messages in both directions.
 
     Raises:
         MissingPackageError: if grpcio is not installed.
@@ -103,17 +100,15 @@ class GrpcLink(Link):
         address: str,
         task: str,
         credentials: Credentials | None = None,
-        limits: Limits | None = None,
     ) -> None:
         super().__init__(f"{task} at {address}")
         self._grpc = _import_grpc()
         self._address = address
         self._role = task.partition(" ")[0]
         self._credentials = credentials
-        self._limits = limits or Limits()
 
     def _encode(self, message: Message) -> list[Buffer]:
-        return encode(message, self._limits)
+        return encode(message)
 
     def _converse(self, connection: Connection) -> Exception:
         def chunks() -> Iterator[bytes]:
@@ -125,7 +120,7 @@ class GrpcLink(Link):
             call = channel.stream_stream(f"/{_SERVICE}/{_TALK}")(chunks())
             connection.cancel_at_end(call.cancel)
             try:
-                for number, reply in _messages(call, self._limits):
+                for number, reply in _messages(call):
                     connection.reply(number, reply)
                 reason = "it has ended the connection"
             except WireError as error:
@@ -161,13 +156,13 @@ class GrpcLink(Link):
         return self._grpc.secure_channel(self._address, credentials, (*_CLIENT_OPTIONS, name))
 
 
-def _messages(chunks: Iterable[bytes], limits: Limits) -> Iterator[tuple[int, Message]]:
+def _messages(chunks: Iterable[bytes]) -> Iterator[tuple[int, Message]]:
     """Yields the messages in chunks, with their numbers; raises `WireError`."""
-    assembly = Assembly(limits)
+    assembly = Assembly()
     for chunk in chunks:
         if (complete := assembly.add(chunk)) is not None:
             number, buffer = complete
-            yield number, decode(buffer, limits)
+            yield number, decode(buffer)
 
 
 @final
@@ -181,7 +176,6 @@ class GrpcServer:
         address: `"host:port"`, the only address to listen at. Port 0 takes a free port.
         credentials: Credentials of this task: only peers with a certificate of the same authority
             can connect. Those from a secret are enough on a loopback address.
-        limits: Limits of messages in both directions.
         max_links: Maximum number of links; any further ones are refused.
         insecure: Allows addresses other than loopback without certificates, and all addresses
             without credentials. Anyone who reaches the address can then read and write everything.
@@ -199,14 +193,12 @@ class GrpcServer:
         service: Service,
         address: str,
         credentials: Credentials | None = None,
-        limits: Limits | None = None,
         *,
         max_links: int = 256,
         insecure: bool = False,
     ) -> None:
         self._grpc = _import_grpc()
         self._service = service
-        self._limits = limits or Limits()
         self._is_insecure = credentials is None
         try:
             host, ip_address, port = _resolve(address)
@@ -270,7 +262,7 @@ class GrpcServer:
         if not self._places.acquire(blocking=False):  # only tasks of the job take places
             context.abort(self._grpc.StatusCode.RESOURCE_EXHAUSTED, "All links are in use.")
         try:
-            for number, request in _messages(chunks, self._limits):
+            for number, request in _messages(chunks):
                 yield from split(number, self._reply(request, peer))
         except WireError as error:
             context.abort(self._grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -279,9 +271,9 @@ class GrpcServer:
 
     def _reply(self, request: Message, peer: Peer) -> list[Buffer]:
         try:
-            return encode(answer(self._service, request, peer), self._limits)
+            return encode(answer(self._service, request, peer))
         except WireError as error:
-            return encode(error_reply(error), self._limits)
+            return encode(error_reply(error))
 
     def _peer(self, context: "grpc.ServicerContext") -> Peer:
         if self._is_insecure:

@@ -24,22 +24,6 @@ from distributary.dispatch import start_thread
 from distributary.errors import DistributaryError
 from distributary.servers._messages import JSON, Message, WireError
 
-__all__ = [
-    "LOCAL",
-    "Connection",
-    "ConnectionLostError",
-    "DeadlineError",
-    "InProcessLink",
-    "Link",
-    "Peer",
-    "RefusedError",
-    "Service",
-    "UnauthenticatedError",
-    "answer",
-    "error_reply",
-    "exception_of",
-]
-
 _ERROR_KIND = "error"  # a kind of reply that services do not use
 _MAX_ERROR_CHARACTERS = 20_000
 _NUM_PARTS = 4  # in which the time for a reply is measured; see `Link.call`

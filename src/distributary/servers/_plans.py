@@ -13,8 +13,6 @@ from typing import TypeAlias, final
 from distributary.servers._table_rows import RowPlan
 from distributary.servers.passes import UpdatedRows
 
-__all__ = ["Origin", "Push", "Update", "WorkerPlan"]
-
 #: The origin of an input of a program: a kind and a number; see `WorkerPlan.inputs`.
 Origin: TypeAlias = tuple[str, int]
 

@@ -25,15 +25,6 @@ from distributary.servers._permissions import IDENTIFY
 from distributary.servers._sessions import Task
 from distributary.servers._sources import ScriptEndError, describe, is_reimporting
 
-__all__ = [
-    "CONNECT_VARIABLE",
-    "cluster_of",
-    "connect",
-    "connect_seconds",
-    "grpc_task",
-    "tasks_of",
-]
-
 _log = logging.getLogger(__name__)
 
 CONNECT_VARIABLE: Final = "DISTRIBUTARY_CONNECT_SECONDS"

@@ -23,8 +23,6 @@ from distributary.servers._server import Server
 from distributary.servers._sources import UnknownMakerError, as_maker
 from distributary.servers._statistics import METRICS_VARIABLE
 
-__all__ = ["RayCluster", "ray_cluster"]
-
 _VARIABLES: Final = (CERTIFICATES_VARIABLE, CONNECT_VARIABLE, METRICS_VARIABLE, TOKEN_VARIABLE)
 
 

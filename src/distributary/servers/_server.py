@@ -30,8 +30,6 @@ from distributary.servers._statistics import MetricsServer, lines_of, metrics_se
 from distributary.servers._worker import new_service
 from distributary.topology import backends_started, prepare_local_devices
 
-__all__ = ["Server", "ServerDef"]
-
 _log = logging.getLogger(__name__)
 
 _LINKS_PER_TASK = 8

@@ -25,20 +25,6 @@ from distributary.servers._links import (
 )
 from distributary.servers._messages import Message
 
-__all__ = [
-    "Heartbeat",
-    "ServerLink",
-    "SessionId",
-    "SessionLink",
-    "SessionLostError",
-    "SessionService",
-    "Task",
-    "Tenant",
-    "call_all",
-    "hello",
-    "new_session",
-]
-
 SessionId: TypeAlias = list[Any]  # nanoseconds, random text: the larger one is newer
 
 # How long to try to reach a server again; the second if its machine says that no process listens.

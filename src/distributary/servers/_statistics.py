@@ -12,16 +12,6 @@ from typing import Any, Final, final
 from distributary.dispatch import start_thread
 from distributary.errors import InvalidValueError
 
-__all__ = [
-    "METRICS_VARIABLE",
-    "CoordinatorStatistics",
-    "ServerStatistics",
-    "Tally",
-    "WorkerStatistics",
-    "lines_of",
-    "metrics_server",
-]
-
 _log = logging.getLogger(__name__)
 
 METRICS_VARIABLE: Final = "DISTRIBUTARY_METRICS_PORT"

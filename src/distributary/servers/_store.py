@@ -23,8 +23,6 @@ from distributary.servers._table_rows import (
 )
 from distributary.servers.passes import UpdatedRows
 
-__all__ = ["ParameterServer"]
-
 
 @final
 class ParameterServer(Tenant):

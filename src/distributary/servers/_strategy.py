@@ -42,8 +42,6 @@ from distributary.variables import (
     neighbor,
 )
 
-__all__ = ["ParameterServerStrategy"]
-
 
 def _steps_of_model(model: Any, kind: str, strategy: Any) -> Callable[..., Any]:
     from distributary.servers._keras_steps import ServerSteps

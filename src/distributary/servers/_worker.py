@@ -23,8 +23,6 @@ from distributary.servers._statistics import Tally
 from distributary.servers._store import ParameterServer
 from distributary.servers._table_rows import FoundRows
 
-__all__ = ["Worker", "new_service"]
-
 # Limits of one `run`, which can exceed them by one closure.
 _MAX_SECONDS = 0.1
 _MAX_RESULT_BYTES = 1 << 24

@@ -23,8 +23,6 @@ from distributary.servers._queue import Closure, ClosureQueue
 from distributary.servers._sessions import Heartbeat, SessionLink, hello
 from distributary.servers._statistics import Tally, WorkerStatistics
 
-__all__ = ["Key", "Workers"]
-
 #: The subject of a message: `("source", number)` or `("function", number)`.
 Key: TypeAlias = tuple[str, int]
 

@@ -36,8 +36,6 @@ from distributary.rows import row_operands, rows_between, with_rows
 from distributary.servers.passes._row_flow import Atom, aval_of
 from distributary.tracing import Array, Equation, Jaxpr, jaxpr_of, without_calls
 
-__all__ = ["in_parts"]
-
 
 def in_parts(
     jaxpr: Jaxpr, inputs: Mapping[int, Sequence[int]], outputs: Mapping[int, Sequence[int]]

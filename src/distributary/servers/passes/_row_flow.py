@@ -21,8 +21,6 @@ from jax.extend.core import Literal, Var
 from distributary.rows import adds_rows, row_operands, rows_between, takes_rows
 from distributary.tracing import Equation, Jaxpr, variables_of
 
-__all__ = ["Atom", "RowFlow", "RowUse", "aval_of"]
-
 Atom: TypeAlias = Var | Literal
 _DATA = "it is combined with data"
 

@@ -77,19 +77,6 @@ from distributary.tracing import (
     variables_of,
 )
 
-__all__ = [
-    "Lookup",
-    "RowBuffer",
-    "RowSpace",
-    "RowSplit",
-    "RowUpdate",
-    "SparseUpdate",
-    "UpdatedRows",
-    "bucket_of",
-    "rows_of",
-    "rows_of_update",
-]
-
 SparseUpdate = Literal["exact", "lazy"]
 #: The number of a space, and a row there: that of row 0 of a table.
 SpaceRow: TypeAlias = tuple[int, int]

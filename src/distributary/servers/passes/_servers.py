@@ -54,8 +54,6 @@ from distributary.tracing import (
     without_calls,
 )
 
-__all__ = ["ServerPart", "ServerSplit", "StepInput", "closed_part", "split_over_servers"]
-
 # Stands in for the number of a server, for values that the worker returns or computes with.
 _WORKER = -1
 _DATA = ("data", "replicas", "argument")
