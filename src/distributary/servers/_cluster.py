@@ -27,8 +27,8 @@ from distributary.servers._plans import Update
 from distributary.servers._programs import Program
 from distributary.servers._sessions import (
     Heartbeat,
-    ServerLink,
     SessionId,
+    SessionLink,
     SessionService,
     Task,
     call_all,
@@ -75,7 +75,9 @@ class Session:
         self.describe = cluster.describe
         self.options = options
         self.id = session
-        self.server_links = [ServerLink(server, session) for server in self.servers]
+        self.server_links = [
+            SessionLink(server, session, is_server=True) for server in self.servers
+        ]
         self._heartbeats: list[Heartbeat] = []
         self._on_end: Callable[[Exception], None] = lambda error: None
         self.at_rest: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -101,7 +103,8 @@ class Session:
         self._on_end = on_end
         self.at_rest = at_rest
         self._heartbeats = [
-            Heartbeat(ServerLink(server, self.id), seconds, on_end) for server in self.servers
+            Heartbeat(SessionLink(server, self.id, is_server=True), seconds, on_end)
+            for server in self.servers
         ]
 
     def add_updates(self, updates: Mapping[int, tuple[Update, Program]]) -> None:
@@ -195,7 +198,7 @@ class Session:
 
     def _new_copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
         shards = {name: _shards_of(variable) for name, variable in variables.items()}
-        connect = lambda server: ServerLink(self.servers[server], self.id)
+        connect = lambda server: SessionLink(self.servers[server], self.id, is_server=True)
         return CopyOnServers(next(self._copy_numbers), shards, connect)
 
     def shards_of(self, handle: Handle) -> list[Shard]:

@@ -17,7 +17,7 @@ from distributary.servers._nests import leaves_of, nest_of, shapes_of
 from distributary.servers._per_worker import Peekable
 from distributary.servers._plans import Origin, Push, WorkerPlan
 from distributary.servers._programs import ProgramCache
-from distributary.servers._sessions import ServerLink, SessionId, SessionService, Task, Tenant
+from distributary.servers._sessions import SessionId, SessionLink, SessionService, Task, Tenant
 from distributary.servers._sources import UnknownMakerError
 from distributary.servers._statistics import Tally
 from distributary.servers._store import ParameterServer
@@ -106,7 +106,7 @@ def new_service(
     def make(session: SessionId) -> Tenant:
         if task_type == "ps":
             return ParameterServer(number)
-        links = [ServerLink(server, session) for server in servers()]
+        links = [SessionLink(server, session, is_server=True) for server in servers()]
         return Worker(number, links, find, devices())
 
     return SessionService(f"{task_type} {number}", make)
@@ -147,7 +147,7 @@ class Worker(Tenant):
     def __init__(
         self,
         number: int,
-        links: list[ServerLink],
+        links: list[SessionLink],
         find: Callable[[JSON], Callable[[], Any]],
         devices: Sequence[jax.Device],
     ) -> None:
