@@ -31,8 +31,8 @@ from distributary.servers._certificates import ROLES, Credentials
 from distributary.servers._messages import Message
 from distributary.servers._plans import Update
 from distributary.servers._programs import export_function
+from distributary.servers._rows import UpdatedRows
 from distributary.servers._sessions import hello, new_session
-from distributary.servers.passes import UpdatedRows
 from tests.servers.conftest import Reply
 from tests.servers.fuzz import strange_messages, strange_streams
 

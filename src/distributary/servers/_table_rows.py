@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from distributary.errors import InvalidValueError
 from distributary.servers._messages import aligned_empty
-from distributary.servers.passes import RowSpace, UpdatedRows, bucket_of
+from distributary.servers._rows import RowSpace, UpdatedRows, bucket_of
 
 
 @final

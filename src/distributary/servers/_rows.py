@@ -64,8 +64,8 @@ from jax.extend.core import ClosedJaxpr, Var
 from jax.lax import GatherScatterMode
 
 from distributary.rows import bind_rows, numbers_of_other_rows, row_operands
-from distributary.servers.passes._row_flow import Atom, RowFlow, RowUse, aval_of
-from distributary.servers.passes._servers import ServerPart, ServerSplit, closed_part
+from distributary.servers._row_flow import RowFlow, RowUse
+from distributary.servers._split import Atom, ServerPart, ServerSplit, aval_of, closed_part
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import (
     Array,

@@ -33,7 +33,7 @@ from jax import lax
 from jax.extend.core import Literal, Var
 
 from distributary.rows import row_operands, rows_between, with_rows
-from distributary.servers.passes._row_flow import Atom, aval_of
+from distributary.servers._split import Atom, aval_of
 from distributary.tracing import Array, Equation, Jaxpr, jaxpr_of, without_calls
 
 
