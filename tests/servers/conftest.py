@@ -14,11 +14,9 @@ from distributary.errors import ReplicaMismatchError
 from distributary.servers._certificates import Credentials, make_certificates
 from distributary.servers._grpc import GrpcLink, GrpcServer
 from distributary.servers._links import InProcessLink
-from distributary.servers._messages import Limits, Message
-from distributary.servers._token import Token
+from distributary.servers._messages import Message
 
 _PEER = Path(__file__).parent / "programs" / "peer.py"
-LIMITS = Limits(max_message_bytes=1 << 24)
 
 
 class OwnError(LookupError):
@@ -47,7 +45,7 @@ class Services:
                 self.go_on.wait()
                 return Message("waited")
             case "huge":
-                return Message("ok", arrays=[np.zeros(1 << 24, np.uint8)])
+                return Message("ok", arrays=[np.zeros(1 << 25, np.uint8)])
             case "own error":
                 raise OwnError("no such row")
             case "mismatch":
@@ -58,6 +56,16 @@ class Services:
                 raise TimeoutError("too slow")
             case _:
                 raise ValueError(f"what is {message.kind!r}?")
+
+
+class Reply:
+    """A service that replies to everything with the same fields."""
+
+    def __init__(self, **fields):
+        self._fields = fields
+
+    def handle(self, message, peer):
+        return Message("ok", self._fields)
 
 
 @pytest.fixture(scope="session")
@@ -74,24 +82,63 @@ def service():
     service.go_on.set()
 
 
-@pytest.fixture(params=["objects", "frames", "grpc", "mtls"])
-def link(request, service):
-    """A link to `service`, by each of the transports."""
+@pytest.fixture
+def serve(service):
+    """A function that serves `service`, or another one, and returns the address."""
     with contextlib.ExitStack() as stack:
-        if request.param in ("objects", "frames"):
-            limits = LIMITS if request.param == "frames" else None
-            link = InProcessLink(service, name="ps 0", limits=limits)
-        else:
-            own = other = Token.new()
-            if request.param == "mtls":
-                folder = request.getfixturevalue("certificates")
-                own, other = Credentials.load(folder, "worker"), Credentials.load(folder, "ps")
-            server = GrpcServer(service, "127.0.0.1:0", other, LIMITS, task="ps")
+
+        def start(address="127.0.0.1:0", credentials=None, service=service, **options):
+            insecure = credentials is None
+            server = GrpcServer(service, address, credentials, insecure=insecure, **options)
             stack.callback(server.close)
-            link = GrpcLink(server.address, "ps", own, LIMITS)
-        stack.callback(service.go_on.set)
-        stack.callback(link.close)
-        yield link
+            return server.address
+
+        yield start
+
+
+@pytest.fixture
+def connect(service):
+    """A function that returns a link to a task at an address."""
+    with contextlib.ExitStack() as stack:
+
+        def start(address, credentials=None, task="ps"):
+            link = GrpcLink(address, task, credentials)
+            stack.callback(link.close)
+            stack.callback(service.go_on.set)
+            return link
+
+        yield start
+
+
+@pytest.fixture
+def faults():
+    """What happens to the next requests of `link_in_process`, instead of `deliver(message)`."""
+    return []
+
+
+@pytest.fixture
+def link_in_process(service, faults):
+    def fault(message, deliver):
+        return faults.pop(0)(message, deliver) if faults else deliver(message)
+
+    link = InProcessLink(service, name="ps 0", fault=fault)
+    yield link
+    service.go_on.set()
+    link.close()
+
+
+@pytest.fixture(params=["objects", "grpc", "mtls"])
+def link(request, serve, connect):
+    """A link to `service`, by each of the transports."""
+    match request.param:
+        case "objects":
+            return request.getfixturevalue("link_in_process")
+        case "grpc":
+            return connect(serve())
+        case "mtls":
+            folder = request.getfixturevalue("certificates")
+            address = serve(credentials=Credentials.load(folder, "ps"))
+            return connect(address, Credentials.load(folder, "worker"))
 
 
 @pytest.fixture

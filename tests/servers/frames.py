@@ -5,7 +5,7 @@ import random
 import ml_dtypes
 import numpy as np
 
-from distributary.servers._messages import Limits, Message, encode
+from distributary.servers._messages import Message, encode
 
 
 def damaged_frames(num_frames):
@@ -17,7 +17,7 @@ def damaged_frames(num_frames):
         [np.ones((2, 3), np.float32), np.array([True, False]), np.ones(1, ml_dtypes.bfloat16)],
         [b"program"],
     )
-    frame = b"".join(encode(message, Limits()))
+    frame = b"".join(encode(message))
     for i in range(num_frames):
         if i % 4 == 0:
             yield generator.randbytes(i % 97)

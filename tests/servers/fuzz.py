@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.servers._messages import Limits, Message, encode, split
+from distributary.servers._messages import Message, encode, split
 from distributary.servers._programs import export_jaxpr
 from tests.servers.frames import damaged_frames
 
@@ -87,9 +87,9 @@ def strange_streams(link):
     """A function that sends the i-th input, and returns whether the task has refused it."""
     grpc = link._grpc
     frames = list(damaged_frames(1000))
-    good = b"".join(encode(Message("identify"), Limits()))
+    good = b"".join(encode(Message("identify")))
     generator = random.Random(3)
-    with link._channel(link._address) as channel:
+    with link._channel() as channel:
         talk = channel.stream_stream("/distributary.Link/Talk")
 
         def send(i):

@@ -1,122 +1,202 @@
-"""Only tasks of the job, in their role, are heard."""
+"""Only tasks of the job, in their role, are heard: with certificates, or with a secret."""
 
+import contextlib
 import datetime
+import socket
 import stat
 
 import pytest
 from cryptography import x509
 
+import distributary as dist
+from distributary.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy
 from distributary.errors import ClusterError, InvalidValueError
+from distributary.launch import free_addresses
 from distributary.servers._certificates import ROLES, Credentials, make_certificates
-from distributary.servers._grpc import GrpcLink, GrpcServer
-from distributary.servers._links import ConnectionLostError
-from distributary.servers._messages import Message
-from distributary.servers._token import credentials_of
 from distributary.tools.cli import main
 
-_SECONDS = 60.0
+_VARIABLES = ("DISTRIBUTARY_CERTS", "DISTRIBUTARY_TOKEN", "TF_CONFIG")
+_SECRET, _OTHER_SECRET = "this is the secret of the job", "another job's secret"
+
+
+@pytest.fixture(scope="module")
+def folders(certificates, tmp_path_factory):
+    """Certificates of the job, of another authority, and those that have expired."""
+    others, expired = (tmp_path_factory.mktemp(name) for name in ("others", "expired"))
+    make_certificates(others)
+    start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=2)
+    make_certificates(expired, num_days=1, start=start)
+    return {"job": certificates, "others": others, "expired": expired}
 
 
 @pytest.fixture
-def server(service, certificates):
-    server = GrpcServer(service, "127.0.0.1:0", Credentials.load(certificates, "ps"))
-    yield server
-    server.close()
+def environment(folders, monkeypatch):
+    """A function that sets the credentials of the tasks that are started next."""
+    monkeypatch.setattr("distributary.servers._certificates._secrets", [])
+
+    def use(certificates=None, secret=None):
+        values = certificates and str(folders[certificates]), secret, "{}"
+        for name, value in zip(_VARIABLES, values, strict=True):
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+
+    return use
 
 
-def _call(address, role, credentials):
-    link = GrpcLink(address, role, credentials)
-    try:
-        return link.call(Message("echo"), _SECONDS)
-    finally:
-        link.close()
+@pytest.fixture
+def start():
+    """A function that starts a worker and a server, and returns their cluster."""
+    with contextlib.ExitStack() as stack:
+
+        def start_tasks(host="127.0.0.1", task_types=("worker", "ps"), **options):
+            addresses = [a.replace("127.0.0.1", host) for a in free_addresses("127.0.0.1", 2)]
+            spec = {"worker": addresses[:1], "ps": addresses[1:]}
+            for task_type in task_types:
+                stack.callback(dist.Server(spec, task_type, **options)._close)
+            return spec
+
+        yield start_tasks
 
 
-@pytest.fixture(scope="module")
-def strangers(tmp_path_factory):
-    """Certificates of another authority."""
-    folder = tmp_path_factory.mktemp("strangers")
-    make_certificates(folder)
-    return folder
+def _train(spec):
+    strategy = ParameterServerStrategy(SimpleClusterResolver(ClusterSpec(spec)))
+    with contextlib.closing(strategy._cluster):
+        with strategy.scope():
+            variable = dist.Variable(1.0)
+        ClusterCoordinator(strategy).schedule(lambda: variable.assign_add(2.0)).get()
+        return variable.numpy()
 
 
-@pytest.fixture(scope="module")
-def expired(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("expired")
-    start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=2)
-    make_certificates(folder, num_days=1, start=start)
-    return folder
+@pytest.mark.parametrize(
+    ("of_tasks", "of_chief"),
+    [
+        ({"secret": _SECRET}, {"secret": _SECRET}),
+        ({"certificates": "job", "secret": _SECRET}, {"certificates": "job"}),
+    ],
+)
+def test_tasks_with_equal_credentials_make_a_job(of_tasks, of_chief, environment, start):
+    environment(**of_tasks)
+    spec = start()
+    environment(**of_chief)
+
+    assert _train(spec) == 3
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_the_role_of_the_caller_is_known(role, server, service, certificates):
-    _call(server.address, "ps", Credentials.load(certificates, role))
+@pytest.mark.parametrize(
+    ("of_tasks", "of_chief", "reason"),
+    [
+        ({"secret": _SECRET}, {}, "Socket closed"),
+        ({"secret": _SECRET}, {"secret": _OTHER_SECRET}, "handshake failed"),
+        ({"secret": _SECRET}, {"certificates": "job"}, "handshake failed"),
+        ({"certificates": "job"}, {}, "Socket closed"),
+        ({"certificates": "job"}, {"secret": _SECRET}, "handshake failed"),
+        ({"certificates": "job"}, {"certificates": "others"}, "handshake failed"),
+        ({"certificates": "expired"}, {"certificates": "expired"}, "certificate has expired"),
+    ],
+)
+def test_strangers_are_refused_at_once(of_tasks, of_chief, reason, environment, start):
+    environment(**of_tasks)
+    spec = start()
+    environment(**of_chief)
 
-    (peer,) = service.peers
-    assert peer.role == role
-    assert peer.identity.startswith(f"{role} at ipv4:127.0.0.1:")
+    with pytest.raises(ClusterError, match=rf"No connection to .*{reason}.* Start all tasks") as e:
+        _train(spec)
 
-
-def test_strangers_are_refused(server, service, certificates, strangers):
-    stranger, member = (Credentials.load(f, "worker") for f in (strangers, certificates))
-    both = Credentials(member.ca, stranger.certificate, stranger.key)
-
-    for credentials in (None, stranger, both):
-        with pytest.raises(ConnectionLostError, match=f"No connection to ps at {server.address}"):
-            _call(server.address, "ps", credentials)
-
-    assert service.handled == []
-    _call(server.address, "ps", member)
-
-
-def test_a_server_in_another_role_is_refused(server, service, certificates):
-    with pytest.raises(ConnectionLostError, match="certificate must be that of role 'chief'"):
-        _call(server.address, "chief", Credentials.load(certificates, "worker"))
-
-    assert service.handled == []
+    assert _SECRET not in str(e.value)
+    environment(**of_tasks)
+    if "expired" not in of_tasks.values():
+        assert _train(spec) == 3
 
 
-def test_a_server_without_certificate_is_refused(service, certificates):
-    server = GrpcServer(service, "127.0.0.1:0", insecure=True)
-    try:
-        with pytest.raises(ConnectionLostError, match="UNAVAILABLE"):
-            _call(server.address, "ps", Credentials.load(certificates, "worker"))
-    finally:
-        server.close()
+@pytest.mark.parametrize("of_chief", [{"secret": _SECRET}, {"certificates": "job"}])
+def test_a_program_that_proves_nothing_gets_nothing(of_chief, environment, start):
+    environment()
+    spec = start(insecure=True)
+    environment(**of_chief)
 
-    assert service.handled == []
-
-
-def test_expired_certificates_are_refused(service, expired):
-    server = GrpcServer(service, "127.0.0.1:0", Credentials.load(expired, "ps"))
-    try:
-        with pytest.raises(ConnectionLostError, match="certificate has expired"):
-            _call(server.address, "ps", Credentials.load(expired, "worker"))
-    finally:
-        server.close()
-
-    assert service.handled == []
+    with pytest.raises(ClusterError, match=r"No connection to .*handshake failed"):
+        _train(spec)
 
 
-def test_with_certificates_any_address_may_be_listened_at(service, certificates):
-    server = GrpcServer(service, "0.0.0.0:0", Credentials.load(certificates, "ps"))
-    try:
-        address = server.address.replace("0.0.0.0", "127.0.0.1")
-        _call(address, "ps", Credentials.load(certificates, "chief"))
-    finally:
-        server.close()
+@pytest.mark.parametrize("credentials", [{"secret": _SECRET}, {"certificates": "job"}])
+def test_a_server_in_another_role_is_refused(credentials, environment, start):
+    environment(**credentials)
+    spec = start()
 
-    assert service.handled == [None]
+    with pytest.raises(ClusterError, match=r"No connection to \w+ 0.*Verification .*here of the r"):
+        _train({"worker": spec["ps"], "ps": spec["worker"]})
 
 
-def test_a_program_in_between_may_pass_calls_on(server, service, certificates, impostor):
-    address = impostor("127.0.0.2", server.address)
+def test_a_program_in_between_may_pass_on_what_it_cannot_read(environment, start, impostor):
+    environment(secret=_SECRET)
+    spec = start()
 
-    reply = _call(address, "ps", Credentials.load(certificates, "worker"))
+    assert _train({task: [impostor("127.0.0.2", *own)] for task, own in spec.items()}) == 3
 
-    assert reply.kind == "echo"
-    (peer,) = service.peers
-    assert peer.role == "worker"
+
+def test_a_stranger_at_another_address_of_localhost_gets_nothing(environment, start):
+    environment(secret=_SECRET)
+    spec = start("localhost")
+    port = int(spec["ps"][0].partition(":")[2])
+
+    with socket.create_server(("::1", port), family=socket.AF_INET6) as stranger:
+        stranger.listen()
+
+        assert _train(spec) == 3
+
+
+def test_connections_that_say_nothing_leave_room_for_the_job(environment, start):
+    environment(secret=_SECRET)
+    spec = start()
+    host, port = spec["ps"][0].split(":")
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):  # more than a server has links
+            stack.enter_context(socket.create_connection((host, port)))
+
+        assert _train(spec) == 3
+
+
+@pytest.mark.parametrize(
+    ("host", "credentials", "reason"),
+    [
+        ("127.0.0.1", {}, "without a secret .* need the same DISTRIBUTARY_TOKEN, .* insecure=True"),
+        ("localhost", {}, "without a secret"),
+        ("127.0.0.1", {"secret": "short"}, "DISTRIBUTARY_TOKEN has 5 characters, expected 16 or"),
+        ("0.0.0.0", {}, "without certificates"),
+        ("0.0.0.0", {"secret": _SECRET}, "without certificates would let .* insecure=True"),
+    ],
+)
+def test_a_server_says_which_credentials_it_needs(host, credentials, reason, environment, start):
+    environment(**credentials)
+
+    with pytest.raises(ClusterError, match=reason):
+        start(host, ["ps"])
+
+
+@pytest.mark.parametrize(
+    ("credentials", "insecure"), [({"certificates": "job"}, False), ({}, True)]
+)
+def test_with_certificates_any_address_may_be_listened_at(
+    credentials, insecure, environment, start
+):
+    environment(**credentials)
+    spec = start("0.0.0.0", insecure=insecure)
+
+    near = {task: [own[0].replace("0.0.0.0", "127.0.0.1")] for task, own in spec.items()}
+    assert _train(near) == 3
+
+
+def test_missing_certificates_are_named(environment, folders, start, tmp_path, monkeypatch):
+    monkeypatch.setitem(folders, "none", tmp_path)
+    environment("none")
+
+    with pytest.raises(ClusterError, match=r"role 'ps' cannot be read: .*ca\.pem.* certs --out"):
+        start(task_types=["ps"])
+    assert "PRIVATE" not in repr(Credentials.load(folders["job"], "ps"))
 
 
 def test_the_command_makes_files_that_only_their_owner_reads(tmp_path, capsys):
@@ -127,50 +207,31 @@ def test_the_command_makes_files_that_only_their_owner_reads(tmp_path, capsys):
     assert code == 0
     names = {path.name for path in folder.iterdir()}
     assert names == {"ca.pem", *(f"{role}.{end}" for role in ROLES for end in ("pem", "key"))}
-    assert {path.name for path in map(type(folder), capsys.readouterr().out.split())} == names
+    captured = capsys.readouterr()
+    assert {path.name for path in map(type(folder), captured.out.split())} == names
+    assert f"export DISTRIBUTARY_CERTS={folder}  # for every" in captured.err
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     certificate = x509.load_pem_x509_certificate((folder / "worker.pem").read_bytes())
     extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    assert [str(name.value) for name in extension.value] == [
-        "worker.distributary",
-        "ps-0.jobs",
-        "10.0.0.1",
-    ]
+    expected = ["worker.distributary", "ps-0.jobs", "10.0.0.1"]
+    assert [str(name.value) for name in extension.value] == expected
     left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert datetime.timedelta(days=2.9) < left < datetime.timedelta(days=3)
 
 
-def test_impossible_values_are_named(tmp_path, capsys):
+def test_the_command_names_impossible_values_and_writes_over_nothing(
+    tmp_path, certificates, capsys
+):
+    before = (certificates / "ps.key").read_bytes()
+
     assert main(["certs", "--out", str(tmp_path / "new"), "--hosts", "a b"]) == 1
+    assert main(["certs", "--out", str(certificates)]) == 1
 
     error = capsys.readouterr().err
     assert "distributary certs: 'a b' is neither a host name nor an IP address" in error
+    assert "ca.pem exists. All certificates of a job are made together" in error
+    assert (certificates / "ps.key").read_bytes() == before
     with pytest.raises(InvalidValueError, match="the number of days is 0, expected 1 or more"):
         make_certificates(tmp_path / "new", num_days=0)
     assert not (tmp_path / "new").exists()
-
-
-def test_the_next_step_is_said(tmp_path, capsys):
-    assert main(["certs", "--out", str(tmp_path / "new")]) == 0
-
-    assert f"export DISTRIBUTARY_CERTS={tmp_path / 'new'}  # for every" in capsys.readouterr().err
-
-
-def test_files_are_not_written_over(certificates, capsys):
-    before = (certificates / "ps.key").read_bytes()
-
-    assert main(["certs", "--out", str(certificates)]) == 1
-
-    assert "ca.pem exists. All certificates of a job are made together" in capsys.readouterr().err
-    assert (certificates / "ps.key").read_bytes() == before
-
-
-def test_the_folder_comes_from_the_environment(certificates, tmp_path):
-    found = credentials_of("ps", {"DISTRIBUTARY_CERTS": str(certificates)})
-
-    assert found == Credentials.load(certificates, "ps")
-    assert "PRIVATE" not in repr(found)
-    assert credentials_of("ps", {}) is None
-    with pytest.raises(ClusterError, match=r"role 'ps' cannot be read: .*ca\.pem.* certs --out"):
-        credentials_of("ps", {"DISTRIBUTARY_CERTS": str(tmp_path)})

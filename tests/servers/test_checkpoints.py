@@ -15,8 +15,6 @@ from distributary.checkpoint._commit import sealed
 from distributary.errors import CheckpointError, InvalidValueError, PSUnavailableError
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import MinSizePartitioner
-from distributary.servers._links import ConnectionLostError
-from distributary.servers._messages import Limits
 
 RNG = np.random.default_rng(0)
 TABLE = RNG.normal(size=(50, 4)).astype(np.float32)
@@ -25,7 +23,7 @@ SECONDS = 60.0  # more than anything takes
 
 def _strategy(ps, max_shards=1, cluster=None):
     return dist.ParameterServerStrategy(
-        cluster or local_cluster(workers=2, ps=ps, limits=Limits()),
+        cluster or local_cluster(workers=2, ps=ps),
         MinSizePartitioner(100, max_shards=max_shards),
     )
 
@@ -115,7 +113,7 @@ def test_values_of_replicas_are_combined(tmp_path):
 
 
 def test_values_do_not_travel(tmp_path):
-    cluster = local_cluster(workers=1, ps=2, limits=Limits())
+    cluster = local_cluster(workers=1, ps=2)
     checkpoint = Checkpoint(v=_variables(_strategy(2, 3, cluster), 1.0))
     kinds = []
 
@@ -184,7 +182,7 @@ def _check_same(found, expected, **tolerance):
 
 
 def test_a_training_goes_on_and_is_saved_meanwhile(tmp_path):
-    cluster = local_cluster(workers=1, ps=2, limits=Limits())
+    cluster = local_cluster(workers=1, ps=2)
     may_write = threading.Event()
 
     def slow_disk(source, target, message, deliver):
@@ -206,7 +204,7 @@ def test_a_training_goes_on_and_is_saved_meanwhile(tmp_path):
     may_write.set()
     assert latest_checkpoint(tmp_path) == manager.latest_checkpoint == path
 
-    second = _Training(_strategy(3, 2, local_cluster(workers=1, ps=3, limits=Limits())))
+    second = _Training(_strategy(3, 2, local_cluster(workers=1, ps=3)))
     again = CheckpointManager(second.checkpoint, tmp_path, max_to_keep=2)
     assert again.restore_or_initialize() == path
     _check_same(second.values(), saved, rtol=0)
@@ -225,7 +223,7 @@ def test_a_training_goes_on_and_is_saved_meanwhile(tmp_path):
 
 
 def test_without_all_servers_the_old_checkpoint_stays(tmp_path):
-    cluster = local_cluster(workers=1, ps=2, limits=Limits())
+    cluster = local_cluster(workers=1, ps=2)
     variables = _variables(_strategy(2, 3, cluster), 1.0)
     checkpoint = Checkpoint(v=variables)
     kept = checkpoint.save(tmp_path / "ckpt")
@@ -270,7 +268,7 @@ def test_without_all_servers_the_old_checkpoint_stays(tmp_path):
         reply = deliver(message)
         if source == "chief" and (target, message.kind) not in lost:
             lost.append((target, message.kind))
-            raise ConnectionLostError
+            raise ConnectionError
         return reply
 
     cluster.fault = lose_replies

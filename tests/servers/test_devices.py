@@ -16,7 +16,6 @@ from distributary.errors import (
 )
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import FixedShardsPartitioner
-from distributary.servers._messages import Limits
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(30, 3)).astype(np.float32)
@@ -26,8 +25,8 @@ BATCHES = [(X[:8], Y[:8]), (X[8:15], Y[8:15]), (X[15:16], Y[15:16]), (X[16:], Y[
 TABLE = RNG.normal(size=(60, 3)).astype(np.float32)
 
 
-def _strategy(workers, limits=None, partitioner=None):
-    cluster = local_cluster(workers, ps=2, devices_per_worker=2, limits=limits)
+def _strategy(workers, partitioner=None):
+    cluster = local_cluster(workers, ps=2, devices_per_worker=2)
     return dist.ParameterServerStrategy(cluster, partitioner)
 
 
@@ -86,9 +85,8 @@ def _linear(strategy):
     jax.__version__.startswith("0.11."),
     reason="XLA of JAX 0.11 crashes in a step that returns an empty array and another",
 )
-@pytest.mark.parametrize("limits", [None, Limits()], ids=["objects", "frames"])
-def test_devices_share_even_and_uneven_batches(limits):
-    strategy = _strategy(1, limits)
+def test_devices_share_even_and_uneven_batches():
+    strategy = _strategy(1)
     assert strategy.num_replicas_in_sync == 2
     w, total, mean, steps, metric, step = _linear(strategy)
 
@@ -162,7 +160,7 @@ IDS = [
 
 
 def test_only_rows_travel_and_they_are_those_of_all_devices():
-    strategy = _strategy(1, Limits())
+    strategy = _strategy(1)
     strategy.cluster_resolver.fault = spy = _Spy()
     with strategy.scope():
         tables = [dist.Variable(TABLE, name=f"table {i}") for i in range(len(RULES))]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
+from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy, local_cluster
 from distributary.errors import (
     CancelledError,
     CoordinatorReplacedError,
@@ -21,11 +22,6 @@ from distributary.errors import (
     UnavailableError,
 )
 from distributary.options import RecoveryOptions
-from distributary.servers._cluster import local_cluster
-from distributary.servers._cluster_coordinator import ClusterCoordinator
-from distributary.servers._links import ConnectionLostError
-from distributary.servers._messages import Limits
-from distributary.servers._strategy import ParameterServerStrategy
 from tests.servers.message_faults import duplicate, lose_reply, lose_request
 
 _SECONDS = 60.0  # more than anything takes
@@ -35,7 +31,7 @@ class _Job:
     """A cluster in this process, with a counter on each server and a step that increases them."""
 
     def __init__(self, workers=2, ps=2, cluster=None, **options):
-        self.cluster = cluster or local_cluster(workers, ps, limits=Limits())
+        self.cluster = cluster or local_cluster(workers, ps)
         self.strategy = ParameterServerStrategy(
             self.cluster, recovery_options=RecoveryOptions(**options)
         )
@@ -191,7 +187,7 @@ def test_a_closure_that_ends_its_workers_is_an_error(new_job):
             killed.append(target)
             job.cluster.kill(target)
             job.cluster.restart(target)
-            raise ConnectionLostError
+            raise ConnectionError
         return deliver(message)
 
     job.cluster.fault = fault
@@ -309,7 +305,7 @@ def test_a_worker_that_alone_cannot_reach_a_server_leaves_the_work_to_others(new
     def cut_off(source, target, message, deliver):
         if (source, target) == ("worker 0", "ps 1"):
             tried.set()
-            raise ConnectionLostError
+            raise ConnectionError
         return deliver(message)
 
     job.cluster.fault = cut_off

@@ -19,10 +19,9 @@ import pytest
 import distributary as dist
 from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
 from distributary.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy
 from distributary.errors import CoordinatorReplacedError, PSUnavailableError
-from distributary.launch._worker import free_addresses
-from distributary.servers._cluster_coordinator import ClusterCoordinator
-from distributary.servers._strategy import ParameterServerStrategy
+from distributary.launch import free_addresses
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 60.0  # more than anything takes

@@ -11,6 +11,13 @@ import numpy as np
 import pytest
 
 import distributary as dist
+from distributary.coordinator import (
+    ClusterCoordinator,
+    ParameterServerStrategy,
+    PerWorkerValues,
+    experimental_get_current_worker_index,
+    local_cluster,
+)
 from distributary.data import Dataset
 from distributary.errors import (
     CancelledError,
@@ -21,25 +28,14 @@ from distributary.errors import (
     OutOfRangeError,
     UnsupportedError,
 )
-from distributary.experimental import local_cluster
-from distributary.servers._cluster_coordinator import ClusterCoordinator
-from distributary.servers._messages import Limits, Message
-from distributary.servers._per_worker import (
-    PerWorkerValues,
-    experimental_get_current_worker_index,
-)
-from distributary.servers._strategy import ParameterServerStrategy
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 3)).astype(np.float32)
 Y = (X @ np.array([1.0, -2.0, 3.0], np.float32)).astype(np.float32)
 
 
-@pytest.fixture(params=[None, Limits()], ids=["objects", "frames"])
-def cluster(request):
-    return lambda workers, ps: ParameterServerStrategy(
-        local_cluster(workers, ps, limits=request.param)
-    )
+def _strategy(workers, ps):
+    return ParameterServerStrategy(local_cluster(workers, ps))
 
 
 def _linear(strategy):
@@ -65,8 +61,8 @@ def _batches():
     return [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 32, 8)]
 
 
-def test_one_worker_trains_as_one_device_does(cluster):
-    strategy = cluster(1, 2)
+def test_one_worker_trains_as_one_device_does():
+    strategy = _strategy(1, 2)
     w, b, steps, step = _linear(strategy)
     coordinator = ClusterCoordinator(strategy)
     iterator = iter(coordinator.create_per_worker_dataset(lambda: _batches() * 5))
@@ -90,8 +86,8 @@ def test_one_worker_trains_as_one_device_does(cluster):
     assert steps.numpy() == 20
 
 
-def test_every_closure_of_several_workers_counts_once(cluster):
-    strategy = cluster(3, 2)
+def test_every_closure_of_several_workers_counts_once():
+    strategy = _strategy(3, 2)
     w, _, steps, step = _linear(strategy)
     coordinator = ClusterCoordinator(strategy)
     iterator = iter(coordinator.create_per_worker_dataset(lambda: _batches() * 100))
@@ -107,8 +103,8 @@ def test_every_closure_of_several_workers_counts_once(cluster):
     np.testing.assert_allclose(w.numpy(), [1, -2, 3], atol=0.1)
 
 
-def test_batches_of_another_size_are_another_program(cluster):
-    strategy = cluster(2, 1)
+def test_batches_of_another_size_are_another_program():
+    strategy = _strategy(2, 1)
     with strategy.scope():
         total = dist.Variable(np.float32(0))
     coordinator = ClusterCoordinator(strategy)
@@ -158,8 +154,8 @@ def test_results_belong_to_the_shapes_of_their_own_batch():
     assert [tuple(map(float, value.fetch())) for value in (one, other)] == [(1, 2), (2, 1)]
 
 
-def test_an_iterator_of_the_coordinator_gives_each_closure_its_next_batch(cluster):
-    strategy = cluster(2, 1)
+def test_an_iterator_of_the_coordinator_gives_each_closure_its_next_batch():
+    strategy = _strategy(2, 1)
     with strategy.scope():
         total = dist.Variable(0.0)
     coordinator = ClusterCoordinator(strategy)
@@ -189,8 +185,8 @@ def test_an_iterator_of_the_coordinator_gives_each_closure_its_next_batch(cluste
             coordinator.join()
 
 
-def test_a_compiled_function_distributes_the_dataset_of_the_workers(cluster):
-    strategy = cluster(2, 1)
+def test_a_compiled_function_distributes_the_dataset_of_the_workers():
+    strategy = _strategy(2, 1)
     coordinator = ClusterCoordinator(strategy)
 
     def batches(context):
@@ -214,8 +210,8 @@ def test_a_compiled_function_distributes_the_dataset_of_the_workers(cluster):
         np.testing.assert_array_equal(value.fetch(), X[:4])
 
 
-def test_what_closures_have_not_taken_of_an_iterator_is_there_for_others(cluster):
-    coordinator = ClusterCoordinator(cluster(1, 1))
+def test_what_closures_have_not_taken_of_an_iterator_is_there_for_others():
+    coordinator = ClusterCoordinator(_strategy(1, 1))
     iterator = iter(Dataset.range(1, 4))
 
     assert coordinator.schedule(next, args=(iterator,)).fetch() == 1
@@ -228,8 +224,8 @@ def test_what_closures_have_not_taken_of_an_iterator_is_there_for_others(cluster
     assert reference() is None
 
 
-def test_a_closure_does_not_loop_over_a_dataset_of_the_coordinator(cluster):
-    coordinator = ClusterCoordinator(cluster(1, 1))
+def test_a_closure_does_not_loop_over_a_dataset_of_the_coordinator():
+    coordinator = ClusterCoordinator(_strategy(1, 1))
     dataset = Dataset.range(1, 4)
 
     with pytest.raises(ContextError, match=r"iterates over .*range.*pass|Pass iter\(dataset\)"):
@@ -238,8 +234,8 @@ def test_a_closure_does_not_loop_over_a_dataset_of_the_coordinator(cluster):
         coordinator.schedule(sum, args=(iter(dataset),))
 
 
-def test_arrays_may_be_written_to_when_they_have_been_given_away(cluster):
-    strategy = cluster(1, 1)
+def test_arrays_may_be_written_to_when_they_have_been_given_away():
+    strategy = _strategy(1, 1)
     coordinator = ClusterCoordinator(strategy)
     memory = np.zeros(1 << 16, np.uint8)
     start = -memory.ctypes.data % 64  # XLA uses what is aligned without a copy
@@ -264,8 +260,8 @@ def test_arrays_may_be_written_to_when_they_have_been_given_away(cluster):
     assert [set(value) for value in coordinator.fetch(values)] == [{i} for i in range(20)]
 
 
-def test_captured_arrays_are_those_of_the_first_trace(cluster):
-    coordinator = ClusterCoordinator(cluster(2, 1))
+def test_captured_arrays_are_those_of_the_first_trace():
+    coordinator = ClusterCoordinator(_strategy(2, 1))
     captured = np.ones(64, np.float32)
 
     def closure():
@@ -298,8 +294,8 @@ def test_what_cannot_travel_to_a_worker_is_named():
     assert coordinator.schedule(lambda batches: next(batches), args=(iterator,)).fetch() == 1
 
 
-def test_the_first_error_is_raised_once(cluster):
-    strategy = cluster(2, 1)
+def test_the_first_error_is_raised_once():
+    strategy = _strategy(2, 1)
     with strategy.scope():
         count = dist.Variable(0)
     coordinator = ClusterCoordinator(strategy)
@@ -325,8 +321,8 @@ def test_the_first_error_is_raised_once(cluster):
     assert OutOfRangeError in errors
 
 
-def test_variables_are_read_and_assigned_from_outside(cluster):
-    strategy = cluster(1, 2)
+def test_variables_are_read_and_assigned_from_outside():
+    strategy = _strategy(1, 2)
     with strategy.scope():
         v = dist.Variable([1.0, 2.0], name="v")
         u = dist.Variable(0.0)
@@ -350,7 +346,7 @@ def test_workers_that_do_not_know_the_same_are_named():
         if message.kind == "source":
             told.append(target)
             if len(told) == 2:
-                return Message("unknown maker", {"why": "a worker has no function f"})
+                return type(message)("unknown maker", {"why": "a worker has no function f"})
         return deliver(message)
 
     tasks.fault = know_once
@@ -364,8 +360,8 @@ def test_workers_that_do_not_know_the_same_are_named():
     assert len(set(told)) == 2
 
 
-def test_a_worker_has_values_of_its_own(cluster):
-    strategy = cluster(2, 1)
+def test_a_worker_has_values_of_its_own():
+    strategy = _strategy(2, 1)
     with strategy.scope():
         total = dist.Variable(np.zeros(2, np.float32))
     coordinator = ClusterCoordinator(strategy)
@@ -388,8 +384,8 @@ def test_values_of_workers_are_made_by_a_coordinator():
         PerWorkerValues([1, 2])
 
 
-def test_an_error_of_a_worker_names_it_and_where_it_was_raised(cluster):
-    strategy = cluster(1, 1)
+def test_an_error_of_a_worker_names_it_and_where_it_was_raised():
+    strategy = _strategy(1, 1)
     coordinator = ClusterCoordinator(strategy)
 
     def broken():
@@ -415,8 +411,8 @@ def test_a_cluster_ends_with_its_coordinators():
         coordinator.schedule(lambda: jnp.int32(3))
 
 
-def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used(cluster):
-    coordinator = ClusterCoordinator(cluster(1, 1))
+def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used():
+    coordinator = ClusterCoordinator(_strategy(1, 1))
     is_open, num_traces = [], 0
 
     def batches():
@@ -452,8 +448,8 @@ def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used(cluster):
     assert len(coordinator._workers.setup.all()[1]) == num_told + 1
 
 
-def test_functions_that_nobody_has_any_more_are_forgotten(cluster):
-    coordinator = ClusterCoordinator(cluster(1, 1))
+def test_functions_that_nobody_has_any_more_are_forgotten():
+    coordinator = ClusterCoordinator(_strategy(1, 1))
 
     class Model:
         def double(self, x):
@@ -486,8 +482,8 @@ def test_a_run_that_is_not_scheduled_is_told_once():
     assert strategy.run(step) == 2
 
 
-def test_a_variable_that_takes_the_place_of_another_is_used(cluster):
-    strategy = cluster(1, 1)
+def test_a_variable_that_takes_the_place_of_another_is_used():
+    strategy = _strategy(1, 1)
     coordinator = ClusterCoordinator(strategy)
 
     def step():

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from distributary.servers._messages import Limits, Message, WireError, decode, encode
+from distributary.servers._messages import Message, WireError, decode, encode
 from tests.servers.frames import damaged_frames
 
-_LIMITS = Limits()
+_MESSAGES = "distributary.servers._messages."
 _DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128", ml_dtypes.bfloat16),
@@ -38,7 +38,7 @@ def _arrays(draw):
 
 
 def _frame(message):
-    return b"".join(encode(message, _LIMITS))
+    return b"".join(encode(message))
 
 
 def _with_header(header, buffers=b""):
@@ -62,7 +62,7 @@ def _with_header(header, buffers=b""):
 )
 @settings(max_examples=50, deadline=None)
 def test_a_message_travels_unchanged(message):
-    received = decode(_frame(message), _LIMITS)
+    received = decode(_frame(message))
 
     assert (received.kind, received.fields) == (message.kind, message.fields)
     assert received.blobs == list(message.blobs)
@@ -84,7 +84,7 @@ def test_a_message_travels_unchanged(message):
     ],
 )
 def test_every_layout_is_sent_in_order(array):
-    (received,) = decode(_frame(Message("kind", arrays=[array])), _LIMITS).arrays
+    (received,) = decode(_frame(Message("kind", arrays=[array]))).arrays
 
     np.testing.assert_array_equal(received, array)
     assert (received.shape, received.dtype) == (array.shape, array.dtype.newbyteorder("="))
@@ -93,9 +93,9 @@ def test_every_layout_is_sent_in_order(array):
 def test_arrays_are_copied_neither_to_be_sent_nor_when_they_have_come():
     array = np.arange(1 << 16, dtype=np.float32)
 
-    buffers = encode(Message("kind", arrays=[array, array]), _LIMITS)
+    buffers = encode(Message("kind", arrays=[array, array]))
     frame = bytearray().join(buffers)
-    received = decode(frame, _LIMITS).arrays
+    received = decode(frame).arrays
 
     assert sum(np.shares_memory(np.frombuffer(b, np.uint8), array) for b in buffers if b) == 2
     assert all(np.shares_memory(a, np.frombuffer(frame, np.uint8)) for a in received)
@@ -120,9 +120,12 @@ def test_arrays_are_copied_neither_to_be_sent_nor_when_they_have_come():
         (Message("kind", blobs=[b""] * 11), "has 11 arrays and blobs, expected 10 or fewer"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_by_the_sender(message, text):
+def test_what_cannot_be_sent_is_refused_by_the_sender(message, text, monkeypatch):
+    for name, limit in (("MESSAGE_BYTES", 64000), ("HEADER_BYTES", 1000), ("BUFFERS", 10)):
+        monkeypatch.setattr(f"{_MESSAGES}MAX_{name}", limit)
+
     with pytest.raises(WireError, match=text):
-        encode(message, Limits(max_message_bytes=64000, max_header_bytes=1000, max_buffers=10))
+        encode(message)
 
 
 _EMPTY = {"kind": "k", "fields": {}, "arrays": [], "blobs": []}
@@ -166,14 +169,15 @@ _EMPTY = {"kind": "k", "fields": {}, "arrays": [], "blobs": []}
 )
 def test_what_is_no_message_is_refused(frame, text):
     with pytest.raises(WireError, match=text):
-        decode(frame, _LIMITS)
+        decode(frame)
 
 
-def test_a_message_beyond_the_limit_of_the_receiver_is_refused():
+def test_a_message_beyond_the_limit_of_the_receiver_is_refused(monkeypatch):
     frame = _frame(Message("kind", blobs=[bytes(1000)]))
+    monkeypatch.setattr(f"{_MESSAGES}MAX_MESSAGE_BYTES", 1000)
 
     with pytest.raises(WireError, match="has 1152 bytes, expected 1000 or fewer"):
-        decode(frame, Limits(max_message_bytes=1000))
+        decode(frame)
 
 
 @pytest.mark.parametrize(("num_frames", "traced"), [(2_000, True), (100_000, False)])
@@ -184,7 +188,7 @@ def test_damaged_frames_are_refused_or_read_and_take_no_memory(num_frames, trace
 
     for frame in damaged_frames(num_frames):
         try:
-            decode(frame, _LIMITS)
+            decode(frame)
         except WireError:
             num_refused += 1
 

@@ -1,24 +1,13 @@
 """Steps that pull and push rows of tables, against dense training on one device."""
 
-from dataclasses import astuple, replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 import distributary as dist
-from distributary.errors import DistributaryWarning, InvalidValueError
-from distributary.servers._cluster import local_cluster
-from distributary.servers._cluster_coordinator import ClusterCoordinator
-from distributary.servers._messages import Limits, Message
-from distributary.servers._plans import Update
-from distributary.servers._programs import export_function
-from distributary.servers._store import ParameterServer
-from distributary.servers._strategy import ParameterServerStrategy
-from distributary.servers._table_rows import RowPlan
-from distributary.servers.passes import Lookup, RowSpace, UpdatedRows
+from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy, local_cluster
+from distributary.errors import DistributaryWarning
 from distributary.tracing import push
 
 RNG = np.random.default_rng(0)
@@ -93,14 +82,14 @@ class Spy:
         return reply
 
 
-def cluster_of(ps=1, limits=None):
-    cluster = local_cluster(1, ps, limits=limits)
+def cluster_of():
+    cluster = local_cluster(1, 1)
     cluster.fault = spy = Spy()
     return ParameterServerStrategy(cluster), spy
 
 
 def test_rows_of_tables_train_as_whole_tables_do():
-    strategy, spy = cluster_of(limits=Limits())
+    strategy, spy = cluster_of()
     with strategy.scope():
         tables = [dist.Variable(TABLE, name=f"table {i}") for i in range(len(RULES))]
         slots = [
@@ -175,36 +164,6 @@ def test_a_step_may_look_up_nothing():
     assert max(spy.rows, default=0) == 0
 
 
-@settings(deadline=None, max_examples=50)
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    st.lists(st.lists(st.integers(-60, 60), max_size=12), min_size=1, max_size=3),
-    st.booleans(),
-)
-def test_every_row_is_found_once_and_in_its_shard(sizes, numbers, is_clipped):
-    size = sum(sizes)
-    space = RowSpace([Lookup(0, size, is_clipped, False)] * len(numbers), sum(map(len, numbers)))
-    arrays = [np.array(own, np.int32).reshape(-1, 1) for own in numbers]
-
-    (found,) = RowPlan("", [], [space], []).find(arrays)
-
-    starts = np.cumsum([0, *sizes])
-    table = np.arange(size)
-    parts = []
-    for start, own in zip(starts, sizes, strict=False):
-        where, rows = found.part(start, own)
-        assert np.array_equal(found.rows[where], table[start : start + own][rows])
-        parts.append(rows + start)
-    assert np.array_equal(np.concatenate(parts), found.rows)
-    assert len(found.rows) <= space.capacity
-    for positions, own in zip(found.positions, arrays, strict=True):
-        assert positions.shape == own.shape
-        expected = own.clip(0, size - 1) if is_clipped else own
-        is_row = (expected >= 0) & (expected < size)
-        assert np.array_equal(found.rows[positions[is_row]], expected[is_row])
-        assert (positions[~is_row] == space.capacity).all()
-
-
 @pytest.mark.parametrize(
     ("read", "reason"),
     [
@@ -238,39 +197,3 @@ def test_a_table_of_which_more_is_needed_travels_as_a_whole(read, reason):
     value, gradient = jax.value_and_grad(read)(jnp.asarray(TABLE), 0, ids)
     np.testing.assert_allclose(loss, value, rtol=1e-5)
     np.testing.assert_allclose(table.numpy(), TABLE - 0.1 * gradient, rtol=1e-5, atol=1e-6)
-
-
-def test_a_server_refuses_rows_that_it_does_not_have():
-    server = ParameterServer(0)
-    server.handle(Message("create", {"ids": [0]}, [TABLE]), None)
-    aval = jax.ShapeDtypeStruct(TABLE.shape, np.float32)
-    program = export_function(lambda w, g: [w - g], [aval, aval], [16, 16])
-    own = UpdatedRows(0, 0, 60, 16, [0], [0], [0], is_whole=False)
-
-    def add_update(states, outputs, **changes):
-        update = Update(program.name, states, outputs, [replace(own, **changes)])
-        fields = {"update": astuple(update)}
-        server.handle(Message("update", fields, blobs=[program.content]), None)
-        return update.name
-
-    name = add_update([0], [0])
-
-    def push_rows(rows, values):
-        fields = {"closure": 0, "update": name, "ids": [], "num_row_reads": 0}
-        arrays = [np.full((values, 3), 1, np.float32), np.array(rows, np.int64)]
-        return server.handle(Message("push", fields, arrays), None)
-
-    for rows in ([-1], [60], [3, 2], [2, 2], [[1]], np.array([1.5])):
-        with pytest.raises(InvalidValueError, match="Rows"):
-            server.handle(Message("read", {"ids": [0]}, [np.asarray(rows)]), None)
-    with pytest.raises(InvalidValueError, match="Rows 60 to 60"):
-        push_rows([60], 1)
-    with pytest.raises(InvalidValueError, match="rows of a variable of 1000000000000 rows"):
-        add_update([], [], is_whole=True, size=10**12)
-    (value,) = server.handle(Message("read", {"ids": [0]}), None).arrays
-    np.testing.assert_array_equal(value, TABLE)
-    push_rows([1, 59], 2)
-    (value,) = server.handle(Message("read", {"ids": [0]}), None).arrays
-    expected = TABLE.copy()
-    expected[[1, 59]] -= 1
-    np.testing.assert_array_equal(value, expected)

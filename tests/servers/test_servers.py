@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import jax
@@ -19,34 +19,24 @@ import psutil
 import pytest
 
 import distributary as dist
-from distributary.cluster_resolver import (
-    ClusterSpec,
-    SimpleClusterResolver,
-)
-from distributary.coordinator import _processes
+from distributary.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from distributary.errors import (
     ClusterError,
     DistributaryWarning,
     InvalidTypeError,
     InvalidValueError,
 )
-from distributary.launch import LaunchOptions, run
-from distributary.launch._worker import free_addresses
+from distributary.launch import LaunchOptions, free_addresses, run
 from distributary.servers._certificates import ROLES, Credentials
-from distributary.servers._copies import Copies
-from distributary.servers._grpc import GrpcLink, GrpcServer
 from distributary.servers._messages import Message
-from distributary.servers._permissions import SENDERS, RoleCheck
 from distributary.servers._plans import Update
-from distributary.servers._processes import cluster_of, connect, tasks_of
 from distributary.servers._programs import export_function
+from distributary.servers._rows import UpdatedRows
 from distributary.servers._sessions import hello, new_session
-from distributary.servers._store import ParameterServer
-from distributary.servers._worker import Worker
+from tests.servers.conftest import Reply
 from tests.servers.fuzz import strange_messages, strange_streams
 
 _TASK = Path(__file__).parent / "programs" / "task.py"
-_JOB = Path(__file__).parent / "programs" / "job.py"
 _JOB = Path(__file__).parent / "programs" / "job.py"
 _SECONDS = 60.0  # more than anything takes
 _NUM_FUZZ_INPUTS = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "1000"))
@@ -75,22 +65,27 @@ def tasks(certificates):
             stack.enter_context(process)
             stack.callback(process.kill)
             processes[f"{task_type} {index}"] = process
-        spec = ClusterSpec(cluster)
-        connect(tasks_of(spec), {"DISTRIBUTARY_CERTS": str(certificates)}).close()
-        yield spec, processes
+        yield ClusterSpec(cluster), processes
 
 
 @pytest.fixture
 def strategy(tasks, certificates, monkeypatch):
+    """A strategy on all tasks, once they are there."""
     monkeypatch.setenv("DISTRIBUTARY_CERTS", str(certificates))
     strategy = dist.ParameterServerStrategy(SimpleClusterResolver(tasks[0], task_type="chief"))
     yield strategy
     strategy._cluster.close()
 
 
-def _link(tasks, certificates, role, task_type="ps"):
-    address = tasks[0].task_address(task_type, 0)
-    return GrpcLink(address, task_type, Credentials.load(certificates, role))
+@pytest.fixture
+def new_link(tasks, strategy, certificates, connect):
+    """A function that connects to a task as another one."""
+
+    def new(role, task_type="ps"):
+        address = tasks[0].task_address(task_type, 0)
+        return connect(address, Credentials.load(certificates, role), task_type)
+
+    return new
 
 
 def test_training_equals_numpy(strategy):
@@ -144,33 +139,16 @@ def _may_send(role, task_type):
     return {"chief": of_chief, "worker": _OF_WORKER[task_type], "ps": set()}[role]
 
 
-def test_every_kind_of_message_is_in_the_table():
-    parts = {"worker": [Worker], "ps": [ParameterServer, Copies], "chief": []}
-    of_tasks = {
-        task_type: {
-            name.removeprefix("_on_")
-            for part in own
-            for name in vars(part)
-            if name.startswith("_on_")
-        }
-        for task_type, own in parts.items()
-    }
-    for task_type, kinds in of_tasks.items():
-        assert set(SENDERS[task_type]) == kinds | (_OF_SESSIONS if kinds else set())
-
-
 @pytest.mark.parametrize("task_type", ["worker", "ps"])
 @pytest.mark.parametrize("role", ROLES)
-def test_every_message_is_for_its_roles(role, task_type, tasks, certificates):
+def test_every_message_is_for_its_roles(role, task_type, new_link):
     session = new_session()
     fields = {"session": session, "seconds": 0}
-    kinds = {*SENDERS["ps"], *SENDERS["worker"], "program", "shutdown", ""}
-    with (
-        contextlib.closing(_link(tasks, certificates, "chief", task_type)) as chief,
-        contextlib.closing(_link(tasks, certificates, role, task_type)) as link,
-    ):
-        chief.call(hello(session), _SECONDS)
-        errors = {k: link.start(Message(k, fields)).exception(_SECONDS) for k in sorted(kinds)}
+    kinds = {"program", "shutdown", ""}.union(*_OF_CHIEF.values(), *_OF_WORKER.values())
+    new_link("chief", task_type).call(hello(session), _SECONDS)
+
+    link = new_link(role, task_type)
+    errors = {k: link.start(Message(k, fields)).exception(_SECONDS) for k in sorted(kinds)}
 
     refused = {kind for kind, error in errors.items() if isinstance(error, PermissionError)}
     assert refused == kinds - _may_send(role, task_type)
@@ -179,36 +157,67 @@ def test_every_message_is_for_its_roles(role, task_type, tasks, certificates):
         assert re.match(text, str(errors[kind]))
 
 
-def test_a_worker_pushes_what_the_chief_has_allowed_and_nothing_else(tasks, certificates):
+class _Session:
+    """A session on ps 0, and its chief and worker."""
+
+    def __init__(self, new_link):
+        self._id = new_session()
+        self._links = {role: new_link(role) for role in ("chief", "worker")}
+        self._links["chief"].call(hello(self._id), _SECONDS)
+
+    def call(self, role, kind, arrays=(), blobs=(), **fields):
+        message = Message(kind, {"session": self._id, **fields}, list(arrays), list(blobs))
+        return self._links[role].call(message, _SECONDS).arrays
+
+    def add_update(self, program, states, outputs, rows=()):
+        update = Update(program.name, states, outputs, list(rows))
+        self.call("chief", "update", blobs=[program.content], update=astuple(update))
+        return {"update": update.name, "ids": [], "num_row_reads": 0}
+
+
+def test_a_worker_pushes_what_the_chief_has_allowed_and_nothing_else(new_link):
+    session = _Session(new_link)
     aval = jax.ShapeDtypeStruct((), np.float32)
     program = export_function(lambda w, g: [w + g], [aval, aval], [None, None])
-    session = new_session()
+    session.call("chief", "create", [np.float32(3), np.float32(5)], ids=[1, 2])
+    push = session.add_update(program, [1], [1])
 
-    def message(kind, arrays=(), blobs=(), **fields):
-        return Message(kind, {"session": session, **fields}, list(arrays), list(blobs))
+    # Other variables and closures of others are none of its business.
+    more = {"outputs": [2], "states": [2], "finished": 1 << 60, "program": program.name}
+    session.call("worker", "push", [np.float32(1)], closure=0, **push, **more)
+    session.call("worker", "push", [np.float32(1)], closure=1, **push)
 
-    with (
-        contextlib.closing(_link(tasks, certificates, "chief")) as chief,
-        contextlib.closing(_link(tasks, certificates, "worker")) as worker,
-    ):
-        chief.call(hello(session), _SECONDS)
-        chief.call(message("create", [np.float32(3), np.float32(5)], ids=[1, 2]), _SECONDS)
-        update = Update(program.name, [1], [1], [])
-        fields = {"blobs": [program.content], "update": astuple(update)}
-        chief.call(message("update", **fields), _SECONDS)
-        push = {"update": update.name, "ids": [], "num_row_reads": 0}
-        # Other variables and closures of others are none of its business.
-        more = {"outputs": [2], "states": [2], "finished": 1 << 60, "program": program.name}
-        worker.call(message("push", [np.float32(1)], closure=0, **push, **more), _SECONDS)
-        worker.call(message("push", [np.float32(1)], closure=1, **push), _SECONDS)
-        values = worker.call(message("read", ids=[1, 2]), _SECONDS).arrays
-        with pytest.raises(InvalidValueError, match="ps 0 has no update 1"):
-            worker.call(message("push", closure=2, **{**push, "update": 1}), _SECONDS)
-        # It would be taken for the chief's next request, which would then not be handled.
-        with pytest.raises(PermissionError, match="with the field 'request' from worker"):
-            worker.call(message("read", ids=[1], request=1), _SECONDS)
+    np.testing.assert_array_equal(session.call("worker", "read", ids=[1, 2]), [5, 5])
+    with pytest.raises(InvalidValueError, match="ps 0 has no update 1"):
+        session.call("worker", "push", closure=2, **{**push, "update": 1})
+    # It would be taken for the chief's next request, which would then not be handled.
+    with pytest.raises(PermissionError, match="with the field 'request' from worker"):
+        session.call("worker", "read", ids=[1], request=1)
 
-    np.testing.assert_array_equal(values, [5, 5])
+
+def test_a_server_refuses_rows_that_it_does_not_have(new_link):
+    session = _Session(new_link)
+    table = RNG.normal(size=(60, 3)).astype(np.float32)
+    session.call("chief", "create", [table], ids=[0])
+    aval = jax.ShapeDtypeStruct(table.shape, np.float32)
+    program = export_function(lambda w, g: [w - g], [aval, aval], [16, 16])
+    rows = UpdatedRows(0, 0, 60, 16, [0], [0], [0], is_whole=False)
+    push = session.add_update(program, [0], [0], [rows])
+
+    for numbers in ([-1], [60], [3, 2], [2, 2], [[1]], np.array([1.5])):
+        with pytest.raises(InvalidValueError, match="Rows"):
+            session.call("worker", "read", [np.asarray(numbers)], ids=[0])
+    with pytest.raises(InvalidValueError, match="Rows 60 to 60"):
+        arrays = [np.ones((1, 3), np.float32), np.array([60])]
+        session.call("worker", "push", arrays, closure=0, **push)
+    with pytest.raises(InvalidValueError, match="rows of a variable of 1000000000000 rows"):
+        session.add_update(program, [], [], [replace(rows, is_whole=True, size=10**12)])
+    np.testing.assert_array_equal(session.call("worker", "read", ids=[0])[0], table)
+    arrays = [np.ones((2, 3), np.float32), np.array([1, 59])]
+    session.call("worker", "push", arrays, closure=1, **push)
+
+    table[[1, 59]] -= 1
+    np.testing.assert_array_equal(session.call("worker", "read", ids=[0])[0], table)
 
 
 def test_a_port_in_use_is_named(tasks, certificates, monkeypatch):
@@ -220,14 +229,14 @@ def test_a_port_in_use_is_named(tasks, certificates, monkeypatch):
 
 
 @pytest.mark.parametrize("task_type", ["ps", "worker"])
-def test_nothing_that_is_sent_does_harm(task_type, tasks, certificates):
+def test_nothing_that_is_sent_does_harm(task_type, tasks, new_link):
     process = psutil.Process(tasks[1][f"{task_type} 0"].pid)
-    link = _link(tasks, certificates, "chief", task_type)
+    link = new_link("chief", task_type)
     with contextlib.closing(link):
         session = new_session()
         link.call(hello(session), _SECONDS)
         for message in strange_messages(task_type, 200, session):  # whatever is allocated once
-            link.start(message)
+            link.start(message).exception(_SECONDS)
         bytes_before = process.memory_info().rss
         with strange_streams(link) as send:
             num_refused = sum(send(i) for i in range(_NUM_FUZZ_INPUTS // 2))
@@ -244,16 +253,17 @@ def test_nothing_that_is_sent_does_harm(task_type, tasks, certificates):
         assert process.memory_info().rss - bytes_before < 1 << 26
 
 
-def test_a_task_ends_well_when_it_is_told_to(tasks, certificates, tmp_path):
+def test_a_task_ends_well_when_it_is_told_to(tasks, new_link, tmp_path):
     _, processes = tasks
     session, path = new_session(), tmp_path / "waits"
     maker = {"module": "__main__", "name": "wait", "args": [str(path)], "kwargs": {}}
     fields = {"session": session, "kind": "value", "number": 0, "maker": maker}
-    with contextlib.closing(_link(tasks, certificates, "chief", "worker")) as link:
-        link.call(hello(session), _SECONDS)
-        call = link.start(Message("source", fields))
-        while not path.exists():
-            assert not call.done(), call.exception()
+    link = new_link("chief", "worker")
+    link.call(hello(session), _SECONDS)
+    call = link.start(Message("source", fields))
+    while not path.exists():
+        assert not call.done(), call.exception()
+    link.close()
     for process, number in zip(processes.values(), (2, 15, 15), strict=True):
         process.send_signal(number)
 
@@ -284,62 +294,62 @@ def test_a_script_is_launched_as_all_tasks_and_survives_a_worker(tmp_path, monke
     assert "DistributaryWarning" not in errors
 
 
-def test_missing_tasks_are_named(monkeypatch):
-    monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "0.2")
-    worker, ps = free_addresses("127.0.0.1", 2)
-    server = GrpcServer(RoleCheck("ps", 0, ParameterServer(0)), ps, insecure=True)
-    try:
-        with pytest.raises(ClusterError) as caught:
-            cluster_of(SimpleClusterResolver(ClusterSpec({"worker": [worker], "ps": [ps]})))
-    finally:
-        server.close()
+def _strategy(workers, servers):
+    spec = ClusterSpec({"worker": workers, "ps": servers})
+    return dist.ParameterServerStrategy(SimpleClusterResolver(spec))
 
-    assert f"worker 0 at {worker}: No connection" in str(caught.value)
+
+def test_missing_tasks_are_named(monkeypatch, serve):
+    monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "0.2")
+    workers = free_addresses("127.0.0.1", 1)
+    server = serve(service=Reply(task="ps 0", versions={}))
+
+    with pytest.raises(ClusterError) as caught:
+        _strategy(workers, [server])
+
+    assert f"worker 0 at {workers[0]}: No connection" in str(caught.value)
     assert "ps 0" not in str(caught.value)
 
 
-def test_the_chief_says_whom_it_waits_for(monkeypatch, caplog):
-    monkeypatch.setattr(_processes, "_PATIENCE_SECONDS", 0.0)
+def test_the_chief_says_whom_it_waits_for(monkeypatch, caplog, serve):
+    monkeypatch.setattr("distributary.servers._processes._PATIENCE_SECONDS", 0.0)
     addresses = free_addresses("127.0.0.1", 2)
-    peers = tasks_of(ClusterSpec({"worker": addresses[:1], "ps": addresses[1:]}))
-    said, log = threading.Event(), logging.getLogger(_processes.__name__)
-    log.addFilter(show := lambda record: said.set() or True)
+    warned, log = threading.Event(), logging.getLogger("distributary.servers._processes")
+    log.addFilter(note := lambda record: warned.set() or True)
     with contextlib.ExitStack() as stack:
-        stack.callback(log.removeFilter, show)
+        stack.callback(log.removeFilter, note)
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
-        meeting = pool.submit(_processes.meet, peers, None, 60.0)
-        assert said.wait(60.0)
-        for service, address in zip(
-            (_Worker(0, 2), RoleCheck("ps", 0, ParameterServer(0))), addresses, strict=True
-        ):
-            server = GrpcServer(service, address, insecure=True)
-            stack.callback(server.close)
-        assert meeting.result(60.0) == 2
+        strategy = pool.submit(_strategy, addresses[:1], addresses[1:])
+        assert warned.wait(_SECONDS)
+        for task, address in zip(("worker 0", "ps 0"), addresses, strict=True):
+            serve(address, service=Reply(task=task, versions={}, devices=2))
+        strategy = strategy.result(_SECONDS)
+        stack.callback(strategy._cluster.close)
 
+    assert strategy.num_replicas_in_sync == 2
     (line,) = [r.getMessage() for r in caplog.records if "waits" in r.getMessage()]
     assert line == f"The chief waits for worker 0 at {addresses[0]}, ps 0 at {addresses[1]}."
 
 
-class _Worker:
-    def __init__(self, number, num_devices):
-        self._fields = {"task": f"worker {number}", "versions": {}, "devices": num_devices}
+@pytest.mark.parametrize(
+    ("workers", "server", "text"),
+    [
+        ([2, 4], {"task": "ps 0", "versions": {}}, r"worker 1 at \S+ has 4 .* 0 at \S+ has 2:"),
+        ([], {"task": "ps 0", "versions": {"jax": "0.1"}}, r"ps 0 at .* has jax 0\.1 and the chie"),
+        ([], {"task": "worker 1", "versions": {}}, "should be ps 0, and is worker 1"),
+    ],
+)
+def test_tasks_that_do_not_fit_are_refused(workers, server, text, serve):
+    services = [
+        Reply(task=f"worker {i}", versions={}, devices=number) for i, number in enumerate(workers)
+    ]
+    addresses = [serve(service=service) for service in services]
 
-    def handle(self, message, peer):
-        return Message("ok", self._fields)
+    with pytest.raises(ClusterError, match=text):
+        _strategy(addresses or free_addresses("127.0.0.1", 1), [serve(service=Reply(**server))])
 
 
-def test_workers_with_another_number_of_devices_are_named():
-    addresses = free_addresses("127.0.0.1", 3)
-    services = [_Worker(0, 2), _Worker(1, 4), RoleCheck("ps", 0, ParameterServer(0))]
-    cluster = {"worker": addresses[:2], "ps": addresses[2:]}
-    with contextlib.ExitStack() as stack:
-        for service, address in zip(services, addresses, strict=True):
-            stack.callback(GrpcServer(service, address, insecure=True).close)
-        with pytest.raises(ClusterError, match=r"worker 1 at \S+ has 4 .* worker 0 at \S+ has 2:"):
-            cluster_of(SimpleClusterResolver(ClusterSpec(cluster)))
-
-
-def test_a_server_waits_for_the_address_of_its_host(monkeypatch):
+def test_a_server_waits_for_the_address_of_its_host(monkeypatch, serve):
     address, other = free_addresses("127.0.0.1", 2)
     port = address.partition(":")[2]
     server = dist.Server(
@@ -357,8 +367,8 @@ def test_a_server_waits_for_the_address_of_its_host(monkeypatch):
         patch.setattr(socket, "getaddrinfo", getaddrinfo)
         server.start()
     with pytest.raises(ClusterError, match="in use"):
-        GrpcServer(_Stranger(), address, insecure=True)
-    server._server.close()
+        serve(address)
+    server._close()
 
     monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "0")
     with pytest.raises(ClusterError, match=r"Cannot listen at pod\.invalid"):
@@ -366,34 +376,6 @@ def test_a_server_waits_for_the_address_of_its_host(monkeypatch):
     monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "soon")
     with pytest.raises(InvalidValueError, match="'soon', expected a number of seconds"):
         dist.Server(server.server_def, insecure=True)
-
-
-class _Stranger:
-    """Says that it is somebody else."""
-
-    def __init__(self, **fields):
-        self._fields = fields
-
-    def handle(self, message, peer):
-        return Message("ok", self._fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"task": "ps 0", "versions": {"jax": "0.1"}}, r"ps 0 at .* has jax 0\.1 and the chief 0"),
-        ({"task": "worker 1", "versions": {}}, "should be ps 0, and is worker 1"),
-    ],
-)
-def test_tasks_that_do_not_fit_are_refused(fields, text):
-    workers = free_addresses("127.0.0.1", 1)
-    server = GrpcServer(_Stranger(**fields), "127.0.0.1:0", insecure=True)
-    spec = ClusterSpec({"worker": workers, "ps": [server.address]})
-    try:
-        with pytest.raises(ClusterError, match=text):
-            cluster_of(SimpleClusterResolver(spec))
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 import distributary as dist
+from distributary.coordinator import ClusterCoordinator
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import FixedShardsPartitioner, MinSizePartitioner
-from distributary.servers._cluster_coordinator import ClusterCoordinator
-from distributary.servers._messages import Limits
 from distributary.tracing import push
 
 RNG = np.random.default_rng(0)
@@ -268,8 +267,16 @@ def test_lazy_updates_leave_other_rows_and_their_moments_alone():
 
 
 def test_a_large_variable_travels_in_pieces():
-    limits = Limits(max_message_bytes=70 << 20)
-    strategy = dist.ParameterServerStrategy(local_cluster(workers=1, ps=1, limits=limits))
+    cluster = local_cluster(workers=1, ps=1)
+    sizes = []
+
+    def look(source, target, message, deliver):
+        reply = deliver(message)
+        sizes.extend(array.nbytes for array in (*message.arrays, *reply.arrays))
+        return reply
+
+    cluster.fault = look
+    strategy = dist.ParameterServerStrategy(cluster)
     value = np.arange(20 << 20, dtype=np.float32).reshape(-1, 1024)  # 80 MiB
 
     with strategy.scope():
@@ -277,3 +284,4 @@ def test_a_large_variable_travels_in_pieces():
     variable.assign_add(np.ones_like(value))
 
     np.testing.assert_array_equal(variable.numpy(), value + 1)
+    assert max(sizes) <= 64 << 20

@@ -2,31 +2,32 @@
 
 The name in a certificate is `<role>.distributary`. A connection thus proves that the other end is a
 task of the job, and which role it has, no matter which host it runs on.
+
+The tasks of a job on one machine need no files: each derives the same key from the secret of the
+job, and signs its certificate with it. A program that does not know the secret can neither accept
+nor make such a connection, and one that passes connections on cannot read them.
 """
 
 import contextlib
 import datetime
+import functools
+import hashlib
 import ipaddress
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
+from distributary.cluster_resolver import TOKEN_VARIABLE
 from distributary.errors import ClusterError, InvalidValueError, MissingPackageError, pip_install
 
 if TYPE_CHECKING:
     from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-__all__ = [
-    "CERTIFICATES_VARIABLE",
-    "ROLES",
-    "Credentials",
-    "make_certificates",
-    "name_of_role",
-    "role_of_names",
-]
 
 CERTIFICATES_VARIABLE: Final = "DISTRIBUTARY_CERTS"
 ROLES: Final = ("chief", "worker", "ps")
@@ -36,6 +37,10 @@ _DOMAIN = ".distributary"
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 # The clocks of a job's machines may differ by this much.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
+_MIN_CHARACTERS = 16
+# Of the keys that are derived from a secret.
+_TIMES = datetime.datetime(2020, 1, 1), datetime.datetime(9999, 1, 1)
+_ORDER_OF_P256 = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
 
 @final
@@ -47,11 +52,14 @@ class Credentials:
         ca: Certificate of the authority that all tasks of the job trust.
         certificate: Certificate for the role of this task.
         key: Private key of `certificate`.
+        has_files: Whether they come from files, and not from a secret: only these are enough at
+            addresses that other machines reach.
     """
 
     ca: bytes
     certificate: bytes
     key: bytes = field(repr=False)
+    has_files: bool = True
 
     @classmethod
     def load(cls, folder: Path, role: str) -> "Credentials":
@@ -65,13 +73,76 @@ class Credentials:
             ClusterError: if a file cannot be read.
         """
         try:
-            return cls(*((folder / name).read_bytes() for name in (_CA_FILE, *_files(role))))
+            ca, own, key = ((folder / name).read_bytes() for name in (_CA_FILE, *_files(role)))
+            return cls(ca, own, key)
         except OSError as error:
             raise ClusterError(
                 f"The certificates of role {role!r} cannot be read: {error}. `distributary certs"
                 f" --out {folder}` makes them; copy {_CA_FILE}, {role}.pem and {role}.key to every"
                 " machine with such a task."
             ) from error
+
+    @classmethod
+    @functools.lru_cache(maxsize=8)
+    def from_secret(cls, secret: str, role: str) -> "Credentials":
+        """Returns the credentials of a role that every task can make from the secret of the job.
+
+        Args:
+            secret: Text of 16 characters or more.
+            role: `"chief"`, `"worker"` or `"ps"`.
+
+        Raises:
+            ClusterError: if the secret is shorter.
+            MissingPackageError: if the package cryptography is not installed.
+        """
+        if len(secret) < _MIN_CHARACTERS:
+            raise ClusterError(
+                f"{TOKEN_VARIABLE} has {len(secret)} characters, expected {_MIN_CHARACTERS} or"
+                " more. `openssl rand -hex 16` makes one; give all tasks of the job the same."
+            )
+        _check_has_cryptography()
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        # Slow on purpose: whoever sees a certificate can try secrets.
+        content = hashlib.scrypt(secret.encode(), salt=b"distributary", n=1 << 14, r=8, p=1)
+        number = int.from_bytes(content) % (_ORDER_OF_P256 - 1) + 1
+        key = ec.derive_private_key(number, ec.SECP256R1())
+        ca = _signed(None, key, key, *_TIMES)
+        return cls(ca, _signed(role, key, key, *_TIMES), _key_content(key), has_files=False)
+
+
+_secrets: list[str] = []
+
+
+def secret_of_this_process(*, make: bool = False) -> str | None:
+    """Returns the secret of servers that share a process with their chief, as in tutorials.
+
+    Args:
+        make: Whether to make one if there is none yet.
+    """
+    if make and not _secrets:
+        _secrets.append(secrets.token_hex(32))
+    return _secrets[0] if _secrets else None
+
+
+def credentials_of(role: str, environ: Mapping[str, str]) -> Credentials | None:
+    """Returns the credentials with which a task proves that it belongs to the job.
+
+    Args:
+        role: `"chief"`, `"worker"` or `"ps"`.
+        environ: The environment.
+
+    Returns:
+        The certificates in `DISTRIBUTARY_CERTS`, else those from the secret in
+        `DISTRIBUTARY_TOKEN`, else None.
+
+    Raises:
+        ClusterError: if a file cannot be read, or the secret is too short.
+    """
+    if folder := environ.get(CERTIFICATES_VARIABLE):
+        return Credentials.load(Path(folder), role)
+    secret = environ.get(TOKEN_VARIABLE)
+    return Credentials.from_secret(secret, role) if secret else None
 
 
 def make_certificates(
@@ -103,50 +174,73 @@ def make_certificates(
     """
     if num_days < 1:
         raise InvalidValueError(f"certs: the number of days is {num_days}, expected 1 or more.")
+    _check_has_cryptography()
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    start = start or datetime.datetime.now(datetime.UTC) - _CLOCK_SKEW
+    times = start, start + datetime.timedelta(days=num_days)
+    names = [_general_name(host) for host in hosts]
+    ca_key = ec.generate_private_key(ec.SECP256R1())
+    contents = {_CA_FILE: _signed(None, ca_key, ca_key, *times)}
+    for role in ROLES:
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate_file, key_file = _files(role)
+        contents[certificate_file] = _signed(role, key, ca_key, *times, names)
+        contents[key_file] = _key_content(key)
+    return _write(folder, contents)
+
+
+def _check_has_cryptography() -> None:
     try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
+        import cryptography  # noqa: F401
     except ImportError:
         raise MissingPackageError(
             f"Making certificates needs the package cryptography: {pip_install('ps')}"
         ) from None
 
-    start = start or datetime.datetime.now(datetime.UTC) - _CLOCK_SKEW
-    ca_key = ec.generate_private_key(ec.SECP256R1())
-    ca_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "distributary CA")])
-    host_names = [_general_name(host) for host in hosts]
 
-    def signed(
-        name: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType
-    ) -> bytes:
-        certificate = (
-            x509.CertificateBuilder()
-            .issuer_name(ca_name)
-            .subject_name(name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(start)
-            .not_valid_after(start + datetime.timedelta(days=num_days))
-            .add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
-            .sign(ca_key, hashes.SHA256())
-        )
-        return certificate.public_bytes(serialization.Encoding.PEM)
+def _signed(
+    role: str | None,
+    key: "ec.EllipticCurvePrivateKey",
+    ca_key: "ec.EllipticCurvePrivateKey",
+    start: datetime.datetime,
+    end: datetime.datetime,
+    names: "Sequence[x509.GeneralName]" = (),
+) -> bytes:
+    """Returns the certificate of a role, or of the authority itself, in PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
 
-    constraints = x509.BasicConstraints(ca=True, path_length=0)
-    contents = {_CA_FILE: signed(ca_name, ca_key, constraints)}
-    for role in ROLES:
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name_of_role(role))])
-        names = x509.SubjectAlternativeName([x509.DNSName(name_of_role(role)), *host_names])
-        certificate_file, key_file = _files(role)
-        contents[certificate_file] = signed(name, key, names)
-        contents[key_file] = key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    return _write(folder, contents)
+    def name(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+    subject = ca = "distributary CA"
+    extension: x509.ExtensionType = x509.BasicConstraints(ca=True, path_length=0)
+    if role is not None:
+        subject = name_of_role(role)
+        extension = x509.SubjectAlternativeName([x509.DNSName(subject), *names])
+    certificate = (
+        x509.CertificateBuilder()
+        .issuer_name(name(ca))
+        .subject_name(name(subject))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(end)
+        .add_extension(extension, critical=role is None)
+        .sign(ca_key, hashes.SHA256())
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_content(key: "ec.EllipticCurvePrivateKey") -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
 
 
 def name_of_role(role: str) -> str:

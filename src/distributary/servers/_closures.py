@@ -40,6 +40,8 @@ from distributary.engine import split_result
 from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.servers._nests import copy_of
 from distributary.servers._partitioners import Shard
+from distributary.servers._parts import in_parts
+from distributary.servers._per_device import per_device
 from distributary.servers._plans import Origin, Push, Update, WorkerPlan
 from distributary.servers._programs import (
     Program,
@@ -47,19 +49,9 @@ from distributary.servers._programs import (
     export_function,
     export_per_device,
 )
+from distributary.servers._rows import RowSplit, SparseUpdate, rows_of, rows_of_update
+from distributary.servers._split import ServerPart, ServerSplit, StepInput, split_over_servers
 from distributary.servers._table_rows import RowPlan, TablePart
-from distributary.servers.passes import (
-    RowSplit,
-    ServerPart,
-    ServerSplit,
-    SparseUpdate,
-    StepInput,
-    in_parts,
-    per_device,
-    rows_of,
-    rows_of_update,
-    split_over_servers,
-)
 from distributary.tracing import (
     Array,
     Handle,
@@ -75,8 +67,6 @@ from distributary.values import PerReplica
 
 if TYPE_CHECKING:
     from distributary.servers._per_worker import Feed, RemoteSource
-
-__all__ = ["ClosureTrace", "Plan", "Source", "current_trace", "plan_of", "share_rows"]
 
 
 @final

@@ -21,14 +21,14 @@ from distributary.errors import CancelledError, DeviceError, InvalidValueError, 
 from distributary.options import RecoveryOptions
 from distributary.servers._copies import CopyOnServers
 from distributary.servers._links import InProcessLink, Link
-from distributary.servers._messages import JSON, Limits, Message
+from distributary.servers._messages import JSON, Message
 from distributary.servers._partitioners import Shard
 from distributary.servers._plans import Update
 from distributary.servers._programs import Program
 from distributary.servers._sessions import (
     Heartbeat,
-    ServerLink,
     SessionId,
+    SessionLink,
     SessionService,
     Task,
     call_all,
@@ -46,8 +46,6 @@ from distributary.topology import (
     set_logical_cpu_devices,
 )
 from distributary.tracing import Handle
-
-__all__ = ["Cluster", "LocalCluster", "Session", "check_numbers", "local_cluster"]
 
 _PIECE_BYTES = 1 << 26
 _NUM_REMEMBERED = 4096
@@ -77,7 +75,9 @@ class Session:
         self.describe = cluster.describe
         self.options = options
         self.id = session
-        self.server_links = [ServerLink(server, session) for server in self.servers]
+        self.server_links = [
+            SessionLink(server, session, is_server=True) for server in self.servers
+        ]
         self._heartbeats: list[Heartbeat] = []
         self._on_end: Callable[[Exception], None] = lambda error: None
         self.at_rest: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -103,7 +103,8 @@ class Session:
         self._on_end = on_end
         self.at_rest = at_rest
         self._heartbeats = [
-            Heartbeat(ServerLink(server, self.id), seconds, on_end) for server in self.servers
+            Heartbeat(SessionLink(server, self.id, is_server=True), seconds, on_end)
+            for server in self.servers
         ]
 
     def add_updates(self, updates: Mapping[int, tuple[Update, Program]]) -> None:
@@ -197,7 +198,7 @@ class Session:
 
     def _new_copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
         shards = {name: _shards_of(variable) for name, variable in variables.items()}
-        connect = lambda server: ServerLink(self.servers[server], self.id)
+        connect = lambda server: SessionLink(self.servers[server], self.id, is_server=True)
         return CopyOnServers(next(self._copy_numbers), shards, connect)
 
     def shards_of(self, handle: Handle) -> list[Shard]:
@@ -236,16 +237,16 @@ class Cluster:
     Args:
         workers: The workers, by number.
         servers: The servers, by number.
-        describe: Describes a function that makes data, so that workers can find it.
         devices_per_worker: Number of devices of each worker.
+        describe: Describes a function that makes data, so that workers can find it.
     """
 
     def __init__(
         self,
         workers: Sequence[Task],
         servers: Sequence[Task],
+        devices_per_worker: int,
         describe: Callable[[Any], JSON],
-        devices_per_worker: int = 1,
     ) -> None:
         self.devices_per_worker = devices_per_worker
         self.workers = workers
@@ -334,9 +335,7 @@ class LocalCluster(Cluster):
         self,
         devices_of_workers: Sequence[Sequence[jax.Device]],
         num_servers: int,
-        limits: Limits | None,
     ) -> None:
-        self._limits = limits
         self._links: weakref.WeakKeyDictionary[InProcessLink, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
         )
@@ -374,7 +373,7 @@ class LocalCluster(Cluster):
         for name in self._starts:
             self.restart(name)
         num_devices = len(devices_of_workers[0])
-        super().__init__(tasks("chief", workers), tasks("chief", servers), describe, num_devices)
+        super().__init__(tasks("chief", workers), tasks("chief", servers), num_devices, describe)
 
     def kill(self, name: str) -> None:
         """Breaks all connections to and from a task, as if its process had been killed.
@@ -425,7 +424,7 @@ class LocalCluster(Cluster):
 
         with self._link_lock:
             service = self._services[target]
-            link = InProcessLink(service, name=target, limits=self._limits, fault=fault)
+            link = InProcessLink(service, name=target, fault=fault)
             self._links[link] = source, target
         return link
 
@@ -444,8 +443,6 @@ def local_cluster(
     workers: int = 2,
     ps: int = 1,
     devices_per_worker: int = 1,
-    *,
-    limits: Limits | None = None,
 ) -> LocalCluster:
     """Starts workers and parameter servers in this process, for `ParameterServerStrategy`.
 
@@ -456,15 +453,13 @@ def local_cluster(
             workers share the first CPU device. With more, each worker gets devices of its own if
             there are enough, in the order of the workers; otherwise all workers share the first
             ones. If JAX has not started yet, this call makes sure that there are enough.
-        limits: If given, messages between the tasks are encoded, checked and decoded as they are
-            between processes.
 
     Raises:
         InvalidValueError: if a number is not positive.
         DeviceError: if JAX has already started with fewer CPU devices than one worker needs.
     """
     check_numbers("local_cluster", workers=workers, ps=ps, devices_per_worker=devices_per_worker)
-    return LocalCluster(_devices_of_workers(workers, devices_per_worker), ps, limits)
+    return LocalCluster(_devices_of_workers(workers, devices_per_worker), ps)
 
 
 def _devices_of_workers(num_workers: int, num_devices: int) -> list[Sequence[jax.Device]]:

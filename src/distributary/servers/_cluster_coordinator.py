@@ -52,8 +52,6 @@ from distributary.tracing import user_stacklevel
 if TYPE_CHECKING:
     from distributary.servers._strategy import ParameterServerStrategy
 
-__all__ = ["ClusterCoordinator"]
-
 
 @final
 class ClusterCoordinator:

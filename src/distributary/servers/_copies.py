@@ -15,9 +15,7 @@ from distributary.checkpoint import SavedRows, WrittenFile, read_rows, rows_betw
 from distributary.errors import CheckpointError, InvalidValueError, UnavailableError
 from distributary.servers._messages import JSON, Message
 from distributary.servers._partitioners import Shard
-from distributary.servers._sessions import ServerLink, call_all
-
-__all__ = ["Copies", "CopyOnServers", "frozen"]
+from distributary.servers._sessions import SessionLink, call_all
 
 _TOKEN = "token"
 
@@ -139,7 +137,7 @@ class CopyOnServers:
         self,
         number: int,
         shards: Mapping[str, Sequence[Shard]],
-        connect: Callable[[int], ServerLink],
+        connect: Callable[[int], SessionLink],
     ) -> None:
         self._number = number
         self._shards = shards

@@ -1,16 +1,14 @@
 """Links over gRPC. Each link uses one stream, which lasts as long as its connection."""
 
-import contextlib
 import errno
 import ipaddress
-import logging
 import os
-import queue
+import re
 import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from ipaddress import IPv4Address, IPv6Address
 from types import ModuleType
@@ -19,7 +17,12 @@ from typing import TYPE_CHECKING, Any, final
 from distributary.cluster_resolver import TOKEN_VARIABLE, join_address
 from distributary.errors import ClusterError, MissingPackageError, pip_install
 from distributary.job import bound_address
-from distributary.servers._certificates import Credentials, name_of_role, role_of_names
+from distributary.servers._certificates import (
+    CERTIFICATES_VARIABLE,
+    Credentials,
+    name_of_role,
+    role_of_names,
+)
 from distributary.servers._links import (
     Connection,
     ConnectionLostError,
@@ -35,25 +38,22 @@ from distributary.servers._messages import (
     MAX_CHUNK_BYTES,
     Assembly,
     Buffer,
-    Limits,
     Message,
     WireError,
     decode,
     encode,
     split,
 )
-from distributary.servers._token import Challenges, Token
 
 if TYPE_CHECKING:
     import grpc
 
-__all__ = ["GrpcLink", "GrpcServer"]
 
-_log = logging.getLogger(__name__)
-
-_SERVICE, _GREET, _TALK = "distributary.Link", "Greet", "Talk"
-_REFUSED = os.strerror(errno.ECONNREFUSED)  # gRPC has one code for all failures to connect
-_REASON_SECONDS = 1.0  # the reason of a refusal comes a little after the refusal
+_SERVICE, _TALK = "distributary.Link", "Talk"
+# gRPC has one code for all failures to connect.
+_REFUSED = os.strerror(errno.ECONNREFUSED)
+_STRANGER = re.compile("TSI_PROTOCOL_FAILURE|Verification Check failed")
+_STRANGER_TO_INSECURE = re.compile("failed to connect .*Socket closed")
 _PING_OPTIONS = (
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 3000),
@@ -88,10 +88,8 @@ class GrpcLink(Link):
 
     Args:
         address: `"host:port"` of the task.
-        task: Name of the task, such as `"ps 0"`. With certificates, the task's certificate must be
-            for this role. With a token, the task must know the token and have this name.
+        task: Name of the task, such as `"ps 0"`. The certificate of the task must be for this role.
         credentials: Credentials of this task; None to connect to any program that listens there.
-        limits: Limits of messages in both directions.
 
     Raises:
         MissingPackageError: if grpcio is not installed.
@@ -101,108 +99,70 @@ class GrpcLink(Link):
         self,
         address: str,
         task: str,
-        credentials: Credentials | Token | None = None,
-        limits: Limits | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         super().__init__(f"{task} at {address}")
         self._grpc = _import_grpc()
         self._address = address
-        self._task = task
         self._role = task.partition(" ")[0]
-        self._credentials = credentials if isinstance(credentials, Credentials) else None
-        self._token = credentials if isinstance(credentials, Token) else None
-        self._limits = limits or Limits()
+        self._credentials = credentials
 
     def _encode(self, message: Message) -> list[Buffer]:
-        return encode(message, self._limits)
+        return encode(message)
 
     def _converse(self, connection: Connection) -> Exception:
-        is_proven: queue.SimpleQueue[bool] = queue.SimpleQueue()  # of the other end
-        call: Any = None  # the call under way
-
         def chunks() -> Iterator[bytes]:
             """Yields what to send, in a thread of gRPC."""
-            if is_proven.get():
-                for number, buffers in connection.requests():
-                    yield from split(number, buffers)
+            for number, buffers in connection.requests():
+                yield from split(number, buffers)
 
-        address, proven_address = self._address, ""
-        if self._token is not None:
+        with self._channel() as channel:
+            call = channel.stream_stream(f"/{_SERVICE}/{_TALK}")(chunks())
+            connection.cancel_at_end(call.cancel)
             try:
-                _, ip_address, port = _resolve(address)
-            except (OSError, ValueError) as error:
-                return ConnectionLostError(f"No connection to {self._name}: {error}.")
-            if ip_address.is_loopback:
-                # gRPC would try all addresses of the name; another user may listen at one.
-                address = proven_address = join_address(str(ip_address), port)
-        with self._channel(address) as channel:
-            try:
-                asked: dict[str, str] = {}
-                if self._token is not None:
-                    call = channel.unary_unary(f"/{_SERVICE}/{_GREET}").future(b"")
-                    connection.cancel_at_end(call.cancel)
-                    challenge = call.result().decode("latin-1")
-                    asked = self._token.ask(self._task, proven_address, challenge)
-                talk = channel.stream_stream(f"/{_SERVICE}/{_TALK}")
-                call = talk(chunks(), metadata=[*asked.items()])
-                connection.cancel_at_end(call.cancel)
-                if self._is_stranger(call, asked):
-                    call.cancel()
-                    return UnauthenticatedError(
-                        f"The program that listens at {self._address} does not prove that it is"
-                        f" {self._task} of this job. Start all tasks with the same"
-                        f" {TOKEN_VARIABLE}, or end the other program that listens there."
-                    )
-                is_proven.put(True)
-                for number, reply in _messages(call, self._limits):
+                for number, reply in _messages(call):
                     connection.reply(number, reply)
                 reason = "it has ended the connection"
             except WireError as error:
                 return error
-            except (self._grpc.RpcError, self._grpc.FutureCancelledError):
+            except self._grpc.RpcError:
                 code, details = call.code(), call.details()
                 if code == self._grpc.StatusCode.INVALID_ARGUMENT:
                     return WireError(f"{self._name} refuses a message: {details}")
-                if code == self._grpc.StatusCode.UNAUTHENTICATED:
-                    return UnauthenticatedError(f"{self._name} refuses this task: {details}")
                 reason = f"{code.name}: {details}"
-            finally:
-                is_proven.put(False)
-        if self._credentials and not connection.has_heard:
-            reason += (
-                f". Its certificate must be that of role {self._role!r}, and of the same authority"
-                " as that of this task"
-            )
         kind = RefusedError if _REFUSED in reason else ConnectionLostError
+        if self._is_stranger(reason):
+            kind = UnauthenticatedError
+            reason += (
+                ". Start all tasks of the job with certificates of one authority in"
+                f" {CERTIFICATES_VARIABLE}, here of the role {self._role!r}, or all with the same"
+                f" {TOKEN_VARIABLE}"
+            )
         return kind(f"No connection to {self._name}: {reason}.")
 
-    def _is_stranger(self, call: "grpc.Call", asked: Mapping[str, str]) -> bool:
-        """Returns whether the other end goes on without proving that it knows the token."""
-        if self._token is None:
-            return False
-        if self._token.knows_task(self._task, asked, dict(call.initial_metadata() or ())):
-            return False
-        with contextlib.suppress(self._grpc.FutureTimeoutError, self._grpc.FutureCancelledError):
-            call.exception(_REASON_SECONDS)
-        return bool(call.is_active())
-
-    def _channel(self, address: str) -> Any:
+    def _is_stranger(self, reason: str) -> bool:
+        """Returns whether one end does not prove that it belongs to the job of the other."""
         if self._credentials is None:
-            return self._grpc.insecure_channel(address, _CLIENT_OPTIONS)
+            return _STRANGER_TO_INSECURE.search(reason) is not None
+        return _STRANGER.search(reason) is not None
+
+    def _channel(self) -> Any:
+        if self._credentials is None:
+            return self._grpc.insecure_channel(self._address, _CLIENT_OPTIONS)
         own = self._credentials
         credentials = self._grpc.ssl_channel_credentials(own.ca, own.key, own.certificate)
         # The name in a certificate is the role, not the host.
         name = ("grpc.ssl_target_name_override", name_of_role(self._role))
-        return self._grpc.secure_channel(address, credentials, (*_CLIENT_OPTIONS, name))
+        return self._grpc.secure_channel(self._address, credentials, (*_CLIENT_OPTIONS, name))
 
 
-def _messages(chunks: Iterable[bytes], limits: Limits) -> Iterator[tuple[int, Message]]:
+def _messages(chunks: Iterable[bytes]) -> Iterator[tuple[int, Message]]:
     """Yields the messages in chunks, with their numbers; raises `WireError`."""
-    assembly = Assembly(limits)
+    assembly = Assembly()
     for chunk in chunks:
         if (complete := assembly.add(chunk)) is not None:
             number, buffer = complete
-            yield number, decode(buffer, limits)
+            yield number, decode(buffer)
 
 
 @final
@@ -214,11 +174,8 @@ class GrpcServer:
     Args:
         service: The service that is called.
         address: `"host:port"`, the only address to listen at. Port 0 takes a free port.
-        credentials: Credentials of this task. With certificates, only peers with a certificate of
-            the same CA can connect. With a token, which is enough on a loopback address, only
-            peers that know the same token can.
-        limits: Limits of messages in both directions.
-        task: Name of this task, such as `"ps 0"`. With a token, callers must expect this task.
+        credentials: Credentials of this task: only peers with a certificate of the same authority
+            can connect. Those from a secret are enough on a loopback address.
         max_links: Maximum number of links; any further ones are refused.
         insecure: Allows addresses other than loopback without certificates, and all addresses
             without credentials. Anyone who reaches the address can then read and write everything.
@@ -235,21 +192,14 @@ class GrpcServer:
         self,
         service: Service,
         address: str,
-        credentials: Credentials | Token | None = None,
-        limits: Limits | None = None,
+        credentials: Credentials | None = None,
         *,
-        task: str = "",
         max_links: int = 256,
         insecure: bool = False,
     ) -> None:
         self._grpc = _import_grpc()
         self._service = service
-        self._limits = limits or Limits()
-        self._task = task
-        self._has_certificates = isinstance(credentials, Credentials)
-        self._token = credentials if isinstance(credentials, Token) else None
-        self._challenges = Challenges()
-        self._has_warned = False
+        self._is_insecure = credentials is None
         try:
             host, ip_address, port = _resolve(address)
         except (OSError, ValueError) as error:
@@ -257,7 +207,8 @@ class GrpcServer:
                 f"Cannot listen at {address}: {error}. Give the address under which the other tasks"
                 ' reach this one, such as "10.0.0.1:2222".'
             ) from error
-        if not (self._has_certificates or insecure or ip_address.is_loopback):
+        has_files = credentials is not None and credentials.has_files
+        if not (has_files or insecure or ip_address.is_loopback):
             raise ClusterError(
                 f"Listening at {address} without certificates would let anyone who reaches the"
                 " address read and write the variables. `distributary certs` makes certificates,"
@@ -273,11 +224,7 @@ class GrpcServer:
         self._threads = _Threads()
         self._server = self._grpc.server(self._threads, options=_SERVER_OPTIONS)
         self._places = threading.BoundedSemaphore(max_links)
-        methods = {
-            # A stream, so that the answer does not wait for a request that a stranger never sends.
-            _GREET: self._grpc.stream_unary_rpc_method_handler(self._greet),
-            _TALK: self._grpc.stream_stream_rpc_method_handler(self._talk),
-        }
+        methods = {_TALK: self._grpc.stream_stream_rpc_method_handler(self._talk)}
         self._server.add_generic_rpc_handlers(
             (self._grpc.method_handlers_generic_handler(_SERVICE, methods),)
         )
@@ -289,7 +236,6 @@ class GrpcServer:
                 " another machine?"
             ) from error
         self.address = join_address(host, port)
-        self._only_address = join_address(str(ip_address), port) if ip_address.is_loopback else None
         self._server.start()
 
     def close(self, seconds: float | None = None) -> None:
@@ -301,8 +247,8 @@ class GrpcServer:
         self._server.stop(None).wait(seconds)
         self._threads.join(seconds)
 
-    def _listen(self, address: str, credentials: Credentials | Token | None) -> int:
-        if not isinstance(credentials, Credentials):
+    def _listen(self, address: str, credentials: Credentials | None) -> int:
+        if credentials is None:
             return self._server.add_insecure_port(address)
         pair = (credentials.key, credentials.certificate)
         return self._server.add_secure_port(
@@ -310,17 +256,13 @@ class GrpcServer:
             self._grpc.ssl_server_credentials([pair], credentials.ca, require_client_auth=True),
         )
 
-    def _greet(self, requests: Iterator[bytes], context: "grpc.ServicerContext") -> bytes:
-        """Returns a challenge to any caller, whatever it sends."""
-        return self._challenges.new().encode()
-
     def _talk(self, chunks: Iterator[bytes], context: "grpc.ServicerContext") -> Iterator[bytes]:
         """Serves one link, in a thread of its own."""
         peer = self._peer(context)  # checked before anything from the caller is read
         if not self._places.acquire(blocking=False):  # only tasks of the job take places
             context.abort(self._grpc.StatusCode.RESOURCE_EXHAUSTED, "All links are in use.")
         try:
-            for number, request in _messages(chunks, self._limits):
+            for number, request in _messages(chunks):
                 yield from split(number, self._reply(request, peer))
         except WireError as error:
             context.abort(self._grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -329,13 +271,12 @@ class GrpcServer:
 
     def _reply(self, request: Message, peer: Peer) -> list[Buffer]:
         try:
-            return encode(answer(self._service, request, peer), self._limits)
+            return encode(answer(self._service, request, peer))
         except WireError as error:
-            return encode(error_reply(error), self._limits)
+            return encode(error_reply(error))
 
     def _peer(self, context: "grpc.ServicerContext") -> Peer:
-        if not self._has_certificates:
-            self._check_token(context)
+        if self._is_insecure:
             return Peer("local", context.peer())
         names = context.auth_context().get("x509_subject_alternative_name", [])
         role = role_of_names([name.decode() for name in names])
@@ -345,27 +286,6 @@ class GrpcServer:
             self._grpc.StatusCode.UNAUTHENTICATED,
             f"The certificate with the names {names} has no role.",
         )
-
-    def _check_token(self, context: "grpc.ServicerContext") -> None:
-        if self._token is None:  # insecure; the caller may wait for a proof
-            context.send_initial_metadata(())
-            return
-        asked = dict(context.invocation_metadata())
-        reason = self._token.refusal(self._task, self._only_address, asked, self._challenges)
-        if reason is None:
-            answer = self._token.answer(self._task, asked)
-            context.send_initial_metadata([*answer.items()])
-            return
-        # Warns only once, as a stranger may keep trying.
-        _log.log(
-            logging.DEBUG if self._has_warned else logging.WARNING,
-            "%s refuses %s: %s",
-            self._task,
-            context.peer(),
-            reason,
-        )
-        self._has_warned = True
-        context.abort(self._grpc.StatusCode.UNAUTHENTICATED, reason)
 
 
 @final

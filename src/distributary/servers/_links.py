@@ -22,23 +22,7 @@ from typing import Any, Final, Protocol, final
 from distributary import errors
 from distributary.dispatch import start_thread
 from distributary.errors import DistributaryError
-from distributary.servers._messages import JSON, Limits, Message, WireError, decode, encode
-
-__all__ = [
-    "LOCAL",
-    "Connection",
-    "ConnectionLostError",
-    "DeadlineError",
-    "InProcessLink",
-    "Link",
-    "Peer",
-    "RefusedError",
-    "Service",
-    "UnauthenticatedError",
-    "answer",
-    "error_reply",
-    "exception_of",
-]
+from distributary.servers._messages import JSON, Message, WireError
 
 _ERROR_KIND = "error"  # a kind of reply that services do not use
 _MAX_ERROR_CHARACTERS = 20_000
@@ -302,11 +286,9 @@ class InProcessLink(Link):
     Args:
         service: The service to call; None for a process that has ended.
         name: Name of the other end in messages, such as `"ps 0"`.
-        limits: If given, messages are encoded, checked and decoded as if they were sent over a
-            network. None hands them over as they are.
         fault: Function that delivers a request in tests of faults. It is called in the link's
             thread with the request and a function that delivers it and returns the reply; it must
-            return the reply. It can deliver twice, wait, or raise `ConnectionLostError` before or
+            return the reply. It can deliver twice, wait, or raise a `ConnectionError` before or
             after delivery, which has the effect of `cut`.
     """
 
@@ -315,12 +297,10 @@ class InProcessLink(Link):
         service: Service | None,
         *,
         name: str = "the service",
-        limits: Limits | None = None,
         fault: Callable[[Message, Callable[[Message], Message]], Message] | None = None,
     ) -> None:
         super().__init__(name)
         self._service = service
-        self._limits = limits
         self._fault = fault
 
     def cut(self) -> None:
@@ -335,22 +315,18 @@ class InProcessLink(Link):
         self._end(f"The connection to {self._name} broke: it was killed.")
 
     def _encode(self, message: Message) -> Message:
-        if self._limits is None:
-            return message
-        return decode(b"".join(encode(message, self._limits)), self._limits)
+        return message
 
     def _converse(self, connection: Connection) -> Exception:
         service = self._service
         if service is None:
             return RefusedError(f"Nothing listens at {self._name}.")
 
-        def deliver(message: Message) -> Message:
-            return self._encode(answer(service, message, LOCAL))
-
+        deliver = functools.partial(answer, service, peer=LOCAL)
         for number, message in connection.requests():
             try:
                 reply = deliver(message) if self._fault is None else self._fault(message, deliver)
-            except ConnectionLostError:
+            except ConnectionError:
                 return self._was_cut()
             except Exception as error:
                 reply = error_reply(error)

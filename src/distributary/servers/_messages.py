@@ -26,22 +26,6 @@ import numpy as np
 
 from distributary.errors import DistributaryError
 
-__all__ = [
-    "ALIGNMENT",
-    "JSON",
-    "MAX_CHUNK_BYTES",
-    "Assembly",
-    "Buffer",
-    "Limits",
-    "Message",
-    "WireError",
-    "aligned_empty",
-    "decode",
-    "encode",
-    "from_json",
-    "split",
-]
-
 _T = TypeVar("_T")
 JSON: TypeAlias = Any  # bool, int, float, str, None, and lists and dicts with str keys of these
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -56,6 +40,10 @@ _VERSION = 1
 # On CPUs, XLA uses an array without a copy if its address is a multiple of this.
 ALIGNMENT: Final = 64
 _MAX_NDIM = 32
+# The limits of a message, checked before anything is allocated for it.
+MAX_MESSAGE_BYTES = 1 << 30
+MAX_HEADER_BYTES = 1 << 20  # of its JSON
+MAX_BUFFERS = 1 << 14  # arrays and blobs
 
 _DTYPES: Final = {
     np.dtype(name).name: np.dtype(name)
@@ -73,22 +61,6 @@ _DECODER = json.JSONDecoder()
 
 class WireError(DistributaryError, ValueError):
     """A malformed message that was received, or one that cannot be sent."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of a message, checked before anything is allocated for it.
-
-    Args:
-        max_message_bytes: Maximum size of a message in bytes.
-        max_header_bytes: Maximum size of its JSON in bytes.
-        max_buffers: Maximum number of its arrays and blobs.
-    """
-
-    max_message_bytes: int = 1 << 30
-    max_header_bytes: int = 1 << 20
-    max_buffers: int = 1 << 14
 
 
 @final
@@ -111,13 +83,12 @@ class Message:
     blobs: list[bytes] = field(default_factory=list)
 
 
-def encode(message: Message, limits: Limits) -> list[Buffer]:
+def encode(message: Message) -> list[Buffer]:
     """Encodes a message as buffers to send one after the other; those of arrays are views.
 
     Args:
         message: The message. Arrays that are not contiguous or not in native byte order are
             copied.
-        limits: Limits of the receiver.
 
     Raises:
         WireError: if a dtype cannot be sent, the fields are not JSON, or the message exceeds the
@@ -132,9 +103,9 @@ def encode(message: Message, limits: Limits) -> list[Buffer]:
     num_bytes = _PREFIX.size + len(header)
     num_bytes += _padding(num_bytes) + sum(size + _padding(size) for size in sizes)
     where = f"The message {message.kind!r}"
-    _check_limit(where, "bytes of JSON", len(header), limits.max_header_bytes)
-    _check_limit(where, "arrays and blobs", len(sizes), limits.max_buffers)
-    _check_limit(where, "bytes", num_bytes, limits.max_message_bytes)
+    _check_limit(where, "bytes of JSON", len(header), MAX_HEADER_BYTES)
+    _check_limit(where, "arrays and blobs", len(sizes), MAX_BUFFERS)
+    _check_limit(where, "bytes", num_bytes, MAX_MESSAGE_BYTES)
     start = _PREFIX.pack(_MAGIC, _VERSION, len(header), num_bytes) + header
     buffers: list[Buffer] = []
     for content in [start, *contents]:
@@ -144,12 +115,11 @@ def encode(message: Message, limits: Limits) -> list[Buffer]:
     return buffers
 
 
-def decode(buffer: Buffer, limits: Limits) -> Message:
+def decode(buffer: Buffer) -> Message:
     """Decodes the message in a buffer.
 
     Args:
         buffer: All bytes of the message.
-        limits: Limits that the message must keep.
 
     Returns:
         The message. Its arrays are read-only views of the buffer; its blobs are copies.
@@ -158,9 +128,9 @@ def decode(buffer: Buffer, limits: Limits) -> Message:
         WireError: if the buffer holds anything other than one message within the limits.
     """
     view = memoryview(buffer).cast("B").toreadonly()
-    kind, fields, arrays, blob_sizes, start = _read_header(view, limits)
+    kind, fields, arrays, blob_sizes, start = _read_header(view)
     num_buffers = len(arrays) + len(blob_sizes)
-    _check_limit("A message", "arrays and blobs", num_buffers, limits.max_buffers)
+    _check_limit("A message", "arrays and blobs", num_buffers, MAX_BUFFERS)
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in arrays] + blob_sizes
     # This also checks the shapes, before anything is made of them.
     expected = start + sum(size + _padding(size) for size in sizes)
@@ -207,14 +177,9 @@ def split(number: int, buffers: Sequence[Buffer]) -> Iterator[bytes]:
 
 @final
 class Assembly:
-    """The receiving end of `split`: puts chunks together, one message at a time.
+    """The receiving end of `split`: puts chunks together, one message at a time."""
 
-    Args:
-        limits: The limits of a message, checked at its first chunk.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._number = 0
         self._remaining = 0
         self._message = np.empty(0, np.uint8)
@@ -233,11 +198,7 @@ class Assembly:
         number, remaining = _HEAD.unpack_from(chunk)
         if not self._remaining:
             num_bytes = len(content) + remaining
-            if num_bytes > self._limits.max_message_bytes:
-                raise WireError(
-                    f"A message has {num_bytes} bytes, expected"
-                    f" {self._limits.max_message_bytes} or fewer."
-                )
+            _check_limit("A message", "bytes", num_bytes, MAX_MESSAGE_BYTES)
             if not remaining:
                 return number, content
             self._number, self._message = number, aligned_empty((num_bytes,), np.dtype(np.uint8))
@@ -317,7 +278,7 @@ def _header(message: Message, arrays: Sequence[np.ndarray]) -> bytes:
 
 
 def _read_header(
-    view: memoryview, limits: Limits
+    view: memoryview,
 ) -> tuple[str, dict[str, JSON], list[tuple[np.dtype, tuple[int, ...]]], list[int], int]:
     """Reads kind, fields, dtypes and shapes of arrays, sizes of blobs, and where the data begins.
 
@@ -336,8 +297,8 @@ def _read_header(
             f"A message has version {version} of the protocol, this process speaks {_VERSION}."
             " Install the same version of distributary for all tasks."
         )
-    _check_limit("A message", "bytes of JSON", header_bytes, limits.max_header_bytes)
-    _check_limit("A message", "bytes", len(view), limits.max_message_bytes)
+    _check_limit("A message", "bytes of JSON", header_bytes, MAX_HEADER_BYTES)
+    _check_limit("A message", "bytes", len(view), MAX_MESSAGE_BYTES)
     end = _PREFIX.size + header_bytes
     if num_bytes != len(view) or end > num_bytes:
         raise WireError(

@@ -12,8 +12,6 @@ from distributary.errors import InvalidTypeError
 from distributary.servers._messages import JSON, WireError, aligned_empty
 from distributary.values import PerReplica
 
-__all__ = ["copy_of", "leaves_of", "nest_of", "shapes_of", "structs_of", "tree_of"]
-
 
 def leaves_of(value: Nest) -> list[np.ndarray]:
     """Returns copies of the leaves of a nest, with the dtypes that JAX has for them."""

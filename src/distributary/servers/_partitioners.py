@@ -11,17 +11,6 @@ from numpy.typing import DTypeLike
 
 from distributary.errors import InvalidTypeError, InvalidValueError
 
-__all__ = [
-    "FixedShardsPartitioner",
-    "MaxSizePartitioner",
-    "MinSizePartitioner",
-    "Partitioner",
-    "Shard",
-    "initial_shards",
-    "num_shards_of",
-    "sizes_of",
-]
-
 
 class Shard(NamedTuple):
     """A variable on a server, or some rows of one.

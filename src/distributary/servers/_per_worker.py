@@ -21,17 +21,6 @@ from distributary.servers._nests import leaves_of, shapes_of, structs_of
 from distributary.servers._sources import as_maker
 from distributary.tracing import current_scope, outside_of_trace
 
-__all__ = [
-    "Feed",
-    "Peekable",
-    "PerWorkerDataset",
-    "PerWorkerIterator",
-    "PerWorkerValues",
-    "RemoteSource",
-    "closure_number",
-    "experimental_get_current_worker_index",
-]
-
 
 @final
 class PerWorkerDataset:

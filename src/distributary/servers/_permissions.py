@@ -8,8 +8,6 @@ from distributary.servers._links import Peer, Service
 from distributary.servers._messages import Message
 from distributary.topology import backends_started, local_devices_of, requested_cpu_devices
 
-__all__ = ["IDENTIFY", "SENDERS", "RoleCheck"]
-
 # A message to any task -> name of the task, its number of devices, versions
 IDENTIFY: Final = "identify"
 

@@ -10,10 +10,8 @@ import json
 from dataclasses import astuple, dataclass
 from typing import TypeAlias, final
 
+from distributary.servers._rows import UpdatedRows
 from distributary.servers._table_rows import RowPlan
-from distributary.servers.passes import UpdatedRows
-
-__all__ = ["Origin", "Push", "Update", "WorkerPlan"]
 
 #: The origin of an input of a program: a kind and a number; see `WorkerPlan.inputs`.
 Origin: TypeAlias = tuple[str, int]

@@ -5,14 +5,18 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, Peer, multi_worker
 from distributary.dispatch import call_after
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 from distributary.job import package_versions
-from distributary.servers._certificates import Credentials
+from distributary.servers._certificates import (
+    Credentials,
+    credentials_of,
+    secret_of_this_process,
+)
 from distributary.servers._cluster import Cluster
 from distributary.servers._grpc import GrpcLink
 from distributary.servers._links import ConnectionLostError, Link, UnauthenticatedError
@@ -20,17 +24,6 @@ from distributary.servers._messages import Message
 from distributary.servers._permissions import IDENTIFY
 from distributary.servers._sessions import Task
 from distributary.servers._sources import ScriptEndError, describe, is_reimporting
-from distributary.servers._token import Token, credentials_of, token_of_this_process
-
-__all__ = [
-    "CONNECT_VARIABLE",
-    "cluster_of",
-    "connect",
-    "connect_seconds",
-    "grpc_task",
-    "meet",
-    "tasks_of",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +62,7 @@ def cluster_of(cluster_resolver: object) -> Cluster:
             " the cluster, and only the chief creates the strategy. Workers and servers call"
             " Server(cluster_resolver).join() instead."
         )
-    return connect(peers, os.environ)
+    return Cluster(*connect(peers, os.environ), describe)
 
 
 def tasks_of(cluster_spec: ClusterSpec) -> list[Peer]:
@@ -111,66 +104,55 @@ def connect_seconds(environ: Mapping[str, str]) -> float:
         ) from None
 
 
-def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
-    """Waits for workers and servers as their chief, and returns the cluster of them.
+def connect(
+    peers: list[Peer], environ: Mapping[str, str]
+) -> tuple[Sequence[Task], Sequence[Task], int]:
+    """Waits for all tasks as their chief; checks names, package versions and numbers of devices.
 
     Args:
         peers: The workers and servers.
         environ: The environment.
 
+    Returns:
+        The workers, the servers, and the number of devices of every worker.
+
     Raises:
         ClusterError: see `cluster_of`.
     """
-    credentials = credentials_of("chief", environ) or token_of_this_process()
-    num_devices = meet(peers, credentials, connect_seconds(environ))
+    credentials = credentials_of("chief", environ)
+    if credentials is None and (secret := secret_of_this_process()) is not None:
+        credentials = Credentials.from_secret(secret, "chief")
     tasks = {peer: grpc_task(peer, credentials) for peer in peers}
+    replies: dict[Peer, dict[str, Any]] = {}
+
+    def warn() -> None:
+        missing = [str(peer) for peer in peers if peer not in replies]
+        _log.warning("The chief waits for %s.", ", ".join(missing))
+
+    _log.info("Waiting for %s", ", ".join(map(str, peers)))
+    links = {peer: task.connect() for peer, task in tasks.items()}
+    try:
+        with call_after(_PATIENCE_SECONDS, warn):
+            _identify(links, replies, connect_seconds(environ))
+    finally:
+        for link in links.values():
+            link.close()
     workers, servers = (
         [task for peer, task in tasks.items() if peer.task_type == task_type]
         for task_type in ("worker", "ps")
     )
-    return Cluster(workers, servers, describe, num_devices)
+    return workers, servers, _num_devices(replies)
 
 
-def grpc_task(peer: Peer, credentials: Credentials | Token | None) -> Task:
+def grpc_task(peer: Peer, credentials: Credentials | None) -> Task:
     """Returns a worker or server in another process, which a task with `credentials` can call."""
     return Task(str(peer), functools.partial(GrpcLink, peer.address, peer.name, credentials))
 
 
-def meet(peers: list[Peer], credentials: Credentials | Token | None, seconds: float) -> int:
-    """Waits for all tasks, and checks their names, package versions and numbers of devices.
-
-    Args:
-        peers: The tasks.
-        credentials: Credentials of the chief, or None.
-        seconds: Number of seconds to wait.
-
-    Returns:
-        Number of devices of every worker.
-
-    Raises:
-        ClusterError: see `cluster_of`.
-    """
-    _log.info("Waiting for %s", ", ".join(map(str, peers)))
-    links = {peer: grpc_task(peer, credentials).connect() for peer in peers}
-    try:
-        found: dict[Peer, dict[str, Any]] = {}
-
-        def say() -> None:
-            missing = [str(peer) for peer in peers if peer not in found]
-            _log.warning("The chief waits for %s.", ", ".join(missing))
-
-        with call_after(_PATIENCE_SECONDS, say):
-            _meet(links, found, seconds)
-        return _num_devices(found)
-    finally:
-        for link in links.values():
-            link.close()
-
-
-def _num_devices(found: Mapping[Peer, dict[str, Any]]) -> int:
+def _num_devices(replies: Mapping[Peer, dict[str, Any]]) -> int:
     counts = {
         peer: fields.get("devices", 1)
-        for peer, fields in sorted(found.items(), key=lambda one: one[0].task_id)
+        for peer, fields in sorted(replies.items(), key=lambda one: one[0].task_id)
         if peer.task_type == "worker"
     }
     (first, expected), *others = counts.items()
@@ -184,8 +166,8 @@ def _num_devices(found: Mapping[Peer, dict[str, Any]]) -> int:
     return int(expected)
 
 
-def _meet(links: dict[Peer, Link], found: dict[Peer, dict[str, Any]], seconds: float) -> None:
-    """Adds what the tasks say about themselves to `found`."""
+def _identify(links: dict[Peer, Link], replies: dict[Peer, dict[str, Any]], seconds: float) -> None:
+    """Asks every task who it is; repeats this until it is there, for at most so many seconds."""
     end = time.monotonic() + seconds
     reasons: dict[Peer, Exception] = {}
     calls = {link.start(Message(IDENTIFY)): peer for peer, link in links.items()}
@@ -198,8 +180,8 @@ def _meet(links: dict[Peer, Link], found: dict[Peer, dict[str, Any]], seconds: f
         for call in done:
             peer = calls.pop(call)
             try:
-                found[peer] = call.result().fields
-                _check(peer, found[peer])
+                replies[peer] = call.result().fields
+                _check(peer, replies[peer])
             except UnauthenticatedError as error:
                 raise ClusterError(str(error)) from None
             except ConnectionLostError as error:

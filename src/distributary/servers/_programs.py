@@ -19,15 +19,6 @@ from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.topology import REPLICA_AXIS, make_abstract_mesh, make_mesh
 from distributary.xla_cpu import rewritten_for_cpus, with_partial_sums
 
-__all__ = [
-    "Program",
-    "ProgramCache",
-    "export_divided",
-    "export_function",
-    "export_jaxpr",
-    "export_per_device",
-]
-
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 

@@ -13,8 +13,6 @@ from distributary._types import Nest
 from distributary.dispatch import progress
 from distributary.errors import CancelledError, UnavailableError
 
-__all__ = ["Closure", "ClosureQueue", "RemoteValue"]
-
 _MAX_QUEUED = 262_144  # as in TensorFlow
 _MAX_LEASED = 16
 

@@ -13,21 +13,22 @@ from typing import Any, NoReturn, final
 
 import jax
 
-from distributary.cluster_resolver import ClusterResolver, ClusterSpec, Peer, multi_worker
+from distributary.cluster_resolver import ClusterResolver, ClusterSpec, multi_worker
 from distributary.errors import ClusterError, ContextError, InvalidTypeError, InvalidValueError
-from distributary.servers._certificates import Credentials
+from distributary.servers._certificates import (
+    Credentials,
+    credentials_of,
+    secret_of_this_process,
+)
 from distributary.servers._grpc import GrpcServer
 from distributary.servers._links import Service
 from distributary.servers._messages import JSON
 from distributary.servers._permissions import RoleCheck
 from distributary.servers._processes import connect_seconds, grpc_task, tasks_of
 from distributary.servers._sources import find, is_reimporting
-from distributary.servers._statistics import lines_of, metrics_server
-from distributary.servers._token import Token, credentials_of, token_of_this_process
+from distributary.servers._statistics import MetricsServer, lines_of, metrics_server
 from distributary.servers._worker import new_service
 from distributary.topology import backends_started, prepare_local_devices
-
-__all__ = ["Server", "ServerDef", "TaskServer"]
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +112,9 @@ class Server:
         del config
         self._server_def = _server_def(server_or_cluster_def, job_name, task_index, protocol)
         self._insecure = insecure
-        self._server: TaskServer | None = None
+        self._find: Callable[[JSON], Callable[[], Any]] = find
+        self._server: GrpcServer | None = None
+        self._metrics: MetricsServer | None = None
         if start:
             self.start()
 
@@ -126,23 +129,50 @@ class Server:
         return f"grpc://{self._address}"
 
     def start(self) -> None:
-        """Starts to listen, unless the server already does."""
+        """Starts to listen, unless the server already does.
+
+        Raises:
+            ClusterError, MissingPackageError: see `Server`.
+        """
         # A worker runs its script again to find definitions; only the first run has the server.
         if self._server is not None or is_reimporting():
             return
-        this = self._server_def
+        this, environ = self._server_def, os.environ
+        credentials = credentials_of(this.job_name, environ)
+        if credentials is None and not self._insecure and "TF_CONFIG" not in environ:
+            # Without TF_CONFIG, the chief may be in this process. Another one is refused.
+            secret = secret_of_this_process(make=True)
+            assert secret is not None
+            credentials = Credentials.from_secret(secret, this.job_name)
+        if not backends_started():
+            # Programs run on CPUs; if JAX saw the GPUs, it would take their memory.
+            jax.config.update("jax_platforms", "cpu")
+        prepare_local_devices()
         peers = tasks_of(this.cluster)
         servers = [peer for peer in peers if peer.task_type == "ps"]
-        self._server = TaskServer(
+        self._service = service = new_service(
             this.job_name,
             this.task_index,
-            self._address,
-            find_servers=lambda: servers,
-            find=find,
-            num_tasks=len(peers),
-            environ=os.environ,
-            insecure=self._insecure,
+            servers=lambda: [grpc_task(server, credentials) for server in servers],
+            find=self._find,
+            devices=lambda: jax.local_devices(backend="cpu"),
         )
+        self._metrics = metrics_server(
+            environ, lambda: lines_of(this.job_name, service.statistics())
+        )
+        try:
+            self._server = _listen(
+                RoleCheck(this.job_name, this.task_index, service),
+                self._address,
+                credentials,
+                max_links=max(_MIN_LINKS, _LINKS_PER_TASK * len(peers)),
+                insecure=self._insecure,
+                end=time.monotonic() + connect_seconds(environ),
+            )
+        except BaseException:
+            if self._metrics is not None:
+                self._metrics.close()
+            raise
 
     def join(self) -> None:
         """Works for the chief until SIGTERM or SIGINT, then ends the process with code 0.
@@ -164,8 +194,15 @@ class Server:
                 signal.signal(number, _end)
             threading.Event().wait()
         finally:
-            if self._server is not None:
-                self._server.close()
+            self._close()
+
+    def _close(self) -> None:
+        """Ends the work of the task, and all connections."""
+        if self._server is not None:
+            self._service.close()  # first, as it ends requests that wait for a server's reply
+            self._server.close(_CLOSE_SECONDS)
+        if self._metrics is not None:
+            self._metrics.close()
 
     @property
     def _address(self) -> str:
@@ -173,100 +210,18 @@ class Server:
         return this.cluster.task_address(this.job_name, this.task_index)
 
 
-@final
-class TaskServer:
-    """A worker or parameter server that listens at an address from now on.
-
-    Args:
-        task_type: `"worker"` or `"ps"`.
-        task_id: Number of the task.
-        address: Address to listen at. Port 0 takes a free port.
-        find_servers: Returns the servers of the job, by number. A worker calls it for every
-            coordinator.
-        find: Returns the function that a coordinator has described.
-        num_tasks: Number of workers and servers of the job.
-        environ: The environment, for certificates, the token, metrics and times.
-        insecure: Allows any address without certificates and without a token.
-
-    Raises:
-        ClusterError: if it cannot listen at its address, or must not do so without certificates or
-            a token, or if its host name still has no address after `DISTRIBUTARY_CONNECT_SECONDS`
-            (120).
-        MissingPackageError: if grpcio is not installed.
-
-    Attributes:
-        address: The address, with the port that was taken.
-    """
-
-    def __init__(
-        self,
-        task_type: str,
-        task_id: int,
-        address: str,
-        *,
-        find_servers: Callable[[], Sequence[Peer]],
-        find: Callable[[JSON], Callable[[], Any]],
-        num_tasks: int,
-        environ: Mapping[str, str],
-        insecure: bool,
-    ) -> None:
-        credentials = credentials_of(task_type, environ)
-        if credentials is None and not insecure and "TF_CONFIG" not in environ:
-            # Without TF_CONFIG, the chief may be in this process. Another one is refused.
-            credentials = token_of_this_process(make=True)
-        if not backends_started():
-            # Programs run on CPUs; if JAX saw the GPUs, it would take their memory.
-            jax.config.update("jax_platforms", "cpu")
-        prepare_local_devices()
-        self._service = new_service(
-            task_type,
-            task_id,
-            servers=lambda: [grpc_task(server, credentials) for server in find_servers()],
-            find=find,
-            devices=lambda: jax.local_devices(backend="cpu"),
-        )
-        self._metrics = metrics_server(
-            environ, lambda: lines_of(task_type, self._service.statistics())
-        )
-        try:
-            self._server = _listen(
-                RoleCheck(task_type, task_id, self._service),
-                address,
-                credentials,
-                task=f"{task_type} {task_id}",
-                max_links=max(_MIN_LINKS, _LINKS_PER_TASK * num_tasks),
-                insecure=insecure,
-                end=time.monotonic() + connect_seconds(environ),
-            )
-        except BaseException:
-            if self._metrics is not None:
-                self._metrics.close()
-            raise
-        self.address = self._server.address
-
-    def close(self) -> None:
-        """Ends the work of the task, and all connections."""
-        self._service.close()  # first, as it ends requests that wait for a server's reply
-        self._server.close(_CLOSE_SECONDS)
-        if self._metrics is not None:
-            self._metrics.close()
-
-
 def _listen(
     service: Service,
     address: str,
-    credentials: Credentials | Token | None,
+    credentials: Credentials | None,
     *,
-    task: str,
     max_links: int,
     insecure: bool,
     end: float,
 ) -> GrpcServer:
     while True:
         try:
-            return GrpcServer(
-                service, address, credentials, task=task, max_links=max_links, insecure=insecure
-            )
+            return GrpcServer(service, address, credentials, max_links=max_links, insecure=insecure)
         except ClusterError as error:
             # Kubernetes publishes the name of a pod some time after the pod has started.
             is_early = isinstance(error.__cause__, socket.gaierror)

@@ -25,20 +25,6 @@ from distributary.servers._links import (
 )
 from distributary.servers._messages import Message
 
-__all__ = [
-    "Heartbeat",
-    "ServerLink",
-    "SessionId",
-    "SessionLink",
-    "SessionLostError",
-    "SessionService",
-    "Task",
-    "Tenant",
-    "call_all",
-    "hello",
-    "new_session",
-]
-
 SessionId: TypeAlias = list[Any]  # nanoseconds, random text: the larger one is newer
 
 # How long to try to reach a server again; the second if its machine says that no process listens.
@@ -231,72 +217,43 @@ class SessionLink:
     Args:
         task: The task.
         session: The session.
-    """
-
-    def __init__(self, task: Task, session: SessionId) -> None:
-        self.name = task.name
-        self._link = task.connect()
-        self._session = session
-
-    def call(self, message: Message, timeout: float | None = None) -> Message:
-        """Sends a request and returns the reply, as `Link.call` does.
-
-        Raises:
-            SessionLostError: if the task does not know the session.
-            CoordinatorReplacedError: if the task has begun a newer session.
-        """
-        fields = {**message.fields, "session": self._session}
-        reply = self._link.call(replace(message, fields=fields), timeout)
-        if reply.kind == _UNKNOWN:
-            raise SessionLostError(f"{self.name} was started again.")
-        if reply.kind == _NEWER:
-            raise CoordinatorReplacedError(
-                f"{self.name} works for another coordinator, which has started later than this"
-                " one. Only one coordinator at a time can use the workers and servers of a job."
-            )
-        return reply
-
-    def close(self) -> None:
-        """Ends the link."""
-        self._link.close()
-
-
-@final
-class ServerLink:
-    """A link to a server within a session that hides short breaks of the connection.
-
-    Args:
-        server: The server.
-        session: The session.
+        is_server: Whether the task is a server: short breaks of the connection are hidden, and the
+            loss of the task is a `PSUnavailableError`.
 
     Attributes:
         sent_bytes: Bytes of the arrays in requests.
         received_bytes: Bytes of the arrays in replies.
     """
 
-    def __init__(self, server: Task, session: SessionId) -> None:
-        self._link = SessionLink(server, session)
+    def __init__(self, task: Task, session: SessionId, *, is_server: bool = False) -> None:
+        self.name = task.name
+        self._link = task.connect()
+        self._session = session
+        self._is_server = is_server
         self._once = threading.Lock()
         self._requests = itertools.count(1)
         self.sent_bytes = 0
         self.received_bytes = 0
 
     def call(self, message: Message, timeout: float | None = None) -> Message:
-        """Sends a request, several times if needed, and returns the reply.
+        """Sends a request, to a server several times if needed, and returns the reply.
 
         Args:
             message: The request.
             timeout: Seconds to wait; None waits as long as it takes.
 
         Raises:
-            PSUnavailableError: if the server cannot be reached, or has forgotten the session.
-            CoordinatorReplacedError: if the server has begun a newer session.
+            PSUnavailableError: if a server cannot be reached, or has forgotten the session.
+            SessionLostError: if another task does not know the session.
+            CoordinatorReplacedError: if the task has begun a newer session.
             Exception: the same errors as `Link.call`.
         """
+        if not self._is_server:
+            return self._call(message, timeout)
         broken: float | None = None
         while True:
             try:
-                reply = self._link.call(message, timeout)
+                reply = self._call(message, timeout)
                 self.sent_bytes += sum(array.nbytes for array in message.arrays)
                 self.received_bytes += sum(array.nbytes for array in reply.arrays)
                 return reply
@@ -325,15 +282,27 @@ class ServerLink:
         """Ends the link."""
         self._link.close()
 
+    def _call(self, message: Message, timeout: float | None) -> Message:
+        fields = {**message.fields, "session": self._session}
+        reply = self._link.call(replace(message, fields=fields), timeout)
+        if reply.kind == _UNKNOWN:
+            raise SessionLostError(f"{self.name} was started again.")
+        if reply.kind == _NEWER:
+            raise CoordinatorReplacedError(
+                f"{self.name} works for another coordinator, which has started later than this"
+                " one. Only one coordinator at a time can use the workers and servers of a job."
+            )
+        return reply
+
     def _lost(self, event: str) -> PSUnavailableError:
         return PSUnavailableError(
-            f"{self._link.name} {event}. Create the strategy and its variables again, and restore"
+            f"{self.name} {event}. Create the strategy and its variables again, and restore"
             " them from the last checkpoint."
         )
 
 
 def call_all(
-    links: Sequence[ServerLink] | Mapping[int, ServerLink], messages: Mapping[int, Message]
+    links: Sequence[SessionLink] | Mapping[int, SessionLink], messages: Mapping[int, Message]
 ) -> dict[int, Message]:
     """Calls servers at the same time, and returns the replies, by server number.
 
@@ -357,7 +326,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self, link: SessionLink | ServerLink, seconds: float, on_lost: Callable[[Exception], None]
+        self, link: SessionLink, seconds: float, on_lost: Callable[[Exception], None]
     ) -> None:
         self._link = link
         self._seconds = seconds

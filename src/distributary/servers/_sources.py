@@ -27,16 +27,6 @@ from distributary.servers._messages import JSON
 if TYPE_CHECKING:
     from distributary.inputs import DistributedDataset
 
-__all__ = [
-    "DistributedSource",
-    "ScriptEndError",
-    "UnknownMakerError",
-    "as_maker",
-    "describe",
-    "distributed_by",
-    "find",
-    "is_reimporting",
-]
 
 _MAIN, _MAIN_COPY = "__main__", "__mp_main__"  # the second name is that of multiprocessing
 _INSTALLED = ("site-packages", "dist-packages")

@@ -3,6 +3,7 @@
 import errno
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -11,16 +12,6 @@ from typing import Any, Final, final
 
 from distributary.dispatch import start_thread
 from distributary.errors import InvalidValueError
-
-__all__ = [
-    "METRICS_VARIABLE",
-    "CoordinatorStatistics",
-    "ServerStatistics",
-    "Tally",
-    "WorkerStatistics",
-    "lines_of",
-    "metrics_server",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -114,26 +105,19 @@ class CoordinatorStatistics:
     servers: tuple[ServerStatistics, ...]
 
 
-@final
-class Tally:
-    """The running totals of a worker: the seconds and bytes of `WorkerStatistics`."""
+def new_tally() -> "Counter[str]":
+    """Returns the running totals of a worker: the seconds and bytes of `WorkerStatistics`."""
+    return Counter(dict.fromkeys(_TOTALS, 0))
 
-    def __init__(self) -> None:
-        self.sums: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
 
-    @contextmanager
-    def time(self, phase: str) -> Iterator[None]:
-        """Runs the block, and adds its time to a phase: data, pull, compute or push."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.sums[f"{phase}_seconds"] += time.monotonic() - start
-
-    def add(self, other: dict[str, Any]) -> None:
-        """Adds the totals of another tally."""
-        for name in self.sums:
-            self.sums[name] += other[name]
+@contextmanager
+def timed(tally: dict[str, Any], phase: str) -> Iterator[None]:
+    """Runs the block, and adds its time to a phase of a tally: data, pull, compute or push."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        tally[f"{phase}_seconds"] += time.monotonic() - start
 
 
 @final

@@ -13,6 +13,7 @@ from distributary.servers._copies import Copies, frozen
 from distributary.servers._messages import Message, from_json
 from distributary.servers._plans import Update
 from distributary.servers._programs import ProgramCache
+from distributary.servers._rows import UpdatedRows
 from distributary.servers._sessions import Tenant
 from distributary.servers._table_rows import (
     bucket_sizes,
@@ -21,9 +22,6 @@ from distributary.servers._table_rows import (
     rows_in_zeros,
     take_rows,
 )
-from distributary.servers.passes import UpdatedRows
-
-__all__ = ["ParameterServer"]
 
 
 @final

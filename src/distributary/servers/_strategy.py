@@ -33,8 +33,8 @@ from distributary.servers._closures import current_trace
 from distributary.servers._partitioners import Shard, initial_shards, num_shards_of, sizes_of
 from distributary.servers._per_worker import closure_number
 from distributary.servers._processes import cluster_of
+from distributary.servers._rows import SparseUpdate
 from distributary.servers._sources import DistributedSource
-from distributary.servers.passes import SparseUpdate
 from distributary.strategies import RemoteSteps, Strategy, StrategyExtended
 from distributary.topology import make_abstract_mesh
 from distributary.tracing import push, user_stacklevel
@@ -46,8 +46,6 @@ from distributary.variables import (
     initial_array,
     neighbor,
 )
-
-__all__ = ["ParameterServerStrategy"]
 
 
 def _steps_of_model(model: Any, kind: str, strategy: Any) -> Callable[..., Any]:

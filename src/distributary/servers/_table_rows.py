@@ -9,18 +9,7 @@ from jax.typing import ArrayLike
 
 from distributary.errors import InvalidValueError
 from distributary.servers._messages import aligned_empty
-from distributary.servers.passes import RowSpace, UpdatedRows, bucket_of
-
-__all__ = [
-    "FoundRows",
-    "RowPlan",
-    "TablePart",
-    "bucket_sizes",
-    "check_rows",
-    "padded",
-    "rows_in_zeros",
-    "take_rows",
-]
+from distributary.servers._rows import RowSpace, UpdatedRows, bucket_of
 
 
 @final

@@ -17,13 +17,11 @@ from distributary.servers._nests import leaves_of, nest_of, shapes_of
 from distributary.servers._per_worker import Peekable
 from distributary.servers._plans import Origin, Push, WorkerPlan
 from distributary.servers._programs import ProgramCache
-from distributary.servers._sessions import ServerLink, SessionId, SessionService, Task, Tenant
+from distributary.servers._sessions import SessionId, SessionLink, SessionService, Task, Tenant
 from distributary.servers._sources import UnknownMakerError
-from distributary.servers._statistics import Tally
+from distributary.servers._statistics import new_tally, timed
 from distributary.servers._store import ParameterServer
 from distributary.servers._table_rows import FoundRows
-
-__all__ = ["Worker", "new_service"]
 
 # Limits of one `run`, which can exceed them by one closure.
 _MAX_SECONDS = 0.1
@@ -108,7 +106,7 @@ def new_service(
     def make(session: SessionId) -> Tenant:
         if task_type == "ps":
             return ParameterServer(number)
-        links = [ServerLink(server, session) for server in servers()]
+        links = [SessionLink(server, session, is_server=True) for server in servers()]
         return Worker(number, links, find, devices())
 
     return SessionService(f"{task_type} {number}", make)
@@ -149,7 +147,7 @@ class Worker(Tenant):
     def __init__(
         self,
         number: int,
-        links: list[ServerLink],
+        links: list[SessionLink],
         find: Callable[[JSON], Callable[[], Any]],
         devices: Sequence[jax.Device],
     ) -> None:
@@ -167,7 +165,7 @@ class Worker(Tenant):
         self._values: dict[int, tuple[list[np.ndarray], JSON]] = {}
         # The data of closures that wait for a plan.
         self._waiting: dict[int, list[np.ndarray]] = {}
-        self._tally = Tally()
+        self._tally = new_tally()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(max(1, len(links)), "distributary-worker")
 
@@ -178,9 +176,9 @@ class Worker(Tenant):
         self._threads.shutdown(wait=False)
 
     def statistics(self) -> dict[str, float]:
-        """Returns the totals of time and bytes; see `Tally`."""
+        """Returns the totals of time and bytes; see `new_tally`."""
         return {
-            **self._tally.sums,
+            **self._tally,
             "received_bytes": sum(link.received_bytes for link in self._links),
             "sent_bytes": sum(link.sent_bytes for link in self._links),
         }
@@ -261,7 +259,7 @@ class Worker(Tenant):
                     self._waiting[step.closure] = step.given["data"]
                     reply["shapes"] = step.shapes
                     break
-                with self._tally.time("pull"):
+                with timed(self._tally, "pull"):
                     self._pull(step)
                 outs = self._programs.run(step.plan.program, step.inputs_of(step.plan.inputs))
                 num_bytes += sum(out.nbytes for out in outs[: step.plan.num_results])
@@ -269,9 +267,9 @@ class Worker(Tenant):
                 # result. A closure that has been prepared is also run.
                 if left and time.monotonic() < end and num_bytes < _MAX_RESULT_BYTES:
                     ahead = prepare()
-                with self._tally.time("compute"):
+                with timed(self._tally, "compute"):
                     jax.block_until_ready(outs)
-                with self._tally.time("push"):
+                with timed(self._tally, "push"):
                     self._push(step, outs[step.plan.num_results :], ahead)
             except Exception as error:
                 reply["error"] = error_reply(error).fields
@@ -295,7 +293,7 @@ class Worker(Tenant):
         data = self._waiting.pop(closure, None)
         taken: list[tuple[Peekable, Any]] = []
         if data is None:
-            with self._tally.time("data"):
+            with timed(self._tally, "data"):
                 data, taken = self._data(function, closure, fed, fields["bound"][i])
         shapes = _as_shapes(shapes_of([*data, *args]))
         plan, constants, number = self._plans.get((function, shapes), (None, [], 0))
@@ -307,7 +305,7 @@ class Worker(Tenant):
         for server, ids in plan.pulls:
             step.reads[server] = _Read(list(ids), len(ids))
         if plan.rows is not None:
-            with self._tally.time("compute"):
+            with timed(self._tally, "compute"):
                 numbers = self._programs.run(plan.rows.program, step.inputs_of(plan.rows.inputs))
                 step.found = plan.rows.find(numbers)
             step.given["position"] = [at for own in step.found for at in own.positions]

@@ -5,6 +5,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias, final
 
@@ -21,9 +22,7 @@ from distributary.servers._links import ConnectionLostError, DeadlineError, exce
 from distributary.servers._messages import Message
 from distributary.servers._queue import Closure, ClosureQueue
 from distributary.servers._sessions import Heartbeat, SessionLink, hello
-from distributary.servers._statistics import Tally, WorkerStatistics
-
-__all__ = ["Key", "Workers"]
+from distributary.servers._statistics import WorkerStatistics, new_tally
 
 #: The subject of a message: `("source", number)` or `("function", number)`.
 Key: TypeAlias = tuple[str, int]
@@ -194,8 +193,8 @@ class _Driver:
         self._connection: _Connection | None = None
         self._num_losses = 0
         self._num_closures = 0
-        self._past = Tally()  # of its former incarnations
-        self._tally = Tally().sums
+        self._past = new_tally()  # of its former incarnations
+        self._tally: dict[str, Any] = new_tally()
 
     @property
     def connection(self) -> "_Connection":
@@ -215,10 +214,9 @@ class _Driver:
             state = "given up" if self.is_given_up else "lost"
         else:
             state = "connecting"
-        sums = Tally()
-        sums.add(self._past.sums)
-        sums.add(self._tally)
-        return WorkerStatistics(self.name, state, self._num_losses, self._num_closures, **sums.sums)
+        sums: Counter[str] = Counter(self._past)
+        sums.update(self._tally)
+        return WorkerStatistics(self.name, state, self._num_losses, self._num_closures, **sums)
 
     def _stop(self) -> None:
         self._queue.end(CancelledError("The program ends."))
@@ -288,8 +286,8 @@ class _Driver:
             return None
         self._connection = new
         if old is None or old.incarnation != new.incarnation:
-            self._past.add(self._tally)
-            self._tally = Tally().sums
+            self._past.update(self._tally)
+            self._tally = new_tally()
             return False
         new.told = old.told
         return True

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from distributary.servers._parts import in_parts
+from distributary.servers._rows import rows_of, rows_of_update
+from distributary.servers._split import StepInput, split_over_servers
 from distributary.servers._table_rows import RowPlan
-from distributary.servers.passes import StepInput, rows_of, split_over_servers
-from distributary.servers.passes._parts import in_parts
-from distributary.servers.passes._rows import rows_of_update
 from distributary.tracing import push
 
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from distributary.errors import UnsupportedError
-from distributary.servers.passes import StepInput, split_over_servers
+from distributary.servers._split import StepInput, split_over_servers
 from distributary.tracing._jaxprs import walk
 from distributary.tracing._markers import push_p
 

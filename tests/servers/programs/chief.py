@@ -8,8 +8,7 @@ import numpy as np
 import distributary as dist
 from distributary.checkpoint import Checkpoint
 from distributary.cluster_resolver import TFConfigClusterResolver
-from distributary.servers._cluster_coordinator import ClusterCoordinator
-from distributary.servers._strategy import ParameterServerStrategy
+from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy
 
 strategy = ParameterServerStrategy(TFConfigClusterResolver())
 with strategy.scope():

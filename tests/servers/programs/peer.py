@@ -3,8 +3,7 @@
 import sys
 import threading
 
-from distributary.servers._grpc import GrpcServer
-from distributary.servers._messages import Limits
+from distributary.servers import _grpc, _messages
 
 
 class Echo:
@@ -16,8 +15,7 @@ class Echo:
         return message
 
 
-server = GrpcServer(
-    Echo(), sys.argv[1], limits=Limits(max_message_bytes=1 << 24), max_links=4, insecure=True
-)
+_messages.MAX_MESSAGE_BYTES = 1 << 24
+server = _grpc.GrpcServer(Echo(), sys.argv[1], max_links=4, insecure=True)
 print(server.address, flush=True)
 sys.stdin.read()  # it ends without `close`

@@ -25,7 +25,7 @@ becomes one flat program with collectives, of which every device runs a copy:
         i:f32[] = psum[replica] h
       in (i,) }
 
-Passes that divide programs, such as `_servers`, then see the equations of the replicas.
+Passes that divide programs, such as `_split`, then see the equations of the replicas.
 """
 
 from collections.abc import Iterable, Sequence

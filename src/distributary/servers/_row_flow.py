@@ -13,23 +13,15 @@ Without the last equation a worker needs only the 3 rows that `ids` name.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TypeAlias, cast, final
+from typing import final
 
-from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.rows import adds_rows, row_operands, rows_between, takes_rows
+from distributary.servers._split import Atom, aval_of
 from distributary.tracing import Equation, variables_of
 
-__all__ = ["Atom", "RowFlow", "RowUse", "aval_of"]
-
-Atom: TypeAlias = Var | Literal
 _DATA = "it is combined with data"
-
-
-def aval_of(atom: Atom) -> ShapedArray:
-    """Returns the shape and dtype of an array in a jaxpr."""
-    return cast(ShapedArray, atom.aval)
 
 
 @final

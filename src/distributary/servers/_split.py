@@ -35,18 +35,17 @@ The stages of `split_over_servers` decide
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import final
+from typing import TypeAlias, cast, final
 
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from distributary.check import is_of_devices, is_sum_of_replicas
 from distributary.errors import UnsupportedError
 from distributary.programs import is_in_first_stage, without_calls
-from distributary.servers.passes._row_flow import Atom
 from distributary.tracing import Array, Equation, jaxpr_of, start_p, variables_of
 
-__all__ = ["ServerPart", "ServerSplit", "StepInput", "closed_part", "split_over_servers"]
-
+Atom: TypeAlias = Var | Literal
 # Stands in for the number of a server, for values that the worker returns or computes with.
 _WORKER = -1
 _DATA = ("data", "replicas", "argument")
@@ -483,6 +482,11 @@ def _worker_part(
     worker = closed_part(invars, [*results, *pushes], eqns, step.constants, with_effects=True)
     position = {v: i for i, v in enumerate(step.jaxpr.invars)}
     return worker, [position[v] for v in worker.jaxpr.invars]
+
+
+def aval_of(atom: Atom) -> ShapedArray:
+    """Returns the shape and dtype of an array in a jaxpr."""
+    return cast(ShapedArray, atom.aval)
 
 
 def closed_part(

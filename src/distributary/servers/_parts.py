@@ -34,10 +34,8 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.programs import without_calls
 from distributary.rows import row_operands, rows_between, with_rows
-from distributary.servers.passes._row_flow import Atom, aval_of
+from distributary.servers._split import Atom, aval_of
 from distributary.tracing import Array, Equation, jaxpr_of
-
-__all__ = ["in_parts"]
 
 
 def in_parts(

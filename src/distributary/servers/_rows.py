@@ -65,23 +65,10 @@ from jax.lax import GatherScatterMode
 
 from distributary.check import Numbering
 from distributary.rows import bind_rows, numbers_of_other_rows, row_operands
-from distributary.servers.passes._row_flow import Atom, RowFlow, RowUse, aval_of
-from distributary.servers.passes._servers import ServerPart, ServerSplit, closed_part
+from distributary.servers._row_flow import RowFlow, RowUse
+from distributary.servers._split import Atom, ServerPart, ServerSplit, aval_of, closed_part
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import Array, Equation, evaluate_one, jaxpr_of, variables_of
-
-__all__ = [
-    "Lookup",
-    "RowBuffer",
-    "RowSpace",
-    "RowSplit",
-    "RowUpdate",
-    "SparseUpdate",
-    "UpdatedRows",
-    "bucket_of",
-    "rows_of",
-    "rows_of_update",
-]
 
 SparseUpdate = Literal["exact", "lazy"]
 #: The number of a space, and a row there: that of row 0 of a table.
