@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.errors import (
-    ContextError,
-    InvalidTypeError,
-    InvalidValueError,
-    ReplicaMismatchError,
-)
+from distributary.errors import InvalidTypeError, InvalidValueError
 
-NUM_REPLICAS = [1, 2, 3, 4, 8]
 DTYPES = ["float16", "bfloat16", "float32", "int8", "uint8", "int32", "uint32", "complex64"]
 
 
@@ -30,12 +24,9 @@ def _jax_gradient(function, x):
     return jax.grad(lambda x: jnp.sum(function(x)))(x)
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "dtypes"),
-    [(3, DTYPES), *[(n, ["float32", "int32"]) for n in NUM_REPLICAS if n != 3]],
-)
-def test_sum_and_mean_of_every_dtype(num_replicas, dtypes, on_replicas):
-    host = {d: np.arange(6).reshape(2, 3) for d in dtypes}
+def test_sum_and_mean_of_every_dtype(on_replicas):
+    num_replicas = 3
+    host = {d: np.arange(6).reshape(2, 3) for d in DTYPES}
     components = [
         {d: jnp.asarray(value + r, d) for d, value in host.items()} for r in range(num_replicas)
     ]
@@ -44,7 +35,7 @@ def test_sum_and_mean_of_every_dtype(num_replicas, dtypes, on_replicas):
 
     total = np.arange(6).reshape(2, 3) * num_replicas + sum(range(num_replicas))
     for sums, means in results:
-        for dtype in dtypes:
+        for dtype in DTYPES:
             assert sums[dtype].dtype == dtype
             np.testing.assert_array_equal(np.asarray(sums[dtype], np.complex64), total)
             is_float = jnp.issubdtype(dtype, jnp.inexact)
@@ -99,7 +90,7 @@ def test_replica_order_does_not_matter_for_the_result_every_replica_gets(on_repl
     assert len({float(result) for result in results}) == 1
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 3])
 def test_values_that_all_replicas_share_count_once_per_replica(num_replicas, strategy_of):
     strategy = strategy_of(num_replicas)
     constant = jnp.arange(3.0)
@@ -127,8 +118,7 @@ def test_several_in_a_row_and_of_results(on_replicas):
 # MEAN
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_mean_does_not_overflow(num_replicas, on_replicas):
+def test_mean_does_not_overflow(on_replicas):
     high = {
         "float16": 60000.0,
         "bfloat16": 3e38,
@@ -138,9 +128,7 @@ def test_mean_does_not_overflow(num_replicas, on_replicas):
         "int32": 2**31 - 1,
         "uint32": 2**32 - 1,
     }
-    components = [
-        {dtype: jnp.asarray(value, dtype) for dtype, value in high.items()}
-    ] * num_replicas
+    components = [{dtype: jnp.asarray(value, dtype) for dtype, value in high.items()}] * 3
 
     (means, *_) = on_replicas(lambda x: _all_reduce("MEAN", x), components)
 
@@ -190,10 +178,10 @@ def test_nan_and_infinity_pass_through(on_replicas):
         (jax.random.key(0), r"all_reduce: got an array key<fry>\[\]"),
     ],
 )
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_what_is_no_number_is_refused(value, message, num_replicas, strategy_of):
-    with pytest.raises(InvalidTypeError, match=message):
-        strategy_of(num_replicas).run(lambda: _all_reduce("SUM", value))
+def test_what_is_no_number_is_refused(value, message, strategy_of):
+    for num_replicas in (1, 2):
+        with pytest.raises(InvalidTypeError, match=message):
+            strategy_of(num_replicas).run(lambda: _all_reduce("SUM", value))
 
 
 @pytest.mark.parametrize(
@@ -209,30 +197,6 @@ def test_what_is_no_number_is_refused(value, message, num_replicas, strategy_of)
 def test_unknown_operations(op, error, message, strategy_of):
     with pytest.raises(error, match=f"all_reduce: {message}"):
         strategy_of(2).run(lambda: _all_reduce(op, 1.0))
-
-
-def test_the_context_of_another_run_is_stale(strategy_of):
-    strategy = strategy_of(2)
-    kept = []
-    strategy.run(lambda: kept.append(dist.get_replica_context()))
-
-    with pytest.raises(
-        ContextError, match=r"all_reduce: this ReplicaContext .* is not the current"
-    ):
-        kept[0].all_reduce("SUM", 1.0)
-
-
-def test_outside_of_run_the_default_strategy_has_one_replica():
-    assert _all_reduce("SUM", jnp.float32(3.0)) == 3.0
-    assert _all_reduce("MEAN", jnp.int32(3)).dtype == jnp.float32
-
-
-def test_replicas_of_an_uneven_batch_must_agree_in_shape(on_replicas):
-    with pytest.raises(
-        ReplicaMismatchError,
-        match=r"all_reduce: replica 1 has shape \(1,\), but replica 0 has \(2,\)",
-    ):
-        on_replicas(lambda x: _all_reduce("SUM", x), [np.ones(2), np.ones(1)])
 
 
 # Gradients, as in tf.distribute

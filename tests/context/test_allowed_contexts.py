@@ -36,14 +36,6 @@ def _enter(scope):
         pass
 
 
-def _set_strategy(s):
-    try:
-        dist.experimental_set_strategy(s.strategy)
-    finally:
-        if dist.has_strategy():
-            dist.experimental_set_strategy(None)
-
-
 OK, REFUSED = None, ContextError
 # Default context, own scope, inside run, another strategy's scope.
 TABLE = {
@@ -156,15 +148,6 @@ def test_call_is_allowed_where_the_table_says(call, context, error, subject, oth
     }[error]
     with pytest.raises(error, match=message):
         act()
-
-
-def test_set_strategy_is_allowed_outside_of_scopes_only(subject, other):
-    _set_strategy(subject)
-    for scope in (subject.strategy.scope(), other.scope()):
-        with scope, pytest.raises(ContextError, match="experimental_set_strategy"):
-            dist.experimental_set_strategy(subject.strategy)
-    with pytest.raises(ContextError, match="experimental_set_strategy"):
-        subject.strategy.run(lambda: dist.experimental_set_strategy(subject.strategy))
 
 
 def test_variable_of_another_strategy_is_refused_in_a_step(subject, other):

@@ -113,19 +113,6 @@ def test_state_in_every_context(strategy_of):
     assert _state() == DEFAULT
 
 
-def test_function_is_traced_anew_in_another_context(strategy_of):
-    strategy = strategy_of(2)
-    seen = []
-    function = dist.function(lambda: seen.append(_state()))
-
-    for _ in range(2):
-        function()
-        with strategy.scope():
-            function()
-
-    assert seen == [DEFAULT, _cross_replica(strategy)]
-
-
 # Nesting
 
 

@@ -103,16 +103,6 @@ def test_variables_are_part_of_the_key(traced, strategy_of):
     assert [args[0] is v for args, v in zip(traces, (a, b), strict=True)] == [True, True]
 
 
-def test_strategies_do_not_share_programs(strategy_of):
-    def step():
-        return dist.get_replica_context().all_reduce("sum", jnp.float32(1.0))
-
-    assert [
-        float(strategy.experimental_local_results(strategy.run(step))[0])
-        for strategy in (strategy_of(2), strategy_of(4), strategy_of(2), strategy_of(1))
-    ] == [2.0, 4.0, 2.0, 1.0]
-
-
 def test_new_variable_of_a_model_is_seen(strategy_of):
     strategy = strategy_of(2)
 

@@ -10,7 +10,7 @@ import pytest
 
 import distributary as dist
 
-NUM_INTERRUPTS = 60
+NUM_INTERRUPTS = 25
 
 
 def _interrupt_after(seconds):
@@ -22,9 +22,7 @@ def _interrupt_after(seconds):
     ("kind", "num_replicas"),
     [
         ("list", 1),
-        ("list", 2),
         ("one by one", 2),
-        ("keras", 1),
         ("keras", 2),
         ("function", 2),
         ("central", 2),

@@ -16,7 +16,13 @@ from distributary.errors import ContextError, ReplicaDivergenceError
 _ROWS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
 # Not int64: where Keras builds a model by its data, JAX 0.12 warns that it truncates it.
 _LABELS = np.random.default_rng(1).integers(0, 3, 20).astype(np.int32)
-_BATCHES = [(_ROWS[i : i + 8], _LABELS[i : i + 8]) for i in range(0, 20, 8)]  # 8, 8 and 4 rows
+
+
+def _of_size(size):
+    return [(_ROWS[i : i + size], _LABELS[i : i + size]) for i in range(0, 20, size)]
+
+
+_BATCHES = _of_size(8)  # 8, 8 and 4 rows
 
 
 def _mlp():
@@ -74,15 +80,10 @@ def _assert_same_weights(model, expected):
 _OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adam, clipped": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
-    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "accumulating": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
-    "adafactor": lambda: keras.optimizers.Adafactor(0.05),
     "nadam": lambda: keras.optimizers.Nadam(0.01),
     "schedule-free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),  # assigns when it is built
     "averaging": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
-    "schedule": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
-    ),
 }
 
 
@@ -94,45 +95,33 @@ def test_a_step_is_compiled_once(num_replicas, strategy_of, compilations):
     assert compiled.count("jit(step)") == 1, compiled
 
 
-@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
-def test_a_loop_equals_one_device_on_the_global_batches(optimizer, strategy_of):
+@pytest.mark.parametrize(
+    ("optimizer", "num_replicas", "batches"),
+    [
+        *[(name, 2, _BATCHES) for name in _OPTIMIZERS],
+        ("sgd", 1, _BATCHES),
+        ("adam, clipped", 4, _of_size(7)),
+        ("sgd", 4, [(_ROWS[:1], _LABELS[:1]), (_ROWS[1:4], _LABELS[1:4])]),
+    ],
+    ids=[*_OPTIMIZERS, "one replica", "uneven", "few rows"],
+)
+def test_a_loop_equals_one_device_on_the_global_batches(
+    optimizer, num_replicas, batches, strategy_of
+):
     make = _OPTIMIZERS[optimizer]
-    expected, expected_losses = _train_on_one_device(make(), _BATCHES)
-
-    model, losses, _ = _train(strategy_of(2), make, _BATCHES)
-
-    _assert_same_weights(model, expected)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 4])
-def test_replica_counts(num_replicas, strategy_of):
-    make = _OPTIMIZERS["sgd"]
-    expected, expected_losses = _train_on_one_device(make(), _BATCHES)
-
-    model, losses, _ = _train(strategy_of(num_replicas), make, _BATCHES)
-
-    _assert_same_weights(model, expected)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-
-
-def test_uneven_batches_are_exact(strategy_of):
-    batches = [(_ROWS[i : i + 7], _LABELS[i : i + 7]) for i in range(0, 20, 7)]
-    make = _OPTIMIZERS["adam, clipped"]
     expected, expected_losses = _train_on_one_device(make(), batches)
 
-    model, losses, _ = _train(strategy_of(4), make, batches)
+    model, losses, _ = _train(strategy_of(num_replicas), make, batches)
 
     _assert_same_weights(model, expected)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
 
 
 # JAX reads no table to look up no rows, so some replicas would lack the gradient of it.
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_a_table_that_some_replicas_read_no_rows_of(num_replicas, strategy_of):
+def test_a_table_that_some_replicas_read_no_rows_of(strategy_of):
     ids = np.array([[3, 1], [0, 3], [3, 4]], np.int32)
     start = np.arange(10, dtype=np.float32).reshape(5, 2)
-    strategy = strategy_of(num_replicas)
+    strategy = strategy_of(3)
     with strategy.scope():
         layer = keras.layers.Embedding(5, 2)
         layer.build()
@@ -155,44 +144,6 @@ def test_a_table_that_some_replicas_read_no_rows_of(num_replicas, strategy_of):
         np.add.at(gradient, batch, 2 * expected[batch])
         expected -= 0.1 * gradient
     np.testing.assert_allclose(layer.get_weights()[0], expected, rtol=1e-5)
-
-
-def test_a_batch_smaller_than_the_number_of_replicas_is_exact(strategy_of):
-    batches = [(_ROWS[:1], _LABELS[:1]), (_ROWS[1:4], _LABELS[1:4])]
-    make = _OPTIMIZERS["sgd"]
-    expected, expected_losses = _train_on_one_device(make(), batches)
-
-    model, losses, _ = _train(strategy_of(4), make, batches)
-
-    _assert_same_weights(model, expected)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-
-
-def test_loss_scaling_skips_a_step_that_overflows_on_one_replica(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        weight = keras.Variable(np.float32(1.0), name="weight")
-        optimizer = keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD(1.0), initial_scale=4.0
-        )
-        optimizer.build([weight])
-
-    def step(x):
-        with dist.GradientTape() as tape:
-            loss = optimizer.scale_loss(weight * x)
-        optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
-
-    def replicas(values):
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: np.float32(values[context.replica_id_in_sync_group])
-        )
-
-    strategy.run(step, args=(replicas([0.25, 0.5]),))
-    assert float(weight) == 0.25
-    strategy.run(step, args=(replicas([0.25, np.inf]),))
-
-    assert float(weight) == 0.25
-    assert float(optimizer.dynamic_scale) == 2.0
 
 
 def test_metrics_count_every_example_once_and_survive_a_reset(strategy_of):
@@ -530,10 +481,9 @@ def test_an_array_that_several_variables_or_a_caller_hold_stays_valid(num_replic
     np.testing.assert_allclose(other, after[0] - 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_moving_averages_take_the_place_of_weights_after_each_fit(num_replicas, strategy_of):
+def test_moving_averages_take_the_place_of_weights_after_each_fit(strategy_of):
     weights = []
-    for strategy in (strategy_of(num_replicas), None):
+    for strategy in (strategy_of(2), None):
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = _mlp()
             optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.8)
@@ -548,15 +498,16 @@ def test_moving_averages_take_the_place_of_weights_after_each_fit(num_replicas, 
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_spectral_normalization_trains_from_its_normalized_kernel(num_replicas, strategy_of):
-    strategy = strategy_of(num_replicas)
+def test_spectral_normalization_trains_from_its_normalized_kernel(strategy_of):
+    strategy = strategy_of(2)
     with strategy.scope():
         dense = keras.layers.Dense(3, use_bias=False)
-        layer = keras.layers.SpectralNormalization(dense, power_iterations=20)
+        layer = keras.layers.SpectralNormalization(dense, power_iterations=2)
         layer.build((None, 6))
         optimizer = keras.optimizers.SGD(0.1)
-    before = np.array(dense.kernel)
+    left, _, right = np.linalg.svd(dense.kernel, full_matrices=False)
+    before = left * [2, 0.01, 0.01] @ right  # so that few iterations find the largest value
+    dense.kernel.assign(before)
 
     def step(x):
         with dist.GradientTape() as tape:
@@ -566,7 +517,7 @@ def test_spectral_normalization_trains_from_its_normalized_kernel(num_replicas, 
     data = strategy.experimental_distribute_dataset([_ROWS])
     strategy.run(step, args=(next(iter(data)),))
 
-    kernel = before / np.linalg.svd(before)[1][0]
+    kernel = before / 2
     gradient = 2 * _ROWS.T @ (_ROWS @ kernel) / 20
     np.testing.assert_allclose(dense.kernel, kernel - 0.1 * gradient, rtol=1e-3, atol=1e-4)
 
@@ -597,9 +548,8 @@ def test_a_variable_made_from_a_value_while_a_step_is_traced(num_replicas, strat
     assert layer.shift.dtype == layer.scale.dtype == "float32"
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_gradient_of_none_passes_through_reductions_and_optimizers(num_replicas, strategy_of):
-    strategy = strategy_of(num_replicas)
+def test_a_gradient_of_none_passes_through_reductions_and_optimizers(strategy_of):
+    strategy = strategy_of(2)
     with strategy.scope():
         model = _mlp()
         optimizer = keras.optimizers.SGD(0.1)
@@ -628,10 +578,9 @@ def test_a_gradient_of_none_passes_through_reductions_and_optimizers(num_replica
         np.testing.assert_allclose(new, old - 0.1 * np.asarray(gradient), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad_row", [1, 6], ids=["on replica 0", "on replica 1"])
-def test_the_loss_scale_of_a_loop_in_half_precision_is_that_of_one_device(bad_row, strategy_of):
+def test_the_loss_scale_of_a_loop_in_half_precision_is_that_of_one_device(strategy_of):
     x = np.stack([_ROWS[i : i + 8] for i in range(6)])
-    x[2, bad_row] = 1e4  # more than float16 holds, squared and scaled
+    x[2, 6] = 1e4  # on replica 1; more than float16 holds, squared and scaled
     y = np.zeros((8, 3), np.float32)
     make = lambda: keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(0.01), initial_scale=64.0, dynamic_growth_steps=2
@@ -673,13 +622,16 @@ def test_the_loss_scale_of_a_loop_in_half_precision_is_that_of_one_device(bad_ro
     assert expected[-1][0][2] == 5, "one step is skipped"
 
 
-@pytest.mark.parametrize("assign", ["set_weights", "assign", "Variable", "slot"])
-def test_an_array_that_changes_later_changes_no_copy(assign, strategy_of):
+@pytest.mark.parametrize(
+    ("assign", "num_replicas"),
+    [("set_weights", 2), ("assign", 1), ("assign", 2), ("Variable", 2), ("slot", 1)],
+)
+def test_an_array_that_changes_later_changes_no_copy(assign, num_replicas, strategy_of):
     memory = np.zeros(4096 + 16, np.float32)
     start = -memory.ctypes.data % 64 // 4
     array = memory[start : start + 4096]  # aligned, so that JAX can use the memory as it is
     array[:] = 1.0
-    with strategy_of(2).scope():
+    with strategy_of(num_replicas).scope():
         variable = keras.Variable(np.zeros_like(array))
         layer = keras.layers.EinsumDense("ab,b->ab", 4096)
         layer.build((None, 4096))
@@ -701,8 +653,7 @@ def test_an_array_that_changes_later_changes_no_copy(assign, strategy_of):
         np.testing.assert_array_equal(shard.data, np.ones(4096))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_function_outside_of_run_trains_like_one_device(num_replicas, strategy_of):
+def test_a_function_outside_of_run_trains_like_one_device(strategy_of):
     def trained(strategy):
         with strategy.scope() if strategy else contextlib.nullcontext():
             keras.utils.set_random_seed(3)
@@ -719,7 +670,7 @@ def test_a_function_outside_of_run_trains_like_one_device(num_replicas, strategy
 
         return [float(step(_ROWS)) for _ in range(3)], model
 
-    losses, model = trained(strategy_of(num_replicas))
+    losses, model = trained(strategy_of(2))
 
     expected_losses, expected = trained(None)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)

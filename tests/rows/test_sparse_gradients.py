@@ -153,40 +153,31 @@ def _largest_collective(compiled):
     return max([found.num_bytes for found in collectives_of(compiled.as_text())], default=0)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 4])
-@pytest.mark.parametrize("update", _UPDATES)
+@pytest.mark.parametrize(
+    ("update", "num_replicas"), [*[(name, 2) for name in _UPDATES], ("adagrad", 1), ("adam", 4)]
+)
 def test_state_is_that_of_a_dense_gradient(update, num_replicas):
     state, batch = _state(), _batch(num_replicas)
-    program = _program(_step(_UPDATES[update]), num_replicas, state, *batch)
+    lowered = _program(_step(_UPDATES[update]), num_replicas, state, *batch).lower(state, *batch)
+    compiled = lowered.compile()
 
-    new, largest = program(state, *batch)
+    new, largest = compiled(state, *batch)
 
     expected = _expected(_UPDATES[update], state, *batch)
     _assert_close(new, expected, rtol=1e-4 if update == "orthogonal" else 1e-5)
     np.testing.assert_allclose(largest, np.abs(expected[0][:8]).max(), rtol=1e-5)
+    if update != "orthogonal" and num_replicas == 2:  # no collective is as large as the table
+        assert 0 < _largest_collective(compiled) < _TABLE_BYTES / 8
+    if update in _BY_ROWS:  # the new table and slots lie where the old ones did
+        assert compiled.memory_analysis().temp_size_in_bytes < _TABLE_BYTES / 2
 
 
-@pytest.mark.parametrize("update", [name for name in _UPDATES if name != "orthogonal"])
-def test_no_collective_is_as_large_as_the_table(update):
-    state, batch = _state(), _batch(2)
-    lowered = lambda rewrites: _program(
-        _step(_UPDATES[update]), 2, state, *batch, rewrites=rewrites
-    ).lower(state, *batch)
-
-    compiled = lowered(rewrites=True).compile()
-
-    assert 0 < _largest_collective(compiled) < _TABLE_BYTES / 8
-    assert _largest_collective(lowered(rewrites=False).compile()) >= _TABLE_BYTES
-
-
-@pytest.mark.parametrize("update", _BY_ROWS)
-def test_no_other_table_is_made(update):
+def test_a_collective_is_as_large_as_the_table_otherwise():
     state, batch = _state(), _batch(2)
 
-    compiled = _program(_step(_UPDATES[update]), 2, state, *batch).lower(state, *batch).compile()
+    program = _program(_step(_sgd), 2, state, *batch, rewrites=False)
 
-    # The new table and slots lie where the old ones did.
-    assert compiled.memory_analysis().temp_size_in_bytes < _TABLE_BYTES / 2
+    assert _largest_collective(program.lower(state, *batch).compile()) >= _TABLE_BYTES
 
 
 @pytest.mark.parametrize("update", ["sgd", "adagrad", "adam"])
@@ -211,10 +202,9 @@ _MODES = {
 }
 
 
-@pytest.mark.parametrize("update", [_sgd, _adagrad])
 @pytest.mark.parametrize("mode", _MODES)
-def test_ids_out_of_range_mean_what_they_mean_in_jax(mode, update):
-    state = _state()
+def test_ids_out_of_range_mean_what_they_mean_in_jax(mode):
+    state, update = _state(), _adagrad
     ids, rows = _batch(2)
     ids[:6] = [-1, -_ROWS - 5, _ROWS, _ROWS + 3, _ROWS - 1, 2**31 - 1]
 
@@ -229,7 +219,7 @@ def test_ids_out_of_range_mean_what_they_mean_in_jax(mode, update):
     _assert_close(new, _expected(update, state, np.clip(ids[counts], 0, _ROWS - 1), rows[counts]))
 
 
-@pytest.mark.parametrize("id_dtype", [np.uint8, np.int16, np.uint32])
+@pytest.mark.parametrize("id_dtype", [np.uint8, np.int16])
 def test_ids_may_be_of_any_integer_dtype(id_dtype):
     state = _state()
     ids, rows = _batch(2)
@@ -281,7 +271,7 @@ def _wider(ids, rows):
     return _scattered(ids, rows.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
-@pytest.mark.parametrize("update", [_sgd, _adagrad, _adam])
+@pytest.mark.parametrize("update", [_sgd, _adam])
 @pytest.mark.parametrize(
     "gradient_of",
     [_twice, _of_pairs, _in_a_function, _masked, _with_a_dense_part, _cubed, _wider],
@@ -296,7 +286,7 @@ def test_gradients_of_other_forms(gradient_of, update):
     _assert_close(new, expected, rtol=2e-2 if gradient_of is _wider else 1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("update", [_sgd, _adagrad, _adam])
+@pytest.mark.parametrize("update", [_adagrad, _adam])
 def test_steps_in_a_loop(update):
     state, batch = _state(), _batch(2)
     step = _step(update)

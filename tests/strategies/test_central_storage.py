@@ -165,13 +165,12 @@ CONSTANTS = {
     "number": lambda: 1.5,
     "NumPy": lambda: np.int8(3),
     "array": lambda: np.arange(2),
-    "several": lambda: (1, jnp.asarray(2), jax.lax.axis_index("replica"), "a", None),
+    "others": lambda: (jax.lax.axis_index("replica"), "a", None),
 }
 
 
-@pytest.mark.parametrize("constant", CONSTANTS.values(), ids=CONSTANTS)
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 2)])
-def test_constants_may_be_returned(constant, sizes):
+def test_constants_may_be_returned(sizes):
     rows = dist.PerReplica([jnp.ones(size) for size in sizes])
     results = []
     for kind in dist.CentralStorageStrategy, dist.MirroredStrategy:
@@ -181,7 +180,7 @@ def test_constants_may_be_returned(constant, sizes):
 
         def step(rows, v=v):
             v.assign(jnp.asarray(5))
-            return constant()
+            return [make() for make in CONSTANTS.values()]
 
         result = strategy.run(step, (rows,))
         results.append(strategy.experimental_local_results(result))

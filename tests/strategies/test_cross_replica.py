@@ -1,7 +1,5 @@
 """Combining values of the replicas outside of steps: tables of section 3 of the reference."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +68,16 @@ REDUCTIONS = {
     "one empty": (lambda: _per_replica([1.0, 2.0, 3.0], []), SUM, 0, 6, "float32"),
     "mean of one empty": (lambda: _per_replica([1.0, 2.0, 3.0], []), MEAN, 0, 2, "float32"),
     "all empty": (lambda: _per_replica([], []), MEAN, 0, np.nan, "float32"),
+    "mean of bytes": (lambda: _per_replica(255, 254, dtype="uint8"), MEAN, None, 254.5, "float32"),
+    "mean of negative integers": (lambda: _per_replica(-3, 2), MEAN, None, -0.5, "float32"),
+    "mean of float16 of an axis": (
+        lambda: _per_replica([6e4, 6e4], [6e4], dtype=jnp.float16),
+        *(MEAN, 0, 6e4, "float16"),
+    ),
+    "mean of large integers of an axis": (
+        lambda: _per_replica([2**31 - 1] * 2, [2**31 - 1] * 2),
+        *(MEAN, 0, 2.0**31, "float32"),
+    ),
     "several axes": (_matrices, MEAN, (0, 1), 2, "float32"),
     "negative axis": (_matrices, MEAN, -1, [2, 2], "float32"),
     "first axis": (_matrices, SUM, 0, [8, 8, 8], "float32"),
@@ -87,6 +95,7 @@ _UNEVEN = {
     "ragged mean",
     "one empty",
     "mean of one empty",
+    "mean of float16 of an axis",
     "ragged rows",
 }
 
@@ -112,50 +121,98 @@ def _merge_call(strategy, reduce_all, values):
     return _merge_call_of_an_uneven_batch(strategy, reduce_all, even)
 
 
-@pytest.fixture(scope="module")
-def reduced():
-    """Reduces all values of the table at once, in one of the ways above."""
+@pytest.mark.parametrize("way", [_eager, _function, _merge_call, _merge_call_of_an_uneven_batch])
+def test_reduce_combines_the_replicas(way):
+    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
 
-    @functools.cache
-    def compute(way):
-        strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+    def reduce_all(values):
+        return {
+            name: strategy.reduce(REDUCTIONS[name][1], value, axis=REDUCTIONS[name][2])
+            for name, value in values.items()
+        }
 
-        def reduce_all(values):
-            return {
-                name: strategy.reduce(REDUCTIONS[name][1], value, axis=REDUCTIONS[name][2])
-                for name, value in values.items()
-            }
+    results = way(strategy, reduce_all, {name: case[0]() for name, case in REDUCTIONS.items()})
 
-        return way(strategy, reduce_all, {name: case[0]() for name, case in REDUCTIONS.items()})
-
-    return compute
-
-
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [
-        (way, name)
-        for way in (_eager, _function, _merge_call, _merge_call_of_an_uneven_batch)
-        for name in REDUCTIONS
-        if way is not _merge_call or name not in _UNEVEN
-    ],
-)
-def test_reduce_combines_the_replicas(way, name, reduced):
-    *_, expected, dtype = REDUCTIONS[name]
-
-    result = reduced(way)[name]
-
-    np.testing.assert_allclose(result, expected, rtol=1e-6)
-    assert result.dtype == jnp.dtype(dtype)
+    for name, result in results.items():
+        *_, expected, dtype = REDUCTIONS[name]
+        np.testing.assert_allclose(result, expected, rtol=1e-6, err_msg=name)
+        assert result.dtype == jnp.dtype(dtype), name
 
 
-def test_component_may_be_a_nest(strategy_of):
+def test_mean_of_large_floats_does_not_overflow(strategy_of):
+    assert strategy_of(2).reduce(MEAN, _per_replica(3e38, 3e38), axis=None) == np.float32(3e38)
+
+
+def test_components_and_values_may_be_nests(strategy_of):
+    strategy = strategy_of(2)
     value = dist.PerReplica([{"x": jnp.ones(2), "y": 1.0}, {"x": jnp.ones(2), "y": 3.0}])
 
-    result = strategy_of(2).reduce(MEAN, value, axis=None)
+    result = strategy.reduce(MEAN, value, axis=None)
+    gathered = strategy.gather({"flags": _per_replica([True], [False]), "plain": 3}, axis=0)
 
     np.testing.assert_array_equal(result["x"], [1, 1])
     assert float(result["y"]) == 2.0
+    np.testing.assert_array_equal(gathered["flags"], [True, False])
+    assert gathered["plain"] == 3
+
+
+def test_slices_of_different_lengths_are_concatenated(strategy_of):
+    value = dist.PerReplica(
+        [
+            dist.IndexedSlices(jnp.ones((2, 1)), jnp.array([0, 1]), (3, 1)),
+            dist.IndexedSlices(jnp.ones((1, 1)), jnp.array([0]), (3, 1)),
+        ]
+    )
+
+    total = strategy_of(2).reduce("sum", value, axis=None)
+    mean = strategy_of(2).reduce("mean", value, axis=None)
+
+    np.testing.assert_array_equal(total.indices, [0, 1, 0])
+    np.testing.assert_array_equal(total.to_dense(), [[2], [1], [0]])
+    np.testing.assert_array_equal(mean.to_dense(), [[1], [0.5], [0]])
+
+
+def test_values_that_are_the_same_everywhere(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable([1.0, 2.0])
+    plain = np.float32([1, 2])
+
+    assert strategy.reduce(MEAN, plain, axis=None) is plain
+    np.testing.assert_array_equal(strategy.reduce(MEAN, v, axis=None), [1, 2])
+    with pytest.raises(ValueError, match="mirrored"):
+        strategy.reduce(SUM, v, axis=None)
+    assert float(strategy.reduce(SUM, plain, axis=0)) == 6
+    assert float(strategy_of(1).reduce(SUM, plain[0], axis=None)) == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "axis", "error", "message"),
+    [
+        ("product", 1.0, None, ValueError, "'product', which is not a valid ReduceOp"),
+        (None, 1.0, None, TypeError, "reduce_op is None"),
+        (dist.VariableAggregation.SUM, 1.0, None, TypeError, "VariableAggregation.SUM"),
+        (SUM, np.ones(2), None, ValueError, "not a distributed value"),
+        (SUM, 3.0, None, ValueError, "cannot SUM 3.0"),
+        (SUM, np.ones(2), [0], TypeError, r"axis is \[0\]"),
+        (SUM, np.ones(2), 0.5, TypeError, "axis is 0.5"),
+        (SUM, np.ones(2), 4, ValueError, "axis 4 is out of range"),
+        (SUM, _matrices(), -3, InvalidValueError, r"axis -3 is out of range .*shape \(2, 3\)"),
+        (SUM, _matrices(), (0, 5), InvalidValueError, "axis 5 is out of range"),
+        (
+            SUM,
+            dist.PerReplica([np.ones(4), np.ones(2)]),
+            None,
+            ValueError,
+            r"\(4,\), \(2,\).*axis=0",
+        ),
+        (SUM, dist.PerReplica([np.array(True)] * 2), None, TypeError, "boolean"),
+        (SUM, dist.PerReplica([np.array("a")] * 2), None, TypeError, "strings"),
+    ],
+)
+def test_impossible_reduction_is_refused(op, value, axis, error, message, strategy_of):
+    with pytest.raises(error, match=message):
+        strategy_of(2).reduce(op, value, axis=axis)
 
 
 def test_on_read_variable_is_reduced_over_its_components(strategy_of):
@@ -181,13 +238,6 @@ def test_one_device_gives_the_value_back(strategy):
     np.testing.assert_array_equal(strategy.reduce(MEAN, jnp.ones(2), axis=None), [1, 1])
     assert float(strategy.reduce("mean", jnp.array([1.0, 3.0]), axis=0)) == 2.0
     np.testing.assert_array_equal(strategy.gather(jnp.ones(2), axis=0), [1, 1])
-
-
-@pytest.mark.parametrize("value", [_matrices, lambda: _matrices().values[0]])
-@pytest.mark.parametrize("axis", [2, -3, (0, 5)])
-def test_axis_out_of_range_is_refused(axis, value, strategy_of):
-    with pytest.raises(InvalidValueError, match=r"axis -?\d is out of range .*shape \(2, 3\)"):
-        strategy_of(2).reduce(SUM, value(), axis=axis)
 
 
 # gather

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 import distributary as dist
 from distributary.topology import watch_programs
-from distributary.tracing._jaxprs import walk
+from distributary.tracing import walk
 from distributary.xla_cpu import rewritten_for_cpus, with_cpu_rewrites
 
 RNG = np.random.default_rng(0)
