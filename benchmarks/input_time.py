@@ -6,7 +6,7 @@ Sections:
              a NumPy permutation and fancy index, ours, grain one element at a time, tf.data
     devices  the same put on R devices, against a loop that calls device_put
     overlap  a training step whose batches take 80 % of its time to load, against the step alone
-    files    1 GB in four .npy files, against reading the files, in pieces that can be used while
+    files    1 GB in a .npy file, mapped, against reading it, in pieces that can be used while
              the next one is read
 """
 
@@ -153,23 +153,23 @@ def _overlap(num_replicas: int, size: tuple[int, int, int]) -> list[Peer]:
 
 
 def _files(num_bytes: int, batch: int) -> Builders:
-    """Returns readers of four files of `num_bytes` together, by as many rows as `batch` says."""
-    files = [str(Path(_FOLDER.name) / f"{i}.npy") for i in range(4)]
+    """Returns readers of a file of `num_bytes`, by as many rows as `batch` says."""
+    path = Path(_FOLDER.name) / "rows.npy"
     row_bytes = 4 * _COLUMNS
     rows = np.random.default_rng(0).random((num_bytes // 4 // row_bytes, _COLUMNS), np.float32)
-    for name in files:
-        np.save(name, rows)
+    np.save(path, rows)
     piece_bytes = batch * row_bytes
 
     def read(_: int) -> None:
-        """Reads files into memory of its own each time, as whoever uses the data has to."""
-        for name in files:
-            with open(name, "rb", buffering=0) as file:
-                # `piece` is there while the next one is read, as a batch in a loop is.
-                while piece := file.read(piece_bytes):
-                    assert piece
+        """Reads the file into memory of its own each time, as whoever uses the data has to."""
+        with open(path, "rb", buffering=0) as file:
+            # `piece` is there while the next one is read, as a batch in a loop is.
+            while piece := file.read(piece_bytes):
+                assert piece
 
     def ours(_: int) -> None:
-        assert sum(len(x) for x in dist.data.Dataset.from_npy(files).batch(batch)) > 0
+        rows = np.load(path, mmap_mode="r")
+        batches = dist.data.Dataset.from_tensor_slices(rows).batch(batch)
+        assert sum(len(x) for x in batches) > 0
 
     return {"read": lambda name: timed(name, read), "ours": lambda name: timed(name, ours)}

@@ -473,6 +473,7 @@ _PIPELINES = {
     "joined": lambda: Dataset.range(9).concatenate(Dataset.range(9).shuffle(4)).shard(2, 1),
     "skipped": lambda: Dataset.range(30).skip(3).take(20).shuffle(4).repeat(2).shard(3, 1),
     "prefetched": lambda: Dataset.range(30).shuffle(30).batch(2).prefetch(3),
+    "windows": lambda: Dataset.range(30).shuffle(9).window(3, 1).flat_map(lambda w: w.batch(3)),
     "cached": lambda: Dataset.range(30).shuffle(30).cache().repeat(2).batch(7),
 }
 
@@ -618,3 +619,45 @@ def test_the_spec_of_mapped_batches_leaves_the_number_of_rows_open():
     whole = rows.batch(2, drop_remainder=True).map(lambda x, y: y)
     assert whole.element_spec == TensorSpec((2,), np.int64)
     assert rows.map(lambda x, y: x).element_spec == TensorSpec((2,), np.float32)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    total=st.integers(0, 12),
+    size=st.integers(1, 4),
+    shift=st.integers(1, 5),
+    stride=st.integers(1, 3),
+    drop=st.booleans(),
+)
+def test_windows(total, size, shift, stride, drop):
+    dataset = Dataset.range(total).window(size, shift, stride, drop)
+
+    starts = range(0, total, shift)
+    expected = [[*range(total)][start : start + size * stride : stride] for start in starts]
+    expected = [window for window in expected if len(window) == size or not drop]
+    assert [_values(window) for window in dataset] == expected
+    assert dataset.cardinality() == len(expected)
+
+
+def test_windows_of_nests_are_nests_of_datasets():
+    pairs = Dataset.from_tensor_slices((np.arange(6), np.arange(6) * 10.0))
+
+    windows = pairs.window(4, shift=2, drop_remainder=True)
+    batches = windows.flat_map(lambda x, y: Dataset.zip((x.batch(4), y.batch(4))))
+
+    found = [(x.tolist(), y.tolist()) for x, y in batches]
+    assert found == [([0, 1, 2, 3], [0, 10, 20, 30]), ([2, 3, 4, 5], [20, 30, 40, 50])]
+    (named,) = Dataset.from_tensors({"a": 1}).window(2)
+    assert {key: _values(part) for key, part in named.items()} == {"a": [1]}
+
+
+def test_options_without_effect_are_taken_and_others_refused():
+    options = Options()
+    options.experimental_deterministic = False
+    options.threading.private_threadpool_size = 4
+    options.experimental_optimization.apply_default_optimizations = True
+    options.autotune.enabled = False
+
+    assert _values(Dataset.range(3).with_options(options)) == [0, 1, 2]
+    with pytest.raises(AttributeError, match=r"no option 'determinism'; it has .*deterministic"):
+        options.determinism = True

@@ -1,15 +1,18 @@
 """Files as sources; what they hold is compared with what was written."""
 
 import base64
-import bz2
 import gzip
-import lzma
 import zlib
 
 import numpy as np
 import pytest
 
-from distributary.data import Dataset, ParquetDataset, TensorSpec, TextLineDataset, TFRecordDataset
+from distributary.data import (
+    Dataset,
+    FixedLengthRecordDataset,
+    TextLineDataset,
+    TFRecordDataset,
+)
 from distributary.errors import InvalidValueError
 
 # Written by tf.io.TFRecordWriter of TensorFlow 2.21: b"first", b"", b"\0\1\0", 20 times b"x".
@@ -23,107 +26,17 @@ _COMPRESSED = base64.b64decode(
 )
 
 
-@pytest.fixture
-def shards(tmp_path):
-    """Four files with 25 rows each, and their rows."""
+def test_rows_of_a_mapped_file_in_order_shuffled_and_after_a_jump(tmp_path):
     rows = np.random.default_rng(0).normal(size=(100, 3, 2)).astype(np.float32)
-    files = [str(tmp_path / f"{i}.npy") for i in range(4)]
-    for name, part in zip(files, np.split(rows, 4), strict=True):
-        np.save(name, part)
-    return files, rows
+    np.save(tmp_path / "rows.npy", rows)
 
+    dataset = Dataset.from_tensor_slices(np.load(tmp_path / "rows.npy", mmap_mode="r"))
 
-def test_rows_of_npy_files_in_order_shuffled_and_after_a_jump(shards):
-    files, rows = shards
-    dataset = Dataset.from_npy(files)
-
-    assert len(dataset) == 100
-    assert dataset.element_spec == TensorSpec((3, 2), np.float32)
     np.testing.assert_array_equal(np.concatenate(list(dataset.batch(7))), rows)
     np.testing.assert_array_equal(np.stack(list(dataset.skip(30).take(50))), rows[30:80])
     order = np.concatenate(list(Dataset.range(100).shuffle(100, seed=4).batch(16)))
     shuffled = np.concatenate(list(dataset.shuffle(100, seed=4).batch(16)))
     np.testing.assert_array_equal(shuffled, rows[order])
-
-
-def test_memory_is_used_again_only_when_nobody_refers_to_it(tmp_path, strategy_of):
-    rows = np.arange(200 * 1000, dtype=np.float32).reshape(200, 1000)
-    np.save(tmp_path / "a.npy", rows)
-    dataset = Dataset.from_npy(str(tmp_path / "a.npy")).batch(100)
-
-    addresses = {batch.ctypes.data for _ in range(5) for batch in dataset}
-    assert len(addresses) <= 4
-    kept = [part[3:] for _ in range(5) for part in dataset]
-    for i, part in enumerate(kept):
-        np.testing.assert_array_equal(part, rows[100 * (i % 2) :][3:100])
-    for num_replicas in (1, 2):  # JAX can take such memory as it is
-        distributed = strategy_of(num_replicas).experimental_distribute_dataset(dataset)
-        on_devices = [batch for _ in range(5) for batch in distributed]
-        for i, batch in enumerate(on_devices):
-            parts = [batch] if num_replicas == 1 else batch.values
-            seen = np.concatenate([np.asarray(part) for part in parts])
-            np.testing.assert_array_equal(seen, rows[100 * (i % 2) :][:100])
-
-
-def test_rows_in_order_are_read_and_not_mapped_also_after_a_shuffle(shards, monkeypatch):
-    files, rows = shards
-    dataset = Dataset.from_npy(files)
-    list(dataset.shuffle(100).batch(10))
-
-    monkeypatch.setattr(np, "load", None)
-    np.testing.assert_array_equal(np.concatenate(list(dataset.batch(7))), rows)
-
-
-def test_other_layouts_of_npy_files(tmp_path):
-    fortran = np.asfortranarray(np.arange(12.0).reshape(4, 3))
-    empty_rows = np.zeros((4, 0), np.int8)
-    for array in (fortran, empty_rows, np.arange(5), np.zeros((0, 2))):
-        np.save(tmp_path / "a.npy", array)
-        batches = list(Dataset.from_npy(str(tmp_path / "a.npy")).batch(3))
-        if len(array):
-            np.testing.assert_array_equal(np.concatenate(batches), array)
-        else:
-            assert batches == []
-
-
-def test_rows_of_npz_files_are_dicts(tmp_path):
-    np.savez(tmp_path / "a.npz", x=np.arange(6).reshape(3, 2), y=np.arange(3))
-    np.savez(tmp_path / "b.npz", x=np.arange(6, 10).reshape(2, 2), y=np.arange(3, 5))
-
-    (batch,) = Dataset.from_npy([tmp_path / "a.npz", tmp_path / "b.npz"]).batch(9)
-
-    np.testing.assert_array_equal(batch["x"], np.arange(10).reshape(5, 2))
-    np.testing.assert_array_equal(batch["y"], np.arange(5))
-
-
-def test_damaged_and_unsafe_npy_files_are_refused(tmp_path, shards):
-    files, _ = shards
-    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
-    np.save(tmp_path / "scalar.npy", np.array(3))
-    np.save(tmp_path / "other.npy", np.arange(3))
-    np.savez(tmp_path / "uneven.npz", x=np.arange(3), y=np.arange(4))
-    (tmp_path / "text.npy").write_text("not an array")
-    whole = (tmp_path / "0.npy").read_bytes()
-    (tmp_path / "short.npy").write_bytes(whole[:-4])
-
-    for names, message in [
-        (["objects.npy"], "Python objects.* mean unpickling them"),
-        (["scalar.npy"], "a scalar"),
-        (["text.npy"], r"not a \.npy file"),
-        (["short.npy"], "The file is cut off"),
-        (["uneven.npz"], "same number of rows"),
-        (["0.npy", "other.npy"], r"rows of '.*other\.npy' are .*int64"),
-        (["nowhere.npy"], "does not exist"),
-        ([], "list of files is empty"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            Dataset.from_npy([tmp_path / name for name in names])
-    with pytest.raises(TypeError, match="filenames is 3"):
-        Dataset.from_npy(3)
-    dataset = Dataset.from_npy(files)
-    (tmp_path / "2.npy").write_bytes(whole[:300])
-    with pytest.raises(ValueError, match=r"2\.npy' became shorter"):
-        list(dataset.batch(10))
 
 
 def test_list_files_sorts_or_shuffles(tmp_path):
@@ -205,13 +118,7 @@ def _checksum(data):
     return (crc & 0xFFFFFFFF).to_bytes(4, "little")
 
 
-_COMPRESSIONS = {
-    "": lambda data: data,
-    "GZIP": gzip.compress,
-    "ZLIB": zlib.compress,
-    "BZIP2": bz2.compress,
-    "XZ": lzma.compress,
-}
+_COMPRESSIONS = {"": lambda data: data, "GZIP": gzip.compress, "ZLIB": zlib.compress}
 
 
 @pytest.mark.parametrize("compression_type", _COMPRESSIONS)
@@ -227,7 +134,7 @@ def test_no_damage_to_a_file_of_records_is_silent(tmp_path, compression_type):
     assert list(TFRecordDataset(name, compression_type)) == records
 
     num_noticed = 0
-    num_changes = 2000 if compression_type in ("", "GZIP") else 200
+    num_changes = 500
     for number in range(num_changes):
         if number % 4:
             position = int(random.integers(len(whole)))
@@ -264,43 +171,6 @@ def test_lines_of_a_damaged_file_are_refused(tmp_path):
         list(dataset)
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".npz"])
-def test_damaged_arrays_are_refused_in_our_words(tmp_path, suffix):
-    random = np.random.default_rng(3)
-    rows = random.normal(size=(25, 3)).astype(np.float32)
-    file = tmp_path / f"rows{suffix}"
-    name = str(file)
-    if suffix == ".npz":
-        np.savez_compressed(name, x=rows, y=np.arange(25))
-    else:
-        np.save(name, rows)
-    whole = file.read_bytes()
-    # Rows in a .npy file have no checksum.
-    fragile = len(whole) if suffix == ".npz" else len(whole) - rows.nbytes
-    num_refused = 0
-    for number in range(600):
-        if number % 4:
-            position = int(random.integers(fragile))
-            damaged = bytearray(whole)
-            damaged[position] ^= 1 << int(random.integers(8))
-        else:
-            damaged = whole[: int(random.integers(len(whole)))]
-        file.write_bytes(damaged)
-        try:
-            found = Dataset.from_npy(name)
-        except InvalidValueError as error:
-            assert name in str(error)  # noqa: PT017
-            num_refused += 1
-        else:
-            (batch,) = found.batch(25)
-            if suffix == ".npz":
-                np.testing.assert_array_equal(batch["x"], rows)
-                np.testing.assert_array_equal(batch["y"], np.arange(25))
-            else:
-                assert batch.nbytes == rows.nbytes
-    assert num_refused > 300
-
-
 def test_unknown_compressions_and_arguments_are_refused(tmp_path):
     (tmp_path / "a").write_bytes(_RECORDS)
 
@@ -310,61 +180,15 @@ def test_unknown_compressions_and_arguments_are_refused(tmp_path):
         TFRecordDataset(tmp_path / "a", num_reads=3)
 
 
-def test_rows_of_parquet_and_arrow_files(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")
+def test_records_of_a_fixed_size(tmp_path):
+    (tmp_path / "a").write_bytes(b"HHabcdefF")
+    (tmp_path / "b").write_bytes(gzip.compress(b"abcdef"))
 
-    values = np.arange(12, dtype=np.float32).reshape(6, 2)
-    fixed = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(values.ravel()), 2)
-    table = pyarrow.table(
-        {"x": fixed, "y": np.arange(6), "name": list("abcdef"), "l": values.astype(int).tolist()}
-    )
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)
-    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=4)
+    plain = FixedLengthRecordDataset(str(tmp_path / "a"), 3, 2, 1)
+    packed = FixedLengthRecordDataset([str(tmp_path / "b")] * 2, 2, compression_type="GZIP")
 
-    for name in ("a.parquet", "a.arrow"):
-        batches = list(ParquetDataset(tmp_path / name).batch(5))
-        assert [len(batch["y"]) for batch in batches] == [5, 1]
-        joined = {key: np.concatenate([b[key] for b in batches]) for key in batches[0]}
-        np.testing.assert_array_equal(joined["x"], values)
-        np.testing.assert_array_equal(joined["l"], values)
-        np.testing.assert_array_equal(joined["y"], np.arange(6))
-        assert joined["name"].tolist() == list("abcdef")
-        (only,) = ParquetDataset([tmp_path / name], columns=["y"]).batch(6)
-        assert list(only) == ["y"]
-    ragged = pyarrow.table({"x": [[1], [2, 3]], "y": [1, None]})
-    pyarrow.parquet.write_table(ragged, tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"'x' of .* lists of different length"):
-        list(ParquetDataset(tmp_path / "b.parquet"))
-    with pytest.raises(ValueError, match=r"'y' of .* missing values"):
-        list(ParquetDataset(tmp_path / "b.parquet", columns=["y"]))
-
-
-def test_damaged_tables_are_refused_in_our_words(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    random = np.random.default_rng(5)
-    x = random.normal(size=500)
-    table = pyarrow.table({"x": x})
-    for suffix in (".parquet", ".arrow"):
-        file = tmp_path / f"rows{suffix}"
-        if suffix == ".arrow":
-            with pyarrow.ipc.new_file(str(file), table.schema) as writer:
-                writer.write_table(table)
-        else:
-            parquet.write_table(table, file, write_page_checksum=True)
-        whole = file.read_bytes()
-        for number in range(300):
-            damaged = bytearray(whole)
-            if number % 2:
-                damaged = damaged[: int(random.integers(len(whole)))]
-            else:
-                damaged[int(random.integers(len(whole)))] ^= 1 << int(random.integers(8))
-            file.write_bytes(damaged)
-            try:
-                list(ParquetDataset(file).batch(500))
-            except InvalidValueError as error:
-                assert str(file) in str(error)  # noqa: PT017
-                continue
-            assert number % 2 == 0
+    assert [*plain] == [b"abc", b"def"]
+    assert [*packed] == [b"ab", b"cd", b"ef"] * 2
+    for header, footer in ((3, 1), (2, 2), (2, 0), (9, 1)):
+        with pytest.raises(InvalidValueError, match="more than whole records of 3 bytes"):
+            [*FixedLengthRecordDataset(str(tmp_path / "a"), 3, header, footer)]

@@ -12,7 +12,6 @@ import keras
 import numpy as np
 import pytest
 
-import distributary as dist
 from distributary.data import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 
 _X = np.arange(20, dtype=np.float32).reshape(10, 2)
@@ -206,9 +205,3 @@ def test_libraries_are_recognized_without_importing_them():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_default_strategy_hands_every_dataset_back():
-    dataset = Dataset.range(4).batch(2)
-
-    assert dist.get_strategy().experimental_distribute_dataset(dataset) is dataset

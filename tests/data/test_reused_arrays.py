@@ -114,18 +114,10 @@ def test_replicas_receive_different_elements(strategy_of):
     assert gathered == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_an_iterator_that_is_read_ahead_keeps_its_elements(strategy_of):
-    strategy = strategy_of(1)
-
-    values = list(strategy.experimental_distribute_dataset(_numbers()))
-
-    assert [float(np.asarray(value)[0]) for value in values] == list(range(6))
-
-
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("depth", "fetch"), [(0, True), (2, True), (2, False)])
 @pytest.mark.parametrize("batches", [_lists, lambda: _Lists()])
-def test_arrays_in_lists_are_copied(batches, depth, strategy_of):
-    options = dist.InputOptions(experimental_per_replica_buffer_size=depth)
+def test_arrays_in_lists_are_copied(batches, depth, fetch, strategy_of):
+    options = dist.InputOptions(fetch, experimental_per_replica_buffer_size=depth)
     dataset = strategy_of(1).experimental_distribute_dataset(batches(), options)
 
     values = [jax.tree.leaves(value) for value in dataset]

@@ -12,13 +12,9 @@ def test_input_context_says_which_pipeline_it_is():
     assert context.input_pipeline_id == 2
     assert context.num_replicas_in_sync == 12
     assert repr(context) == "distributary.InputContext(input pipeline id 2, total: 3, replicas: 12)"
-
-
-def test_input_context_stands_for_one_pipeline_by_default():
-    context = dist.InputContext()
-
-    assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
-    assert context.num_replicas_in_sync == 1
+    alone = dist.InputContext()
+    assert (alone.num_input_pipelines, alone.input_pipeline_id) == (1, 0)
+    assert alone.num_replicas_in_sync == 1
 
 
 @pytest.mark.parametrize("size", [8, np.int64(8), 0])

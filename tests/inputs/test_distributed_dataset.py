@@ -2,34 +2,10 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.data import WorkerShare, split_rows
 
 
 def _local(strategy, value):
     return [np.asarray(v).tolist() for v in strategy.experimental_local_results(value)]
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_replicas", "expected"),
-    [
-        (4, 2, [[0, 1], [2, 3]]),
-        (5, 2, [[0, 1, 2], [3, 4]]),
-        (1, 2, [[0], []]),
-        (5, 4, [[0, 1], [2], [3], [4]]),
-        (6, 4, [[0, 1], [2, 3], [4], [5]]),
-        (2, 4, [[0], [1], [], []]),
-        (0, 2, [[], []]),
-        (7, 3, [[0, 1, 2], [3, 4], [5, 6]]),
-        (3, 1, [[0, 1, 2]]),
-    ],
-)
-def test_a_batch_is_split_into_consecutive_parts_of_nearly_equal_size(
-    num_rows, num_replicas, expected
-):
-    ends = WorkerShare(replicas_per_worker=num_replicas).ends(num_rows)
-    parts = split_rows({"x": np.arange(num_rows)}, np.diff(ends).tolist())
-
-    assert [part["x"].tolist() for part in parts] == expected
 
 
 def test_every_row_of_an_uneven_dataset_arrives_once_and_in_order(strategy_of):
@@ -81,26 +57,22 @@ def test_an_array_counts_batches_along_its_first_dim(strategy_of):
     assert [part.shape for part in batches[0]["x"].values] == [(2, 2), (1, 2)]
 
 
-def test_get_next_ends_with_stop_iteration(strategy_of):
-    iterator = iter(strategy_of(2).experimental_distribute_dataset([np.arange(2)]))
-
-    iterator.get_next()
-
-    with pytest.raises(StopIteration):
-        iterator.get_next()
-
-
 @pytest.mark.parametrize(
     ("dataset", "error", "message"),
     [
         (5, TypeError, "got 5, an int"),
         ([np.float32(3.0)], ValueError, "not batched"),
         ([(np.zeros(3), np.zeros(4))], ValueError, r"\[3, 4\] rows"),
-        ([np.array(["a", "b"])], TypeError, "strings"),
+        ([np.array(["a", "b"])], TypeError, "strings and objects cannot go to a device"),
+        ("text", TypeError, "strings and objects cannot go to a device"),
+        ([["a", "b"]], TypeError, "strings and objects cannot go to a device"),
+        ([np.array([None])], TypeError, "strings and objects cannot go to a device"),
         ([()], TypeError, "holds no arrays"),
         ((np.zeros((4, 2)), np.zeros(4)), TypeError, r"tuple of arrays.*\[\(4, 2\), \(4,\)\]"),
-        (np.zeros(4), ValueError, r"\(4,\)"),
-        ({"x": np.zeros((2, 3)), "y": np.zeros((3, 3))}, ValueError, r"\[2, 3\]"),
+        (np.zeros(4), ValueError, r"an array float64\[4\], expected arrays \[batch, row, \.\.\.\]"),
+        ({"x": np.zeros((2, 3)), "y": np.zeros((3, 3))}, ValueError, "the same number of batches"),
+        ({}, ValueError, "got {}, expected arrays"),
+        ({"x": np.ones((2, 3)), "y": "text"}, ValueError, "expected arrays"),
     ],
 )
 def test_unusable_datasets_are_refused(strategy_of, dataset, error, message):
@@ -123,14 +95,6 @@ def test_a_function_gives_batches_of_one_replica(strategy_of):
     (context,) = contexts
     assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
     assert context.num_replicas_in_sync == 2
-
-
-def test_a_step_that_lacks_batches_gives_the_other_replicas_empty_ones(strategy_of):
-    strategy = strategy_of(2)
-
-    seen = list(strategy.distribute_datasets_from_function(lambda _: [np.ones((2, 3))] * 3))
-
-    assert [part.shape for part in seen[1].values] == [(2, 3), (0, 3)]
 
 
 def test_per_replica_input_calls_the_function_for_each_replica(strategy_of):
@@ -157,14 +121,6 @@ def test_unusable_dataset_functions_are_refused(strategy_of):
         strategy.experimental_distribute_dataset([np.zeros(2)], "fast")
     with pytest.raises(ValueError, match="scalars"):
         list(strategy.distribute_datasets_from_function(lambda _: [1.0, 2.0, 3.0]))
-
-
-def test_per_replica_batch_size_must_divide():
-    context = dist.InputContext(num_replicas_in_sync=4)
-
-    assert context.get_per_replica_batch_size(8) == 2
-    with pytest.raises(ValueError, match=r"10 is not divisible by the 4 .* such as 8"):
-        context.get_per_replica_batch_size(10)
 
 
 def test_the_default_strategy_hands_the_dataset_back():

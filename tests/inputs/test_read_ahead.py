@@ -136,21 +136,6 @@ def test_a_generator_loses_nothing_when_a_loop_over_it_stops(strategy_of):
     assert (first, rest) == ([0, 1], [2, 3, 4, 5])
 
 
-def test_batches_do_not_change_when_their_source_reuses_its_array(strategy_of):
-    def source():
-        array = np.empty((4, 1000), np.float32)
-        for i in range(20):
-            array[:] = i
-            yield array
-
-    for depth, fetch in itertools.product((0, 1, 4), (True, False)):
-        dataset = Dataset.from_generator(source)
-        options = _depth(depth, experimental_fetch_to_device=fetch)
-        seen = list(strategy_of(2).experimental_distribute_dataset(dataset, options))
-        for i, batch in enumerate(seen):
-            assert {float(x) for part in batch.values for x in np.unique(part)} == {i}
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_a_position_gives_the_same_rest_with_any_depth(num_replicas, strategy_of):
     def dataset_with(depth):

@@ -62,8 +62,6 @@ DIFFERENT = {
     "data.experimental.load(compression)": "no effect: the folder says it",
     "data.experimental.snapshot": "has a format of its own",
     "data.experimental.rejection_resample": "chooses other elements, and none of them twice",
-    "data.experimental.make_csv_dataset(sloppy)": "no effect: the order depends on the seed only",
-    "data.experimental.make_csv_dataset(encoding)": "UTF-8 only",
     "data.experimental.make_batched_features_dataset(sloppy_ordering)": (
         "no effect: the order depends on the seed only"
     ),
@@ -143,11 +141,6 @@ DIFFERENT = {
     "summary.audio": "the first clip only",
     "summary.audio(max_outputs)": "no effect: the first clip only",
     "summary.audio(encoding)": "no effect: WAV",
-    "summary.trace_on": "needs profiler=True and profiler_outdir; graphs are not written",
-    "summary.trace_on(graph)": "no effect",
-    "summary.trace_export(name)": "no effect",
-    "summary.trace_export(step)": "no effect",
-    "summary.trace_export(profiler_outdir)": "no effect: that of trace_on",
     "train.Checkpoint": "has a format of its own, and cannot read TensorFlow's",
     "train.Checkpoint.restore": "what does not fit is an error",
     "train.Checkpoint.restore(options)": "no effect; partial=True allows what does not fit",
@@ -248,12 +241,6 @@ DIFFERENT = {
     "autograph.set_verbosity": "no effect",
     "test.is_built_with_rocm": "whether JAX uses GPUs of AMD here",
     "test.is_built_with_cuda": "whether JAX can use GPUs here",
-    "test.TestCase": "with absl's TestCase, and NumPy's comparisons",
-    "profiler.experimental.start": "jax.profiler; options have no effect",
-    "profiler.experimental.start(options)": "no effect",
-    "profiler.experimental.Profile(options)": "no effect",
-    "profiler.experimental.stop(save)": "no effect: always saves",
-    "profiler.experimental.Trace": "jax.profiler.TraceAnnotation",
 }
 
 _MADE = "made by strategies and datasets, never by programs"

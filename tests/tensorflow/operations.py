@@ -295,8 +295,6 @@ tf.strings.ngrams(["a","b","c","d"],3,pad_values=("L","R"),padding_width=1)
 tf.strings.ngrams(["a"],1,pad_values="P")
 tf.strings.ngrams(["a","b"],[3,4],preserve_short_sequences=True)
 tf.strings.ngrams(["a","b"],[2,4],preserve_short_sequences=True)
-[*tf.test.compute_gradient(lambda x,y:tf.reduce_sum(x*x*y,1),[tf.constant(F),tf.constant(G)])[0]]
-tf.test.compute_gradient(tf.square,[tf.constant([1.,2.])],.5)[1]
 tf.strings.regex_replace(["a1b22"],"[0-9]+","<\\\\0>")
 tf.strings.regex_replace("aXbXc","X","-",replace_global=False)
 tf.strings.regex_full_match(["ab","abc"],"a.")

@@ -1,121 +1,27 @@
-"""Datasets of `tf.data.experimental`, with the elements that TensorFlow 2.21 yields."""
+"""Datasets of `tf.data`, with the elements that TensorFlow 2.21 yields."""
 
-from collections import OrderedDict
+import itertools
+import pickle
 
 import numpy as np
 import pytest
 
 import distributary.compat.tensorflow as tf
-from distributary.errors import InvalidValueError
+from distributary import data
+from distributary.errors import InvalidTypeError, InvalidValueError
 
-_FILES = {
-    "a.csv": 'x,y,name,big\n1,2.5,"a, b",3000000000\n2,,c,4\n3,1,"d ""q""\nnew",5\n',
-    "b.csv": "x,y,name,big\n4,-1e3,e,NA\n5,0.5,,7\n",
-    "bad.txt": "x,y\n1,2\nfoo,3\n4\n5,6\n",
-}
+Dataset = tf.data.Dataset
+_LISTS = [[0], [1, 2, 3, 4], [5, 6, 7], [7, 8, 9, 10, 11], [13, 14, 15, 16, 19, 20], [21, 22]]
 
 
-@pytest.fixture
-def files(tmp_path):
-    for name, text in _FILES.items():
-        (tmp_path / name).write_text(text)
-    return {name: str(tmp_path / name) for name in _FILES}
+def _lists(dataset):
+    return [np.asarray(element).tolist() for element in dataset]
 
 
-def _shown(elements):
-    """Elements as lists and Python numbers, with their dtypes."""
-
-    def show(value):
-        if isinstance(value, dict):
-            assert type(value) is OrderedDict
-            return {key: show(part) for key, part in value.items()}
-        if isinstance(value, tuple):
-            return [*map(show, value)]
-        return np.asarray(value).tolist(), str(getattr(value, "dtype", "bytes"))
-
-    return [*map(show, elements.as_numpy_iterator())]
-
-
-def test_rows_of_csv_files(files):
-    csv = tf.data.experimental.CsvDataset
-    both = [files["a.csv"], files["b.csv"]]
-    rows = csv(both, [tf.int32, 0.5, "none", tf.constant([9])], "", header=True, na_value="NA")
-
-    one = [(1, "int32"), (2.5, "float32"), (b"a, b", "bytes")]
-    assert _shown(csv(files["a.csv"], [0, 0.5, ""], header=True, exclude_cols=[3]).take(1)) == [one]
-    last = [(5, "int32"), (0.5, "float32"), (b"none", "bytes"), (7, "int32")]
-    assert _shown(rows.skip(4)) == [last]
-    assert _shown(rows.skip(1).take(1))[0][1:] == [(0.5, "float32"), (b"c", "bytes"), (4, "int32")]
-    assert _shown(csv(files["a.csv"], [tf.string, tf.int64], header=True, select_cols=[2, 3])) == [
-        [(b"a, b", "bytes"), (3000000000, "int64")],
-        [(b"c", "bytes"), (4, "int64")],
-        [(b'd "q"\nnew', "bytes"), (5, "int64")],
-    ]
-    for defaults, wrong in (
-        ([0.0, "", ""], "row has 4 fields, .* 3 record defaults"),
-        ([0, "", "", tf.int64], "field 3 is 'NA', expected a number of dtype int64"),
-        ([0, tf.float32, "", ""], "field 1 is required but missing"),
-        ([0, 0, "", ""], "field 1 is '2.5', expected a number of dtype int32"),
-    ):
-        with pytest.raises(InvalidValueError, match=wrong):
-            _shown(csv(both, defaults, header=True))
-
-
-def test_batches_of_csv_files(files, tmp_path):
-    make = tf.data.experimental.make_csv_dataset
-    in_order = {"batch_size": 2, "shuffle": False, "num_epochs": 1}
-    pattern = str(tmp_path / "*.csv")
-
-    first, second, third = _shown(make(pattern, na_value="NA", **in_order))
-    assert first == {
-        "x": ([1, 2], "int32"),
-        "y": ([2.5, 0], "float32"),
-        "name": ([b"a, b", b"c"], "object"),
-        "big": ([3000000000, 4], "int64"),
-    }
-    assert [*first] == ["x", "y", "name", "big"]
-    assert second["big"] == ([5, 0], "int64")
-    assert third["name"] == ([b""], "object")
-    labeled = make(pattern, label_name="x", select_columns=["y", 0], **in_order)
-    assert _shown(labeled)[2] == [{"y": ([0.5], "float32")}, ([5], "int32")]
-    defaults = [tf.int64, tf.float32, "none", tf.string]
-    (batch,) = _shown(make(files["b.csv"], column_defaults=defaults, label_name="big", **in_order))
-    assert batch == [
-        {
-            "x": ([4, 5], "int64"),
-            "y": ([-1000, 0.5], "float32"),
-            "name": ([b"e", b"none"], "object"),
-        },
-        ([b"NA", b"7"], "object"),
-    ]
-    endless = make(files["b.csv"], 3, select_columns=["x"], na_value="NA")
-    assert sorted(np.concatenate([b["x"] for b in endless.take(4)])) == [4] * 6 + [5] * 6
-    assert endless.cardinality() in (tf.data.INFINITE_CARDINALITY, tf.data.UNKNOWN_CARDINALITY)
-    turns = make(pattern, select_columns=["x"], num_parallel_reads=2, **in_order)
-    assert [batch["x"].tolist() for batch in turns] == [[1, 4], [2, 5], [3]]
-    good = make(files["bad.txt"], column_defaults=[0, 0], ignore_errors=True, **in_order)
-    assert _shown(good) == [{"x": ([1, 5], "int32"), "y": ([2, 6], "int32")}]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "wrong"),
-    [
-        ({"column_names": ["x", "x"]}, "two columns share a name"),
-        ({"header": False}, "column_names is None, but header is False"),
-        ({"select_columns": ["z"]}, "select_columns is .*'z'"),
-        ({"select_columns": ["x", 0]}, "select_columns is .*'x', 0"),
-        ({"label_name": "z"}, "label_name is 'z', expected one of"),
-        ({"column_defaults": [0]}, "column_defaults has 1 items, but 4 columns"),
-        ({"encoding": "latin1"}, "encoding is 'latin1'"),
-        ({"file_pattern": "nowhere/*"}, "no file matches"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_of_csv_files_are_named(files, arguments, wrong):
-    with pytest.raises(InvalidValueError, match=wrong):
-        tf.data.experimental.make_csv_dataset(
-            **{"file_pattern": files["a.csv"], "batch_size": 1} | arguments
-        )
+def _of_lengths():
+    return Dataset.from_generator(
+        lambda: map(np.array, _LISTS), output_signature=tf.TensorSpec([None], np.int64)
+    )
 
 
 def test_batches_of_parsed_records(tmp_path):
@@ -169,3 +75,188 @@ def test_the_rest_of_experimental(tmp_path):
     assert [float(element["a"].numpy()) for element in written] == [1, 2, 3]
     resampled = dataset.apply(experimental.rejection_resample(lambda e: int(e["a"] > 2), [0, 1.0]))
     assert [int(number.numpy()) for number, _ in resampled] == [1]
+
+
+def test_elements_until_a_condition_fails_and_each_only_once():
+    pairs = Dataset.from_tensor_slices((np.arange(9), [1, 2, 1, 3, 9, 2, 1, 1, 1]))
+
+    assert [int(x) for x, _ in pairs.take_while(lambda x, y: y < 5)] == [0, 1, 2, 3]
+    assert _lists(Dataset.range(9).map(lambda x: x % 3).unique()) == [0, 1, 2]
+    strings = Dataset.from_tensor_slices(["a", "b", "a"]).unique()
+    assert [str(text) for text in strings] == ["a", "b"]
+    rows = Dataset.from_tensor_slices(np.array([[1, 2], [2, 1], [1, 2]])).unique()
+    assert _lists(rows) == [[1, 2], [2, 1]]
+
+
+def test_a_scan_hands_on_its_state():
+    states = []
+
+    def scan(state, element):
+        states.append(int(state))
+        return state * 2, {"sum": state + element}
+
+    dataset = Dataset.range(5).scan(np.int64(1), scan)
+
+    for _ in range(2):  # every pass begins anew
+        assert [int(element["sum"]) for element in dataset] == [1, 3, 6, 11, 20]
+    assert states == [1, 2, 4, 8, 16] * 2
+    assert dataset.cardinality() == 5
+    with pytest.raises(InvalidTypeError, match=r"scan_func returned .*expected \(new_state"):
+        next(iter(Dataset.range(1).scan(0, lambda state, element: element)))
+
+
+def test_groups_by_key():
+    pairs = Dataset.from_tensor_slices((np.arange(9), np.arange(9) * 2))
+
+    grouped = Dataset.range(9).group_by_window(
+        lambda x: x % 2, lambda key, group: group.batch(2), 2
+    )
+    of_pairs = pairs.group_by_window(
+        lambda x, y: x // 4,
+        lambda key, group: group.map(lambda x, y: (key, x, y)),
+        window_size_func=lambda key: key + 1,
+    )
+
+    assert _lists(grouped) == [[0, 2], [1, 3], [4, 6], [5, 7], [8]]
+    assert [tuple(map(int, e)) for e in of_pairs] == [(x // 4, x, 2 * x) for x in range(9)]
+    with pytest.raises(InvalidValueError, match="window_size is None and window_size_func is None"):
+        pairs.group_by_window(lambda x, y: x, lambda key, group: group)
+
+
+def test_buckets_hold_elements_of_similar_length():
+    padded = _of_lengths().bucket_by_sequence_length(len, [3, 5], [2, 2, 2])
+    to_boundary = (
+        _of_lengths()
+        .filter(lambda row: len(row) < 5)
+        .bucket_by_sequence_length(
+            len, [3, 5], [2, 2, 2], padding_values=-1, pad_to_bucket_boundary=True
+        )
+    )
+
+    long = [[7, 8, 9, 10, 11, 0], [13, 14, 15, 16, 19, 20]]
+    assert _lists(padded) == [[[1, 2, 3, 4], [5, 6, 7, 0]], long, [[0, 0], [21, 22]]]
+    assert _lists(to_boundary) == [[[1, 2, 3, 4], [5, 6, 7, -1]], [[0, -1], [21, 22]]]
+    too_long = _of_lengths().bucket_by_sequence_length(
+        len, [3, 5], [1, 1, 1], pad_to_bucket_boundary=True
+    )
+    with pytest.raises(InvalidValueError, match="as long as the last boundary, 5"):
+        list(too_long)
+    with pytest.raises(InvalidValueError, match="one more batch size than boundaries"):
+        _of_lengths().bucket_by_sequence_length(len, [3, 5], [2, 2])
+
+
+def test_elements_of_several_datasets_in_a_given_order():
+    parts = [Dataset.range(2), Dataset.range(10, 15)]
+    choices = Dataset.from_tensor_slices(np.array([0, 1, 0, 0, 1, 1, 1, 0]))
+
+    stopped = Dataset.choose_from_datasets(parts, choices)
+    skipped = Dataset.choose_from_datasets(parts, choices, stop_on_empty_dataset=False)
+
+    assert _lists(stopped) == [0, 10, 1]
+    assert _lists(skipped) == [0, 10, 1, 11, 12, 13]
+    with pytest.raises(InvalidValueError, match="choice_dataset has 2, but there are 2 datasets"):
+        list(Dataset.choose_from_datasets(parts, Dataset.range(3)))
+
+
+def test_elements_of_several_datasets_drawn():
+    endless = [Dataset.range(100).repeat(), Dataset.range(1000, 1100).repeat()]
+    mixed = Dataset.sample_from_datasets(endless, weights=[9, 1], seed=1)
+
+    drawn = _lists(mixed.take(2000))
+    assert 1700 < sum(value < 1000 for value in drawn) < 1900
+    # Each part keeps its own order.
+    assert [v for v in drawn if v < 1000] == [
+        *itertools.islice(itertools.cycle(range(100)), sum(v < 1000 for v in drawn))
+    ]
+    assert mixed.cardinality() == tf.data.INFINITE_CARDINALITY
+
+    both = Dataset.sample_from_datasets([Dataset.range(3), Dataset.range(10, 12)])
+    assert sorted(_lists(both)) == [0, 1, 2, 10, 11]
+    assert both.cardinality() == 5
+    first_end = Dataset.sample_from_datasets(
+        [Dataset.range(1), Dataset.range(10, 100)], [1, 0], stop_on_empty_dataset=True
+    )
+    assert _lists(first_end) == [0]
+    assert first_end.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    with pytest.raises(InvalidValueError, match=r"weights is .*, expected 2 numbers"):
+        Dataset.sample_from_datasets(endless, [1])
+    with pytest.raises(InvalidTypeError, match=r"dataset 0 is .*expected a Dataset"):
+        Dataset.sample_from_datasets([[1, 2]])
+
+
+def test_the_only_element():
+    assert int(Dataset.range(7, 8).get_single_element()) == 7
+    for count, expected in ((0, "has no elements"), (2, "has more than one element")):
+        with pytest.raises(InvalidValueError, match=f"range.*{expected}"):
+            Dataset.range(count).get_single_element()
+    assert _lists(Dataset.counter(5, -2).take(3)) == [5, 3, 1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda source: Dataset.sample_from_datasets([source, Dataset.range(100, 130)]),
+        lambda source: source.scan(0, lambda state, x: (state + 1, x + state)),
+        lambda source: source.group_by_window(lambda x: x % 3, lambda k, g: g.batch(2), 2),
+    ],
+    ids=["sampled", "scanned", "grouped"],
+)
+def test_a_pass_goes_on_where_it_was_saved(make):
+    dataset = make(Dataset.range(30).shuffle(10))
+    list(dataset)
+    iterator = iter(dataset)
+    for _ in range(5):
+        next(iterator)
+    state = pickle.loads(pickle.dumps(iterator.get_state()))
+    expected = _lists(iterator)
+
+    restored = iter(make(Dataset.range(30).shuffle(10)))
+    restored.set_state(state)
+
+    assert _lists(restored) == expected
+
+
+def test_classes_come_as_often_as_asked_for():
+    dataset = Dataset.range(3000).map(lambda x: (x, x % 4 // 3))
+    for initial in ([0.75, 0.25], None):
+        found = dataset.rejection_resample(lambda x, y: y, [0.2, 0.8], initial, seed=3)
+        classes = [number for number, _ in found]
+        assert [*found.map(lambda number, element: element[1])] == classes
+        np.testing.assert_allclose(np.bincount(classes) / len(classes), [0.2, 0.8], atol=0.04)
+        assert 800 < len(classes) < 1000
+        again = dataset.rejection_resample(lambda x, y: y, [0.2, 0.8], initial, seed=3)
+        assert classes == [number for number, _ in again]
+    with pytest.raises(InvalidValueError, match="an initial share to every class"):
+        dataset.rejection_resample(lambda x, y: y, [0.5, 0.5], [1.0, 0.0])
+    with pytest.raises(InvalidValueError, match=r"target_dist is \[0.5\]"):
+        dataset.rejection_resample(lambda x, y: y, [0.5])
+    with pytest.raises(InvalidValueError, match="returned 1, but target_dist has 1 classes"):
+        [*dataset.rejection_resample(lambda x, y: y, [1.0])]
+
+
+def test_a_dataset_says_and_keeps_its_number_of_elements():
+    three = tf.data.Dataset.range(5).filter(lambda x: x > 1)
+    assert_number = tf.data.experimental.assert_cardinality
+
+    assert len(three.apply(assert_number(3))) == 3
+    assert [int(x) for x in three.apply(assert_number(3))] == [2, 3, 4]
+    for number, message in ((2, "more"), (4, "only 3")):
+        with pytest.raises(InvalidValueError, match=f"expected {number} .*{message}"):
+            [*three.apply(assert_number(number))]
+    bad = tf.data.Dataset.range(4).map(lambda x: 6 // int(x - 1)).ignore_errors()
+    assert [int(x) for x in bad] == [-6, 6, 3]
+    assert [int(x) for x in tf.data.Dataset.random(3).take(2)] == [
+        int(x) for x in tf.data.Dataset.random(3).take(2)
+    ]
+
+
+def test_datasets_of_distributary_become_those_of_tensorflow(tmp_path):
+    plain = data.Dataset.from_tensor_slices([1, 1, 2])
+    (tmp_path / "lines").write_text("a\na\nb\n")
+
+    assert [x.numpy() for x in Dataset.from_source(plain).unique()] == [1, 2]
+    assert [int(x) for x in plain.apply(tf.data.experimental.unique())] == [1, 2]
+    lines = tf.data.TextLineDataset(tmp_path / "lines")
+    assert isinstance(lines, Dataset)
+    assert isinstance(lines.take(2), Dataset)
+    assert [x.item() for x in lines.unique()] == [b"a", b"b"]

@@ -219,45 +219,6 @@ def test_the_arrays_of_a_checkpoint_can_be_looked_at(tmp_path):
         tf.train.load_variable(str(tmp_path), "w")
 
 
-def test_a_dataset_says_and_keeps_its_number_of_elements():
-    three = tf.data.Dataset.range(5).filter(lambda x: x > 1)
-    assert_number = tf.data.experimental.assert_cardinality
-
-    assert len(three.apply(assert_number(3))) == 3
-    assert [int(x) for x in three.apply(assert_number(3))] == [2, 3, 4]
-    for number, message in ((2, "more"), (4, "only 3")):
-        with pytest.raises(InvalidValueError, match=f"expected {number} .*{message}"):
-            [*three.apply(assert_number(number))]
-    bad = tf.data.Dataset.range(4).map(lambda x: 6 // int(x - 1)).ignore_errors()
-    assert [int(x) for x in bad] == [-6, 6, 3]
-    assert [int(x) for x in tf.data.Dataset.random(3).take(2)] == [
-        int(x) for x in tf.data.Dataset.random(3).take(2)
-    ]
-
-
-class _Case(tf.test.TestCase):
-    def runTest(self):  # noqa: N802
-        pass
-
-
-def test_test_cases_compare_arrays(tmp_path):
-    case = _Case()
-
-    case.assertAllClose({"a": tf.constant([1.0, 2.0])}, {"a": [1.0, 2.0 + 1e-7]})
-    case.assertAllEqual(tf.Variable([1, 2]), [1, 2])
-    case.assertNotAllClose([1.0], [1.1])
-    case.assertAllInRange(tf.constant([1, 2]), 1, 2)
-    for compare in (
-        lambda: case.assertAllClose([1.0], [1.1]),
-        lambda: case.assertAllClose([[1.0], [1.0, 2.0]], [[1.0], [1.0, 3.0]]),
-        lambda: case.assertAllEqual({"a": 1}, {"b": 1}),
-        lambda: case.assertNotAllEqual([1], [1]),
-        lambda: case.assertAllLess([1, 2], 2),
-    ):
-        with pytest.raises(AssertionError):
-            compare()
-
-
 def test_checks_hold_or_raise():
     x = tf.constant([[1.0, 2.0]])
     tf.debugging.assert_rank_in(x, [1, 2])

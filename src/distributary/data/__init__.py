@@ -1,8 +1,14 @@
 """Datasets with the method names of tf.data, on NumPy arrays and without TensorFlow."""
 
+from distributary.data._arguments import (
+    check_callable as check_callable,
+    checked_int as checked_int,
+    drawn_seed as drawn_seed,
+)
 from distributary.data._batching import Batch as Batch, BatchedStream as BatchedStream
 from distributary.data._dataset import SHARD_HINT, Dataset
 from distributary.data._foreign import foreign as foreign, is_hugging_face as is_hugging_face
+from distributary.data._generated import Drawn as Drawn, Generated as Generated
 from distributary.data._iterables import (
     Once as Once,
     OneShot as OneShot,
@@ -13,7 +19,12 @@ from distributary.data._iterator import (
     Optional as Optional,
     PassIterator as PassIterator,
 )
-from distributary.data._nodes import Node as Node
+from distributary.data._mapping import call as call
+from distributary.data._nodes import (
+    FileSource as FileSource,
+    Node as Node,
+    SameElements as SameElements,
+)
 from distributary.data._options import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -27,24 +38,34 @@ from distributary.data._order import WithOptions as WithOptions
 from distributary.data._prefetch import Prefetch as Prefetch, Prefetched as Prefetched
 from distributary.data._record_files import (
     FixedLengthRecordDataset,
-    ParquetDataset,
     TextLineDataset,
     TFRecordDataset,
-    record_files as record_files,
 )
-from distributary.data._records import framed as framed
+from distributary.data._records import (
+    framed as framed,
+    read_file as read_file,
+    records as records,
+)
 from distributary.data._replica_rows import (
     WorkerBatch as WorkerBatch,
     WorkerShare as WorkerShare,
     split_rows as split_rows,
 )
+from distributary.data._several import common_spec as common_spec
 from distributary.data._sharding import worker_dataset as worker_dataset
-from distributary.data._streams import Stream as Stream
+from distributary.data._streams import (
+    IteratedStream as IteratedStream,
+    Path as Path,
+    Stream as Stream,
+    is_peek as is_peek,
+)
 from distributary.data._structure import (
     TensorSpec,
+    as_array as as_array,
     check_dense as check_dense,
+    flatten as flatten,
     kept as kept,
-    sized_spec as sized_spec,
+    map_arrays as map_arrays,
     some_rows as some_rows,
 )
 
@@ -59,7 +80,6 @@ __all__ = [  # for users
     "DistributeOptions",
     "FixedLengthRecordDataset",
     "Options",
-    "ParquetDataset",
     "TFRecordDataset",
     "TensorSpec",
     "TextLineDataset",

@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from distributary._types import Nest
-from distributary.data._nodes import Node, Run
+from distributary.data._nodes import Node
 from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from distributary.data._streams import Path, Picked, Stream
 from distributary.data._structure import (
@@ -53,17 +53,6 @@ class Batch(Node):
         if self.padding is not None:
             spec = jax.tree.map(lambda s: TensorSpec((None,) * len(s.shape), s.dtype), spec)
         return batched_spec(spec, self.size if self.drop_remainder else None)
-
-    def runs(self) -> list[Run] | None:
-        runs = self.input.runs() if self.padding is None else None
-        if runs is None or not self.input.trait("alike"):
-            return None
-        ((count, spec),) = runs
-        if count is None:
-            return [(None, batched_spec(spec, self.size))]
-        whole, rest = divmod(count, self.size)
-        last = [(1, batched_spec(spec, rest))] if rest and not self.drop_remainder else []
-        return [(whole, batched_spec(spec, self.size)), *last]
 
     def label(self) -> str:
         name = "batch" if self.padding is None else "padded_batch"

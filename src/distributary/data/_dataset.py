@@ -1,11 +1,7 @@
 """`Dataset`: the method names of tf.data on NumPy arrays."""
 
 import functools
-import itertools
-import logging
 import math
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -14,32 +10,16 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from distributary._types import Nest
-from distributary.data import _saved as saved
+from distributary.data._arguments import check_callable, checked_int, drawn_seed, num_threads
 from distributary.data._arrays import Range, Single, slices
 from distributary.data._batching import Batch, Unbatch
-from distributary.data._file_names import (
-    FileNames,
-    FilePaths,
-    file_names,
-    matching_files,
-)
+from distributary.data._file_names import FileNames, FilePaths, matching_files
 from distributary.data._foreign import foreign
-from distributary.data._generated import (
-    Generated,
-    Mixture,
-    Resampled,
-    chosen,
-    groups,
-    scanned,
-    shares,
-    unique,
-    windows,
-)
+from distributary.data._generated import Generated, windows
 from distributary.data._iterables import RandomAccess, generated, signature_of
 from distributary.data._iterator import DatasetIterator
 from distributary.data._mapping import Cache, Filter, Map, call
-from distributary.data._nodes import MAX_SEED, Node
-from distributary.data._numpy_files import numpy_files
+from distributary.data._nodes import Node
 from distributary.data._options import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -58,11 +38,9 @@ from distributary.data._order import (
 from distributary.data._prefetch import Prefetch
 from distributary.data._several import Concatenate, Interleave, Zip
 from distributary.data._streams import Stream
-from distributary.data._structure import Array, TensorSpec, columns_of, map_arrays
+from distributary.data._structure import columns_of, map_arrays
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tracing import iterator_of
-
-_log = logging.getLogger(__name__)
 
 # For `prefetch(AUTOTUNE)`: while you use one element, one is ready and one is being made.
 _AUTOTUNED_DEPTH = 2
@@ -98,26 +76,15 @@ class Dataset:
             )
         self._node = node
         self._num_passes = 0
-        self._show = self.shows_arrays_by()
 
     @classmethod
-    def shows_arrays_by(cls) -> Callable[[Array], Any] | None:
-        """Returns what loops get for an array; None for the array itself.
+    def of(cls, node: Node) -> "Dataset":
+        """Returns a dataset of the class that the methods of this one return."""
+        return Dataset(node)
 
-        What the methods of a dataset return does the same.
-        """
-        return None
-
-    @classmethod
-    def _made(cls, node: Node) -> "Dataset":
-        made = Dataset(node)
-        made._show = cls.shows_arrays_by()
-        return made
-
-    def _derived(self, node: Node) -> "Dataset":
-        made = Dataset(node)
-        made._show = self._show
-        return made
+    def show(self, element: Nest) -> Nest:
+        """Returns what a loop gets for an element."""
+        return element
 
     @property
     def node(self) -> Node:
@@ -138,12 +105,12 @@ class Dataset:
         Raises:
             InvalidValueError: if the numbers of rows differ, or for scalars.
         """
-        return cls._made(slices(tensors))
+        return cls.of(slices(tensors))
 
     @classmethod
     def from_tensors(cls, tensors: Nest, name: str | None = None) -> "Dataset":
         """Makes a dataset with one element."""
-        return cls._made(Single(map_arrays(lambda array: array, tensors)))
+        return cls.of(Single(map_arrays(lambda array: array, tensors)))
 
     @classmethod
     def from_generator(
@@ -174,7 +141,7 @@ class Dataset:
             )
         if output_signature is None and output_types is not None:
             output_signature = signature_of(output_types, output_shapes)
-        return cls._made(generated(generator, output_signature, args or ()))
+        return cls.of(generated(generator, output_signature, args or ()))
 
     @classmethod
     def from_source(cls, source: Any) -> "Dataset":
@@ -186,21 +153,10 @@ class Dataset:
                 it has `__len__` and `__getitem__`, rows are read as they are needed, so that
                 shuffling costs nothing.
         """
+        if isinstance(source, cls):
+            return source
         is_ours = isinstance(source, Dataset)
-        return source if is_ours else cls._made(foreign(source, "from_source: got"))
-
-    @classmethod
-    def from_npy(cls, filenames: FilePaths) -> "Dataset":
-        """Makes a dataset of the rows of `.npy` files, or of the arrays in `.npz` files as dicts.
-
-        Args:
-            filenames: Names of files with arrays `[row, ...]`. Of `.npy` files, only the rows that
-                are needed are read; `.npz` files are read whole.
-
-        Raises:
-            InvalidValueError: for files that are damaged, contain Python objects, or do not match.
-        """
-        return cls._made(numpy_files(file_names(filenames, "from_npy")))
+        return cls.of(source.node if is_ours else foreign(source, "from_source: got"))
 
     @classmethod
     def range(
@@ -208,7 +164,7 @@ class Dataset:
     ) -> "Dataset":
         """Makes a dataset of Python's `range(*args)`, as scalars of dtype `output_type`."""
         numbers = range(*args)
-        return cls._made(Range(numbers.start, numbers.stop, numbers.step, np.dtype(output_type)))
+        return cls.of(Range(numbers.start, numbers.stop, numbers.step, np.dtype(output_type)))
 
     @classmethod
     def list_files(
@@ -230,7 +186,7 @@ class Dataset:
         Raises:
             InvalidValueError: if no file matches.
         """
-        names = cls._made(FileNames(matching_files(file_pattern)))
+        names = cls.of(FileNames(matching_files(file_pattern)))
         return names.shuffle(len(names), seed) if shuffle in (None, True) else names
 
     @classmethod
@@ -250,113 +206,20 @@ class Dataset:
                     f"Dataset.zip: got {shown(leaf)}, expected datasets. Make one of it with"
                     " Dataset.from_source."
                 )
-        return cls._made(Zip(tuple(leaf._node for leaf in leaves), tree))
-
-    @classmethod
-    def counter(
-        cls,
-        start: int = 0,
-        step: int = 1,
-        dtype: DTypeLike = np.int64,
-        name: str | None = None,
-    ) -> "Dataset":
-        """Makes an endless dataset of `start`, `start + step`, ... as scalars of a dtype."""
-        start, step = _int("counter", "start", start), _int("counter", "step", step)
-        made = np.dtype(dtype).type
-        return cls.range(1).repeat().enumerate().map(lambda i, _: made(start + i * step))
-
-    @classmethod
-    def random(
-        cls,
-        seed: int | None = None,
-        rerandomize_each_iteration: bool | None = None,
-        name: str | None = None,
-    ) -> "Dataset":
-        """Makes an endless dataset of random numbers from 0 to 2**32 - 1, as int64.
-
-        Args:
-            seed: Seed; None draws one from NumPy's global generator.
-            rerandomize_each_iteration: Must not be True: every pass has the same numbers.
-            name: No effect.
-
-        Source: `tf.data.Dataset.random`, whose numbers are others.
-        """
-        if rerandomize_each_iteration:
-            raise InvalidValueError(
-                "Dataset.random: rerandomize_each_iteration is True, but every pass has the same"
-                " numbers. Shuffle the dataset, which gives each pass another order."
-            )
-        start = _draw() if seed is None else _int("random", "seed", seed, minimum=0)
-
-        def numbers() -> Iterator[np.int64]:
-            generator = np.random.default_rng(start)
-            while True:
-                yield from generator.integers(2**32, size=256)
-
-        endless = cls.from_generator(numbers, output_signature=TensorSpec((), np.int64))
-        return endless.assert_cardinality(INFINITE_CARDINALITY)
-
-    @classmethod
-    def sample_from_datasets(
-        cls,
-        datasets: "Sequence[Dataset]",
-        weights: Sequence[float] | np.ndarray | None = None,
-        seed: int | None = None,
-        stop_on_empty_dataset: bool = False,
-        rerandomize_each_iteration: bool | None = None,
-        name: str | None = None,
-    ) -> "Dataset":
-        """Takes each element from one of several datasets, which is drawn.
-
-        Args:
-            datasets: Datasets with elements of one structure.
-            weights: Number per dataset to which its probability is proportional; None for equal
-                ones.
-            seed: Seed; None draws one from NumPy's global generator.
-            stop_on_empty_dataset: Whether the end of one dataset is the end; otherwise the others
-                go on.
-            rerandomize_each_iteration: No effect: every pass draws anew.
-            name: No effect.
-        """
-        nodes = _nodes("sample_from_datasets", datasets)
-        shares = np.ones(len(nodes)) if weights is None else np.asarray(weights, np.float64)
-        if shares.shape != (len(nodes),) or not (shares >= 0).all() or not shares.any():
-            raise InvalidValueError(
-                f"sample_from_datasets: weights is {shown(weights)}, expected {len(nodes)} numbers,"
-                " one per dataset, of which none is negative and one is positive."
-            )
-        if seed is not None:
-            seed = _int("sample_from_datasets", "seed", seed, minimum=0)
-        drawn = tuple(shares.tolist())
-        return cls._made(Mixture(nodes, drawn, stop_on_empty_dataset, _draw(), seed))
-
-    @classmethod
-    def choose_from_datasets(
-        cls,
-        datasets: "Sequence[Dataset]",
-        choice_dataset: "Dataset",
-        stop_on_empty_dataset: bool = True,
-        name: str | None = None,
-    ) -> "Dataset":
-        """Takes each element from the dataset whose number `choice_dataset` gives."""
-        nodes = _nodes("choose_from_datasets", [choice_dataset, *datasets])
-        choose = functools.partial(chosen, bool(stop_on_empty_dataset))
-        return cls._made(Generated(nodes, choose, "choose_from_datasets"))
+        return cls.of(Zip(tuple(leaf._node for leaf in leaves), tree))
 
     # Order
 
     def take(self, count: int, name: str | None = None) -> "Dataset":
         """Keeps the first `count` elements; all of them if it is -1."""
-        count = _int("take", "count", count, minimum=-1)
-        return (
-            self if count < 0 else self._derived(Slice(self._node, f"take({count})", count=count))
-        )
+        count = checked_int("take", "count", count, minimum=-1)
+        return self if count < 0 else self.of(Slice(self._node, f"take({count})", count=count))
 
     def skip(self, count: int, name: str | None = None) -> "Dataset":
         """Drops the first `count` elements; all of them if it is -1."""
-        count = _int("skip", "count", count, minimum=-1)
+        count = checked_int("skip", "count", count, minimum=-1)
         left = 0 if count < 0 else math.inf
-        return self._derived(Slice(self._node, f"skip({count})", max(count, 0), left))
+        return self.of(Slice(self._node, f"skip({count})", max(count, 0), left))
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> "Dataset":
         """Keeps every `num_shards`-th element, starting with element `index`.
@@ -365,14 +228,14 @@ class Dataset:
             InvalidValueError: if `index` is not in 0 to `num_shards - 1`.
         """
         if (num_shards, index) == (SHARD_HINT, SHARD_HINT):
-            return self._derived(ShardHint(self._node))
-        num_shards = _int("shard", "num_shards", num_shards, minimum=1)
-        index = _int("shard", "index", index, minimum=0)
+            return self.of(ShardHint(self._node))
+        num_shards = checked_int("shard", "num_shards", num_shards, minimum=1)
+        index = checked_int("shard", "index", index, minimum=0)
         if index >= num_shards:
             raise InvalidValueError(
                 f"shard: index is {index}, expected 0 to {num_shards - 1} for {num_shards} shards."
             )
-        return self._derived(shard(self._node, num_shards, index))
+        return self.of(shard(self._node, num_shards, index))
 
     def shuffle(
         self,
@@ -392,17 +255,17 @@ class Dataset:
                 `repeat`; None means True.
             name: No effect.
         """
-        buffer_size = _int("shuffle", "buffer_size", buffer_size, minimum=1)
+        buffer_size = checked_int("shuffle", "buffer_size", buffer_size, minimum=1)
         if seed is not None:
-            seed = _int("shuffle", "seed", seed, minimum=0)
+            seed = checked_int("shuffle", "seed", seed, minimum=0)
         reshuffle = reshuffle_each_iteration is not False
-        return self._derived(Shuffle(self._node, buffer_size, seed, reshuffle, _draw()))
+        return self.of(Shuffle(self._node, buffer_size, seed, reshuffle, drawn_seed()))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> "Dataset":
         """Repeats the elements `count` times; forever if it is None or -1."""
         if count is not None:
-            count = _int("repeat", "count", count, minimum=-1)
-        return self._derived(Repeat(self._node, -1 if count is None else count))
+            count = checked_int("repeat", "count", count, minimum=-1)
+        return self.of(Repeat(self._node, -1 if count is None else count))
 
     def concatenate(self, dataset: "Dataset", name: str | None = None) -> "Dataset":
         """Appends the elements of another dataset."""
@@ -411,7 +274,7 @@ class Dataset:
                 f"concatenate: got {shown(dataset)}, expected a Dataset. Make one of it with"
                 " Dataset.from_source."
             )
-        return self._derived(Concatenate((self._node, dataset._node)))
+        return self.of(Concatenate((self._node, dataset._node)))
 
     def interleave(
         self,
@@ -443,25 +306,14 @@ class Dataset:
             return dataset._node
 
         cycle = _DEFAULT_CYCLE_LENGTH if cycle_length in (None, AUTOTUNE) else cycle_length
-        cycle = _int("interleave", "cycle_length", cycle, minimum=1)
-        block = _int("interleave", "block_length", block_length or 1, minimum=1)
-        read_ahead = _num_threads("interleave", num_parallel_calls) is not None
-        return self._derived(Interleave(self._node, make, cycle, block, read_ahead, _draw()))
+        cycle = checked_int("interleave", "cycle_length", cycle, minimum=1)
+        block = checked_int("interleave", "block_length", block_length or 1, minimum=1)
+        read_ahead = num_threads("interleave", num_parallel_calls) is not None
+        return self.of(Interleave(self._node, make, cycle, block, read_ahead, drawn_seed()))
 
     def flat_map(self, map_func: Callable[..., "Dataset"], name: str | None = None) -> "Dataset":
         """Makes a dataset of every element, and gives the elements of one after the other."""
         return self.interleave(map_func, cycle_length=1)
-
-    def take_while(self, predicate: Callable[..., Any], name: str | None = None) -> "Dataset":
-        """Keeps the elements before the first for which `predicate` returns False."""
-        _callable("take_while", "predicate", predicate)
-        holds = functools.partial(call, predicate)
-        generate = functools.partial(itertools.takewhile, holds)
-        return self._derived(Generated((self._node,), generate, "take_while"))
-
-    def unique(self, name: str | None = None) -> "Dataset":
-        """Keeps each element where it comes first."""
-        return self._derived(Generated((self._node,), unique, "unique"))
 
     def window(
         self,
@@ -484,77 +336,21 @@ class Dataset:
             A dataset whose elements are datasets: for elements that are nests, a nest of datasets.
             `flat_map(lambda window: window.batch(size))` makes arrays of them.
         """
-        size = _int("window", "size", size, minimum=1)
-        shift = size if shift is None else _int("window", "shift", shift, minimum=1)
-        stride = _int("window", "stride", stride, minimum=1)
+        size = checked_int("window", "size", size, minimum=1)
+        shift = size if shift is None else checked_int("window", "shift", shift, minimum=1)
+        stride = checked_int("window", "stride", stride, minimum=1)
 
         def generate(elements: Stream) -> Iterator[Nest]:
             for window in windows(size, shift, stride, drop_remainder, elements):
                 columns, tree = columns_of(window)
-                yield tree.unflatten([_dataset_of(column) for column in columns])
+                yield tree.unflatten([self.of(RandomAccess(column)) for column in columns])
 
         lost = (size - 1) * stride if drop_remainder else 0
-        count = lambda total: max(0, -(-(total - lost) // shift))
+        count = lambda total: total if total < 0 else max(0, -(-(total - lost) // shift))
         label = f"window({size}, {shift}, {stride}, {drop_remainder})"
-        return self._derived(Generated((self._node,), generate, label, count))
-
-    def group_by_window(
-        self,
-        key_func: Callable[..., Any],
-        reduce_func: "Callable[[Any, Dataset], Dataset]",
-        window_size: int | None = None,
-        window_size_func: Callable[[Any], Any] | None = None,
-        name: str | None = None,
-    ) -> "Dataset":
-        """Collects elements by a key, and makes a dataset of each group.
-
-        Args:
-            key_func: Function from an element to an integer.
-            reduce_func: Function from a key and a dataset of up to `window_size` elements with
-                that key to a dataset, whose elements come next.
-            window_size: Number of elements of a group.
-            window_size_func: Function from a key to that number, in place of `window_size`.
-            name: No effect.
-        """
-        if (window_size is None) == (window_size_func is None):
-            raise InvalidValueError(
-                f"group_by_window: window_size is {window_size} and window_size_func is"
-                f" {shown(window_size_func)}. Give one of them."
-            )
-        if window_size is not None:
-            window_size = _int("group_by_window", "window_size", window_size, minimum=1)
-        key_of = functools.partial(call, key_func)
-
-        def size_of(key: int) -> int:
-            size = window_size_func(np.int64(key)) if window_size_func else window_size
-            return int(np.asarray(size))
-
-        def generate(elements: Stream) -> Iterator[Nest]:
-            for key, group in groups(key_of, size_of, elements):
-                yield key, _dataset_of(group)
-
-        return self._derived(Generated((self._node,), generate, "group_by_window")).flat_map(
-            reduce_func
-        )
+        return self.of(Generated((self._node,), generate, label, count))
 
     # Elements
-
-    def scan(
-        self,
-        initial_state: Nest,
-        scan_func: Callable[[Any, Any], tuple[Nest, Nest]],
-        name: str | None = None,
-    ) -> "Dataset":
-        """Applies a function that hands a state from one element to the next.
-
-        Args:
-            initial_state: Nest of arrays.
-            scan_func: Function from a state and an element to the new state and an output.
-            name: No effect.
-        """
-        _callable("scan", "scan_func", scan_func)
-        generate = functools.partial(scanned, initial_state, scan_func)
-        return self._derived(Generated((self._node,), generate, "scan", lambda size: size))
 
     def map(
         self,
@@ -577,19 +373,19 @@ class Dataset:
             use_unbounded_threadpool: No effect.
             name: No effect.
         """
-        _callable("map", "map_func", map_func)
-        return self._derived(Map(self._node, map_func, _num_threads("map", num_parallel_calls)))
+        check_callable("map", "map_func", map_func)
+        return self.of(Map(self._node, map_func, num_threads("map", num_parallel_calls)))
 
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> "Dataset":
         """Keeps the elements for which `predicate` returns True."""
-        _callable("filter", "predicate", predicate)
-        return self._derived(Filter(self._node, predicate))
+        check_callable("filter", "predicate", predicate)
+        return self.of(Filter(self._node, predicate))
 
     def enumerate(self, start: int = 0, name: str | None = None) -> "Dataset":
         """Pairs every element with its number, counted from `start`."""
         size = self._node.cardinality()
         stop = start + size if size >= 0 else None
-        return Dataset.zip(Dataset(Range(start, stop, 1, np.dtype(np.int64))), self)
+        return self.zip(self.of(Range(start, stop, 1, np.dtype(np.int64))), self)
 
     def batch(
         self,
@@ -608,8 +404,8 @@ class Dataset:
             deterministic: No effect.
             name: No effect.
         """
-        size = _int("batch", "batch_size", batch_size, minimum=1)
-        return self._derived(Batch(self._node, size, bool(drop_remainder)))
+        size = checked_int("batch", "batch_size", batch_size, minimum=1)
+        return self.of(Batch(self._node, size, bool(drop_remainder)))
 
     def padded_batch(
         self,
@@ -629,67 +425,13 @@ class Dataset:
             drop_remainder: Whether to drop a last batch that has fewer elements.
             name: No effect.
         """
-        size = _int("padded_batch", "batch_size", batch_size, minimum=1)
+        size = checked_int("padded_batch", "batch_size", batch_size, minimum=1)
         padding = (padded_shapes, padding_values)
-        return self._derived(Batch(self._node, size, bool(drop_remainder), padding))
-
-    def bucket_by_sequence_length(
-        self,
-        element_length_func: Callable[..., Any],
-        bucket_boundaries: Sequence[int],
-        bucket_batch_sizes: Sequence[int],
-        padded_shapes: Nest = None,
-        padding_values: Nest = None,
-        pad_to_bucket_boundary: bool = False,
-        no_padding: bool = False,
-        drop_remainder: bool = False,
-        name: str | None = None,
-    ) -> "Dataset":
-        """Makes batches of elements of similar lengths.
-
-        Args:
-            element_length_func: Function from an element to its length.
-            bucket_boundaries: Upper bounds of the lengths of all buckets but the last, exclusive.
-            bucket_batch_sizes: Batch size of each bucket; one more than boundaries.
-            padded_shapes: Like that of `padded_batch`.
-            padding_values: Like those of `padded_batch`.
-            pad_to_bucket_boundary: Whether to pad sizes that `padded_shapes` leaves open to the
-                boundary less 1, instead of the longest of the batch. Then no element may be as
-                long as the last boundary.
-            no_padding: Whether elements of a batch have the same shapes, so that `batch` does.
-            drop_remainder: Whether to drop what does not fill a batch.
-            name: No effect.
-        """
-        bounds, sizes = [*bucket_boundaries], [*bucket_batch_sizes]
-        if len(sizes) != len(bounds) + 1 or sorted(set(bounds)) != bounds:
-            raise InvalidValueError(
-                f"bucket_by_sequence_length: bucket_boundaries is {bounds}, bucket_batch_sizes is"
-                f" {sizes}. Give boundaries that increase, and one more batch size than boundaries."
-            )
-
-        def bucket_of(*element: Nest) -> int:
-            return int(np.searchsorted(bounds, np.asarray(element_length_func(*element)), "right"))
-
-        def batch(bucket: Any, elements: Dataset) -> Dataset:
-            size = sizes[bucket]
-            if no_padding:
-                return elements.batch(size, drop_remainder)
-            shapes = padded_shapes
-            if pad_to_bucket_boundary:
-                if bucket == len(bounds):
-                    raise InvalidValueError(
-                        "bucket_by_sequence_length: an element is as long as the last boundary,"
-                        f" {bounds[-1]}, so that there is no length to pad to. Filter long"
-                        " elements, or add a boundary."
-                    )
-                shapes = _filled(shapes, elements.element_spec, bounds[bucket] - 1)
-            return elements.padded_batch(size, shapes, padding_values, drop_remainder)
-
-        return self.group_by_window(bucket_of, batch, window_size_func=sizes.__getitem__)
+        return self.of(Batch(self._node, size, bool(drop_remainder), padding))
 
     def unbatch(self, name: str | None = None) -> "Dataset":
         """Splits batches into their rows."""
-        return self._derived(Unbatch(self._node))
+        return self.of(Unbatch(self._node))
 
     def rebatch(
         self, batch_size: int, drop_remainder: bool = False, name: str | None = None
@@ -697,204 +439,20 @@ class Dataset:
         """Changes the size of batches."""
         return self.unbatch().batch(batch_size, drop_remainder)
 
-    def assert_cardinality(self, expected_cardinality: int) -> "Dataset":
-        """Says how many elements there are; a pass with another number raises an error at its end.
-
-        Raises:
-            InvalidValueError: in a pass that has more elements or fewer.
-
-        Source: `tf.data.experimental.assert_cardinality`.
-        """
-        expected = _int("assert_cardinality", "expected_cardinality", expected_cardinality)
-
-        def generate(elements: Stream) -> Iterator[Nest]:
-            found = 0
-            for element in elements:
-                found += 1
-                if found > expected >= 0:
-                    break
-                yield element
-            if found != expected >= 0:
-                more = "more" if found > expected else f"only {found}"
-                raise InvalidValueError(
-                    f"assert_cardinality: expected {expected} elements, but the dataset has {more}."
-                )
-
-        label = f"assert_cardinality({expected})"
-        return self._derived(Generated((self._node,), generate, label, known=expected))
-
-    def ignore_errors(self, log_warning: bool = False, name: str | None = None) -> "Dataset":
-        """Leaves out the elements whose `map` or `filter` raises an error.
-
-        Args:
-            log_warning: Whether to log each error.
-            name: No effect.
-
-        Source: `tf.data.Dataset.ignore_errors`.
-        """
-
-        def generate(elements: Stream) -> Iterator[Nest]:
-            while True:
-                try:
-                    yield next(elements)
-                except StopIteration:
-                    return
-                except Exception as error:
-                    if log_warning:
-                        _log.warning("Dataset.ignore_errors: %s", error)
-
-        return self._derived(Generated((self._node,), generate, "ignore_errors"))
-
-    def rejection_resample(
-        self,
-        class_func: Callable[..., Any],
-        target_dist: Sequence[float] | np.ndarray,
-        initial_dist: Sequence[float] | np.ndarray | None = None,
-        seed: int | None = None,
-        name: str | None = None,
-    ) -> "Dataset":
-        """Leaves out elements at random, so that classes come as often as you ask for.
-
-        Args:
-            class_func: Function from an element to the number of its class.
-            target_dist: Share of every class in the result.
-            initial_dist: Share of every class in this dataset; None counts them as they come.
-            seed: Seed; None draws one from NumPy's global generator.
-            name: No effect.
-
-        Returns:
-            A dataset of pairs `(class, element)`.
-
-        Raises:
-            InvalidValueError: if the shares are no distributions of the same classes, or a class
-                that you ask for has the initial share 0.
-
-        Source: `tf.data.Dataset.rejection_resample`, which chooses other elements.
-        """
-        _callable("rejection_resample", "class_func", class_func)
-        if seed is not None:
-            seed = _int("rejection_resample", "seed", seed, minimum=0)
-        target = shares("target_dist", target_dist)
-        initial = None if initial_dist is None else shares("initial_dist", initial_dist)
-        class_of = functools.partial(call, class_func)
-        return self._derived(Resampled(self._node, class_of, target, initial, _draw(), seed))
-
     # Rest
 
-    def cache(self, filename: str = "", name: str | None = None) -> "Dataset":
-        """Keeps elements, so that everything before this is computed only once.
-
-        Args:
-            filename: Folder to keep them in, see `snapshot`; "" keeps them in memory.
-            name: No effect.
-        """
-        return self.snapshot(filename) if filename else self._derived(Cache(self._node))
-
-    def snapshot(
-        self,
-        path: str,
-        compression: str | None = "AUTO",
-        reader_func: "Callable[[Dataset], Dataset] | None" = None,
-        shard_func: Callable[..., Any] | None = None,
-        name: str | None = None,
-    ) -> "Dataset":
-        """Saves the elements of the first complete pass, for later passes and later programs.
-
-        Every pipeline has a folder of its own below `path`. Its name depends on the data or files,
-        on the arguments, and on the code of functions with the values that they capture. If a
-        function uses global variables or objects that change, remove the folder; if these differ
-        between workers, give each worker its own.
-
-        Args:
-            path: Folder.
-            compression: "GZIP", or "AUTO" or None for none.
-            reader_func: See `load`.
-            shard_func: See `save`.
-            name: No effect.
-
-        Source: `tf.data.Dataset.snapshot`.
-        """
-        kind = saved.compression_of("snapshot", compression)
-
-        def save(node: Node, elements: Stream, folder: str) -> Iterator[Nest]:
-            return saved.saving(node, elements, folder, kind, shard_func, replaces=False)
-
-        load = functools.partial(_loaded, reader_func=reader_func)
-        return self._derived(saved.Snapshot(self._node, os.fsdecode(path), save, load))
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        compression: str | None = None,
-        shard_func: Callable[..., Any] | None = None,
-        checkpoint_args: object = None,
-    ) -> None:
-        """Saves the elements of a pass in a folder, and replaces the dataset that it has.
-
-        The folder has all elements or, if this fails, what it had before. In a job of several
-        workers, one of them saves; see `strategy.is_chief`.
-
-        Args:
-            path: Folder.
-            compression: "GZIP"; None for none.
-            shard_func: Function from an element to the number of its file; None for one file.
-                Several files can be read by several workers.
-            checkpoint_args: Must be None: a save that was interrupted starts again.
-
-        Raises:
-            InvalidTypeError: for elements other than arrays of numbers, text and bytes.
-            InvalidValueError: for elements of several structures.
-
-        Source: `tf.data.Dataset.save`, which has another format.
-        """
-        if checkpoint_args is not None:
-            raise InvalidValueError(
-                "Dataset.save: checkpoint_args is given, but a save that was interrupted starts"
-                " again. Leave it out."
-            )
-        kind = saved.compression_of("save", compression)
-        elements = self.as_numpy_iterator()
-        for _ in saved.saving(self._node, elements, os.fsdecode(path), kind, shard_func, True):
-            pass
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        element_spec: Nest = None,
-        compression: str | None = None,
-        reader_func: "Callable[[Dataset], Dataset] | None" = None,
-        wait: bool = False,
-    ) -> "Dataset":
-        """Makes a dataset of the elements that `save` has saved in a folder.
-
-        Args:
-            path: Folder.
-            element_spec: Nest of `TensorSpec` like the elements; needed if they are named tuples or
-                objects.
-            compression: No effect: the folder says it.
-            reader_func: Function from a dataset of datasets, one for every file, to the dataset to
-                read; None reads one file after the other.
-            wait: Whether to wait until something is saved there.
-
-        Raises:
-            InvalidValueError: if there is no dataset, it has other elements, or it is damaged.
-
-        Source: `tf.data.Dataset.load`.
-        """
-        folder = os.fsdecode(path)
-        while wait and not saved.is_saved(folder):
-            time.sleep(0.1)
-        return cls._made(_loaded(folder, reader_func, element_spec))
+    def cache(self) -> "Dataset":
+        """Keeps elements in memory, so that everything before this is computed only once."""
+        return self.of(Cache(self._node))
 
     def prefetch(self, buffer_size: int, name: str | None = None) -> "Dataset":
         """Makes up to `buffer_size` elements ahead of time, in a thread; AUTOTUNE means 2.
 
         Distributed datasets do this by themselves, see `InputOptions`.
         """
-        depth = _int("prefetch", "buffer_size", buffer_size, minimum=-1)
+        depth = checked_int("prefetch", "buffer_size", buffer_size, minimum=-1)
         depth = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
-        return self._derived(Prefetch(self._node, depth)) if depth else self
+        return self.of(Prefetch(self._node, depth)) if depth else self
 
     def with_options(self, options: Options, name: str | None = None) -> "Dataset":
         """Sets options; if an option is set several times, the last one wins."""
@@ -902,7 +460,7 @@ class Dataset:
             raise InvalidTypeError(
                 f"with_options: got {options!r}, expected distributary.data.Options."
             )
-        return self._derived(WithOptions(self._node, Options().merge(options)))
+        return self.of(WithOptions(self._node, Options().merge(options)))
 
     def options(self) -> Options:
         """Returns the options of this dataset."""
@@ -921,24 +479,9 @@ class Dataset:
         """Returns the state after `state = reduce_func(state, element)` for every element."""
         return functools.reduce(reduce_func, self, initial_state)
 
-    def get_single_element(self, name: str | None = None) -> Nest:
-        """Returns the only element.
-
-        Raises:
-            InvalidValueError: if there are none, or several.
-        """
-        elements = [*self.take(2)]
-        if len(elements) != 1:
-            raise InvalidValueError(
-                f"get_single_element: the dataset {self._node.describe()} has"
-                f" {'no elements' if not elements else 'more than one element'}, expected one."
-            )
-        return elements[0]
-
     def cardinality(self) -> int:
         """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
-        number = self._node.cardinality()
-        return number if self._show is None else self._show(np.asarray(number))
+        return self._node.cardinality()
 
     @property
     def element_spec(self) -> Any:
@@ -959,8 +502,7 @@ class Dataset:
     def begin_pass(self, is_plain: bool) -> "DatasetIterator":
         """Starts a new pass and returns its iterator, also in a function that is traced."""
         self._num_passes += 1
-        show = None if is_plain else self._show
-        return DatasetIterator(self, self._num_passes - 1, show)
+        return DatasetIterator(self, self._num_passes - 1, None if is_plain else self.show)
 
     def take_back_pass(self) -> None:
         """Undoes the start of the last pass."""
@@ -990,77 +532,3 @@ class Dataset:
 
     def __repr__(self) -> str:
         return f"<distributary.data.Dataset: {self._node.describe()}>"
-
-
-def _loaded(
-    folder: str, reader_func: Callable[[Dataset], Dataset] | None, element_spec: Nest = None
-) -> Node:
-    """Returns the node that reads a folder."""
-    node = saved.load(folder, element_spec)
-    if reader_func is None:
-        return node
-    found = reader_func(Dataset(saved.shards(node, Dataset)))
-    if not isinstance(found, Dataset):
-        raise InvalidTypeError(f"load: reader_func returned {shown(found)}, expected a Dataset.")
-    return found._node
-
-
-def _dataset_of(elements: Sequence[Nest]) -> Dataset:
-    return Dataset(RandomAccess(elements))
-
-
-def _nodes(what: str, datasets: Sequence[Any]) -> tuple[Node, ...]:
-    for number, dataset in enumerate(datasets):
-        if not isinstance(dataset, Dataset):
-            raise InvalidTypeError(
-                f"{what}: dataset {number} is {shown(dataset)}, expected a Dataset. Make one of it"
-                " with Dataset.from_source."
-            )
-    if not datasets:
-        raise InvalidValueError(f"{what}: datasets is empty, expected at least one.")
-    return tuple(dataset.node for dataset in datasets)
-
-
-def _filled(shapes: Nest, spec: Nest, size: int) -> Nest:
-    """Returns shapes to pad to, with `size` for the dims that are open."""
-    if shapes is None:
-        shapes = jax.tree.map(lambda leaf: [None] * len(leaf.shape), spec)
-    is_shape = lambda node: (
-        isinstance(node, (list, tuple)) and all(dim is None or isinstance(dim, int) for dim in node)
-    )
-    return jax.tree.map(
-        lambda shape: [size if dim in (None, -1) else dim for dim in shape],
-        shapes,
-        is_leaf=is_shape,
-    )
-
-
-def _draw() -> int:
-    return int(np.random.randint(0, MAX_SEED, dtype=np.int64))
-
-
-def _callable(what: str, name: str, value: object) -> None:
-    if not callable(value):
-        raise InvalidTypeError(f"{what}: {name} is {shown(value)}, expected a function.")
-
-
-def _num_threads(what: str, num_parallel_calls: int | None) -> int | None:
-    if num_parallel_calls is None:
-        return None
-    calls = _int(what, "num_parallel_calls", num_parallel_calls, minimum=-1)
-    if calls == AUTOTUNE:
-        return os.cpu_count() or 1
-    if calls == 0:
-        raise InvalidValueError(
-            f"{what}: num_parallel_calls is 0, expected a number of threads, AUTOTUNE, or None."
-        )
-    return calls
-
-
-def _int(what: str, name: str, value: Any, minimum: float = -math.inf) -> int:
-    is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_number:
-        raise InvalidTypeError(f"{what}: {name} is {shown(value)}, expected an int.")
-    if value < minimum:
-        raise InvalidValueError(f"{what}: {name} is {value}, expected a number >= {minimum}.")
-    return int(value)

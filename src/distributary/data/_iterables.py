@@ -36,7 +36,6 @@ class RandomAccess(NumberedNode):
     convert: Callable[[Any], Nest] = lambda item: item
     batched: bool | None = None
     getitems: Callable[[np.ndarray], Block] | None = None
-    alike = False
     own_arrays = True
 
     def cardinality(self) -> int:

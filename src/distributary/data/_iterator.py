@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 from distributary._types import Nest
 from distributary.data._nodes import Node
 from distributary.data._streams import Stream
-from distributary.data._structure import Array, map_arrays, spec_of
+from distributary.data._structure import spec_of
 from distributary.errors import InvalidValueError
 from distributary.topology import inside_jax_trace
 from distributary.tracing import at_end, next_of
@@ -107,7 +107,7 @@ class DatasetIterator(PassIterator):
     """
 
     def __init__(
-        self, dataset: "Dataset", number: int, show: Callable[[Array], Any] | None = None
+        self, dataset: "Dataset", number: int, show: Callable[[Nest], Nest] | None = None
     ) -> None:
         super().__init__(number)
         self._show = show
@@ -134,7 +134,7 @@ class DatasetIterator(PassIterator):
             except StopIteration:
                 raise at_end() from None
             if self._show is not None:
-                element = map_arrays(self._show, element)
+                element = self._show(element)
         self._position += 1
         return element
 

@@ -12,7 +12,6 @@ from typing import ClassVar, Literal, TypeAlias
 import numpy as np
 
 from distributary._types import Nest
-from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from distributary.data._streams import PEEK, Numbers, Path, Picked, Rows, Stream
 from distributary.data._structure import spec_of, stack
 from distributary.errors import InvalidValueError
@@ -21,9 +20,7 @@ from distributary.errors import InvalidValueError
 MAX_SEED = 2**63
 
 
-Trait: TypeAlias = Literal["batched", "own_arrays", "in_memory", "alike"]
-Run: TypeAlias = tuple[int | None, Nest]
-"""A number of elements, None for no end, and the nest of `TensorSpec` that describes them."""
+Trait: TypeAlias = Literal["batched", "own_arrays", "in_memory"]
 
 
 class Node(abc.ABC):
@@ -35,14 +32,12 @@ class Node(abc.ABC):
             the inputs tell.
         in_memory: Whether elements are made of arrays in memory, without files and user code; None
             if the inputs tell.
-        alike: Whether all elements have the same spec; None if the inputs tell.
         pattern: Label, with names of fields in braces.
     """
 
     batched: bool | None = None
     own_arrays: bool | None = None
     in_memory: bool | None = None
-    alike: bool | None = False
     pattern: ClassVar[str]
 
     @abc.abstractmethod
@@ -90,16 +85,6 @@ class Node(abc.ABC):
             f"element_spec: the dataset {self.describe()} is empty, so nothing is known about its"
             " elements. For a generator, output_signature says what they are."
         )
-
-    def runs(self) -> list[Run] | None:
-        """Returns the elements of every pass, with consecutive ones of the same shapes together.
-
-        None if only reading the elements would tell.
-        """
-        count = self.cardinality()
-        if count == UNKNOWN_CARDINALITY or not self.trait("alike"):
-            return None
-        return [(None if count == INFINITE_CARDINALITY else count, self.spec())]
 
     def trait(self, name: Trait) -> bool | None:
         """Returns an attribute of the elements; None if it is not known."""
@@ -188,8 +173,6 @@ class FileSource(Node):
 
 class NumberedNode(Node):
     """Base class of nodes whose elements have numbers."""
-
-    alike = True
 
     def __len__(self) -> int:
         return self.cardinality()

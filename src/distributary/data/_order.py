@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from distributary._types import Nest
-from distributary.data._nodes import Node, Random, Run, SameElements
+from distributary.data._nodes import Node, Random, SameElements
 from distributary.data._options import INFINITE_CARDINALITY, Options
 from distributary.data._streams import Chained, Path, Rows, Stream, as_array
 from distributary.data._structure import Block, join
@@ -20,8 +20,6 @@ _CHUNK = 1024
 
 class Reordering(SameElements):
     """Base class of operations that work the same on elements and on row numbers."""
-
-    alike = None
 
     def source(self) -> Rows | None:
         return self.input.source()
@@ -280,9 +278,6 @@ class WithOptions(Reordering):
     input: Node
     options: Options
     pattern = "with_options"
-
-    def runs(self) -> list[Run] | None:
-        return self.input.runs()
 
 
 def options_of(node: Node) -> Options:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, final
 
 from distributary._types import Nest
-from distributary.data._nodes import Node, Run, SameElements
+from distributary.data._nodes import Node, SameElements
 from distributary.data._streams import Path, Stream
 from distributary.dispatch import start_thread
 
@@ -36,9 +36,6 @@ class Prefetch(SameElements):
 
     def elements(self, path: Path) -> Stream:
         return Prefetched(self.input.stream(path), self.depth)
-
-    def runs(self) -> list[Run] | None:
-        return self.input.runs()
 
 
 @final

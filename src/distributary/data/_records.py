@@ -1,21 +1,17 @@
 """Files of records: how they are opened, and TFRecord's format."""
 
-import bz2
 import functools
 import gzip
 import io
-import lzma
 import pathlib
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from google_crc32c import value as crc32c
 
 from distributary.errors import InvalidValueError
-
-_Record = TypeVar("_Record")
 
 _HEADER = struct.Struct("<QI")  # size of the data, checksum of these eight bytes
 _FOOTER = struct.Struct("<I")  # checksum of the data
@@ -32,16 +28,14 @@ OPENERS: dict[str, Callable[[str], Any]] = {
     "": functools.partial(open, mode="rb"),
     "GZIP": gzip.open,
     "ZLIB": _open_zlib,
-    "BZIP2": bz2.open,
-    "XZ": lzma.open,
 }
 
 
-Parse = Callable[[IO[bytes], str, str], Iterator[_Record]]
+Parse = Callable[[IO[bytes], str, str], Iterator[bytes]]
 """Yields the records of a file; its name and compression are for errors."""
 
 
-def read_file(what: str, name: str, compression: str, parse: Parse[_Record]) -> Iterator[_Record]:
+def read_file(what: str, name: str, compression: str, parse: Parse) -> Iterator[bytes]:
     """Yields the records of a file.
 
     Raises:
@@ -50,7 +44,7 @@ def read_file(what: str, name: str, compression: str, parse: Parse[_Record]) -> 
     try:
         with OPENERS[compression](name) as file:
             yield from parse(file, name, compression)
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+    except (EOFError, OSError, zlib.error) as error:
         if isinstance(error, OSError) and error.errno is not None:  # from the system
             raise
         raise InvalidValueError(

@@ -1,7 +1,6 @@
 """Steps of workers that read different data, where some workers may have less of it."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,11 +9,8 @@ from jax.tree_util import PyTreeDef
 
 from distributary._types import Nest
 from distributary.errors import InvalidValueError, ReplicaMismatchError
-from distributary.inputs._coworkers import Coworkers, Leaves, parts_of, signature_of_specs
+from distributary.inputs._coworkers import Coworkers, Leaves, parts_of
 from distributary.inputs._step_data import StepData
-
-# A number of consecutive steps, None for no end, and their signature.
-SignedRun = tuple[int | None, str]
 
 
 @final
@@ -40,9 +36,8 @@ class Ready:
 class AgreedSteps:
     """The steps of one pass: as many as the worker with the most data has.
 
-    Before each step, in the thread that takes it, every worker learns the shapes of all parts. If
-    the workers know the shapes of their datasets in advance, they meet only once. Workers that have
-    no data left get parts without rows.
+    Before each step, in the thread that takes it, every worker learns the shapes of all parts.
+    Workers that have no data left get parts without rows.
 
     Args:
         source: The data of this worker.
@@ -66,8 +61,6 @@ class AgreedSteps:
         self._place = place
         self._first = self._number = number
         self._finish = finish
-        self._began = False
-        self._known: list[Iterator[str]] | None = None
         self._tree: PyTreeDef = None
         self._over = False
 
@@ -81,11 +74,9 @@ class AgreedSteps:
         """
         if self._over:
             raise StopIteration
-        if not self._began:
-            self._begin()
         ready: Ready | None = None
 
-        def say() -> str:
+        def signature() -> str:
             nonlocal ready
             try:
                 ready = take()
@@ -94,46 +85,22 @@ class AgreedSteps:
             self._tree = ready.tree
             return ready.signature
 
-        if self._known is None:
-            told = self._job.agree(f"step {self._number} of {self._place}", say)
-        else:
-            told = [next(signatures, "") for signatures in self._known]
-            self._check_known(say(), told[self._job.number])
+        texts = self._job.agree(f"step {self._number} of {self._place}", signature)
         self._number += 1
-        first = max(told)
+        first = max(texts)
         if not first:
             self._over = True
             raise StopIteration
-        if ready is not None and ready.values is not None and told.count(first) == len(told):
+        if ready is not None and ready.values is not None and texts.count(first) == len(texts):
             return ready.values
-        return self._uneven(told, ready)
+        return self._uneven(texts, ready)
 
-    def _begin(self) -> None:
-        self._began = True
-        told = self._job.agree(f"the start of {self._place}", self._signed_runs)
-        if None not in told:
-            self._known = [_signatures(runs, self._first) for runs in told]
-
-    def _signed_runs(self) -> list[SignedRun] | None:
-        runs = self._source.runs()
-        if runs is None:
-            return None
-        return [(count, signature_of_specs(parts)) for count, parts in runs]
-
-    def _check_known(self, own: str, announced: str) -> None:
-        if own != announced:
-            raise InvalidValueError(
-                f"Step {self._number} of {self._place} has the shapes {own or '(no data)'}, but"
-                f" {announced or '(no data)'} was announced. Did its files or arrays change?"
-            )
-
-    def _uneven(self, told: list[str], ready: Ready | None) -> Any:
-        if self._number == self._first + 1 and "" in told:
+    def _uneven(self, texts: list[str], ready: Ready | None) -> Any:
+        if self._number == self._first + 1 and "" in texts:
             # Workers that never had data must learn the structure of a part.
             self._job.agree(f"the structure of {self._place}", self._find_tree)
-        signatures = [parts_of(text) for text in told if text]
-        tree, parts = signatures[0]
-        for name, text in zip(self._job.names, told, strict=True):
+        tree, parts = parts_of(max(texts))
+        for name, text in zip(self._job.names, texts, strict=True):
             other = parts_of(text)[0] if text else tree
             if other != tree:
                 raise ReplicaMismatchError(
@@ -141,9 +108,9 @@ class AgreedSteps:
                     f" {other}, another worker has {tree}; all must have the same structure."
                 )
         nothing: tuple[Leaves, ...] = ()
-        if "" in told:
+        if "" in texts:
             nothing = (self._without_rows(parts[0]),) * self._coworkers.num_parts
-        leaves = [part for text in told for part in (parts_of(text)[1] if text else nothing)]
+        leaves = [part for text in texts for part in (parts_of(text)[1] if text else nothing)]
         own: list[list[Any]] = []
         if ready is not None:
             own = [jax.tree.leaves(part) for part in ready.parts()]
@@ -171,13 +138,3 @@ class AgreedSteps:
                 " same number of elements."
             )
         return tuple((dtype, (0, *shape[1:])) for dtype, shape in leaves)
-
-
-def _signatures(runs: Sequence[SignedRun], skipped: int) -> Iterator[str]:
-    """Yields the signatures of steps, starting at number `skipped`."""
-    for count, text in runs:
-        if count is None:
-            yield from itertools.repeat(text)
-        else:
-            yield from itertools.repeat(text, max(0, count - skipped))
-            skipped = max(0, skipped - count)

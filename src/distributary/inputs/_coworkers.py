@@ -12,7 +12,6 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 from numpy.typing import DTypeLike
 
-from distributary._types import Nest
 from distributary.dispatch import JobEvent, dispatcher_for, job_programs
 from distributary.errors import ReplicaMismatchError
 from distributary.job import Consensus
@@ -35,10 +34,6 @@ class Coworkers:
     job: Consensus
     num_parts: int
     place_rows: Callable[[PerReplica], PerReplica]
-
-    def new_name(self) -> str:
-        """Returns the name of one more dataset, the same on every worker."""
-        return f"distributed dataset {self.job.count('distributed dataset') + 1}"
 
     def gather(
         self, what: str, specs: Sequence[tuple[str, "Shape"]], own: Sequence[Any]
@@ -113,12 +108,3 @@ def parts_of(text: str) -> tuple[str, tuple[Leaves, ...]]:
     """Returns the structure in a signature, and every replica's dtypes and shapes."""
     tree, parts = json.loads(text)
     return tree, tuple(tuple((dtype, tuple(shape)) for dtype, shape in leaves) for leaves in parts)
-
-
-def signature_of_specs(parts: Sequence[Nest]) -> str:
-    """Returns the signature of the replicas' parts, given as nests of `TensorSpec`."""
-    flat = [jax.tree.flatten(part) for part in parts]
-    return signature(
-        flat[0][1],
-        tuple(tuple((np.dtype(leaf.dtype), leaf.shape) for leaf in leaves) for leaves, _ in flat),
-    )

@@ -268,16 +268,15 @@ def _per_replica(parts: list[Nest]) -> Nest:
 
 def _undivided(given: Given) -> Nest:
     """Returns all replicas' rows of a step."""
-    if isinstance(given, WorkerBatch):
-        return given.rows
-    return jax.tree.map(lambda *own: np.concatenate([local_copy(part) for part in own]), *given)
+    return _worker_batch(given).rows
 
 
 def _worker_batch(given: Given) -> WorkerBatch:
-    """Returns the rows like `_undivided`, together with the sizes of the parts."""
+    """Returns all replicas' rows of a step, and the sizes of their parts."""
     if isinstance(given, WorkerBatch):
         return given
-    return WorkerBatch(_undivided(given), tuple(len(jax.tree.leaves(part)[0]) for part in given))
+    rows = jax.tree.map(lambda *own: np.concatenate([local_copy(part) for part in own]), *given)
+    return WorkerBatch(rows, tuple(len(jax.tree.leaves(part)[0]) for part in given))
 
 
 _NEXT = JobEvent("the next step of a distributed dataset")
@@ -313,7 +312,7 @@ class DistributedIterator(PassIterator, DistributedInput):
         self._prefetched: Prefetched | None = None
 
     def current_node(self) -> Node:
-        return self._dataset._source.node
+        return self._dataset._source.node()
 
     def __next__(self) -> Any:
         _check_not_traced()
@@ -384,7 +383,7 @@ class DistributedIterator(PassIterator, DistributedInput):
             InvalidValueError: if the state belongs to another dataset.
         """
         source = self._dataset._source
-        source.node = self.take_state(state)
+        source.set_node(self.take_state(state))
         self._dataset._num_passes = self._number + 1
         stream = source.stream((self._number,))
         advance, coworkers = stream.advance, source.coworkers

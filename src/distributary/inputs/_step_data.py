@@ -1,7 +1,7 @@
 """Data of distributed datasets: global batches, or elements for single replicas."""
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, final
 
 import jax
@@ -25,7 +25,6 @@ from distributary.data import (
     check_dense,
     combined,
     foreign,
-    sized_spec,
     some_rows,
     worker_dataset,
 )
@@ -57,12 +56,11 @@ class StepData(abc.ABC):
         """Returns the results of `prepare` on all workers; an error of one is raised on all."""
         if coworkers is None:
             return [prepare()]
-        self.place = coworkers.new_name()
+        self.place = f"distributed dataset {coworkers.job.count('distributed dataset') + 1}"
         return coworkers.job.agree(self.place, prepare)
 
-    @property
     def node(self) -> Node:
-        """The dataset."""
+        """Returns the dataset."""
         if len(self._nodes) > 1:
             raise InvalidValueError(
                 "The state of an iterator over one dataset per replica cannot be saved: use"
@@ -70,11 +68,8 @@ class StepData(abc.ABC):
             )
         return self._nodes[0]
 
-    @node.setter
-    def node(self, node: Node) -> None:
-        self._set_node(node)
-
-    def _set_node(self, node: Node) -> None:
+    def set_node(self, node: Node) -> None:
+        """Replaces the dataset by one in another order."""
         self._nodes = [node]
 
     @property
@@ -99,16 +94,8 @@ class StepData(abc.ABC):
     def _own_cardinality(self) -> int: ...
 
     @abc.abstractmethod
-    def stream(self, path: tuple[int, ...]) -> "_BatchSteps | _ElementSteps":
+    def stream(self, path: tuple[int, ...]) -> Stream:
         """Starts a pass over this worker's part of the steps."""
-
-    @abc.abstractmethod
-    def runs(self) -> list[tuple[int | None, list[Nest]]] | None:
-        """Returns how many consecutive steps have parts of the same shapes on this worker.
-
-        Each run is a number of steps, None for no end, and for every replica a nest of
-        `TensorSpec`. Returns None if only reading would tell.
-        """
 
 
 @final
@@ -139,7 +126,7 @@ class Batches(StepData):
     ) -> None:
         def prepare() -> tuple[str, int, list[int]]:
             node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
-            self.node = node
+            self.set_node(node)
             # Workers may read their data under different names, unless all read the same data.
             name = f" {node.describe()}" if self._policy is AutoShardPolicy.DATA else ""
             return self._policy.name + name, self._own_cardinality(), node.drawn_seeds()
@@ -158,18 +145,18 @@ class Batches(StepData):
             )
         self._longest = combined(cardinalities)
         # Every worker needs the same order of shuffles without a seed.
-        self.node = self.node.with_drawn_seeds(seeds[0])
+        self.set_node(self.node().with_drawn_seeds(seeds[0]))
         if self._policy is not AutoShardPolicy.DATA:
             self.coworkers = coworkers
 
-    def _set_node(self, node: Node) -> None:
-        super()._set_node(node)
+    def set_node(self, node: Node) -> None:
+        super().set_node(node)
         self._policy, self._read = worker_dataset(node, self._share)
 
     def _own_cardinality(self) -> int:
         return self._read.cardinality()
 
-    def stream(self, path: tuple[int, ...]) -> "_BatchSteps":
+    def stream(self, path: tuple[int, ...]) -> Stream:
         node, share = self._read, self._share
         if self._policy is not AutoShardPolicy.DATA:
             share = share.alone
@@ -179,14 +166,6 @@ class Batches(StepData):
         if share.num_workers > 1 and isinstance(last, Batch):
             node = last  # it fetches only the rows of this worker
         return _BatchSteps(node.stream(path), share, not node.trait("own_arrays"))
-
-    def runs(self) -> list[tuple[int | None, list[Nest]]] | None:
-        def parts(spec: Nest) -> list[Nest]:
-            num_rows = jax.tree.leaves(spec)[0].shape[0]
-            return [sized_spec(spec, size) for size in self._share.alone.sizes(num_rows)]
-
-        runs = self._read.runs()
-        return None if runs is None else [(count, parts(spec)) for count, spec in runs]
 
 
 @final
@@ -224,28 +203,12 @@ class Elements(StepData):
         size = combined([node.cardinality() for node in self._nodes])
         return size if len(self._nodes) > 1 or size < 0 else -(-size // self._num_replicas)
 
-    def stream(self, path: tuple[int, ...]) -> "_ElementSteps":
+    def stream(self, path: tuple[int, ...]) -> Stream:
         return _ElementSteps([node.stream(path) for node in self._nodes], self._num_replicas)
-
-    def runs(self) -> list[tuple[int | None, list[Nest]]] | None:
-        runs, num = self._nodes[0].runs(), self._num_replicas
-        if runs is None:
-            return None
-        (count, spec), *smaller = runs
-        if count is None:
-            return [(None, [spec] * num)]
-        whole, rest = divmod(count, num)
-        last = [spec] * rest + [own for _, own in smaller]
-        if last and len(last) < num and any(not leaf.shape for leaf in jax.tree.leaves(last[0])):
-            return None  # because the step will fail
-        steps: list[tuple[int | None, list[Nest]]] = [(whole, [spec] * num)]
-        if last:
-            steps.append((1, last + [sized_spec(last[0], 0)] * (num - len(last))))
-        return steps
 
 
 @final
-class _BatchSteps:
+class _BatchSteps(Stream):
     """Steps with a worker's rows of global batches.
 
     If the parts of a batch are not equal, the worker gets all of its rows and the sizes of the
@@ -262,9 +225,6 @@ class _BatchSteps:
         self._share = share
         self._reused = reused
         self._number = -1
-
-    def __iter__(self) -> Iterator[WorkerBatch]:
-        return self
 
     def __next__(self) -> WorkerBatch:
         share = self._share
@@ -284,7 +244,6 @@ class _BatchSteps:
         return self._share.rows(size) if self._share.divides(size) else slice(0, size)
 
     def advance(self, count: int) -> int:
-        """Skips batches, and returns how many."""
         skipped = self._stream.advance(count)
         self._number += skipped
         return skipped
@@ -294,15 +253,12 @@ _END: Any = object()
 
 
 @final
-class _ElementSteps:
+class _ElementSteps(Stream):
     """Steps with one element per replica, as lists of arrays on the host."""
 
     def __init__(self, streams: list[Stream], num_replicas: int) -> None:
         self._streams = streams if len(streams) > 1 else streams * num_replicas
         self._shared = len(streams) == 1
-
-    def __iter__(self) -> Iterator[list[Nest]]:
-        return self
 
     def __next__(self) -> list[Nest]:
         parts = [next(stream, _END) for stream in self._streams]
@@ -312,7 +268,6 @@ class _ElementSteps:
         return [_without_rows(first) if part is _END else part for part in arrays]
 
     def advance(self, count: int) -> int:
-        """Skips steps, and returns how many."""
         if not self._shared:
             return max(stream.advance(count) for stream in self._streams)
         num_replicas = len(self._streams)
@@ -372,27 +327,16 @@ def _batches(dataset: object, what: str) -> Node:
 
 
 def _rows_of(dataset: Nest, what: str) -> list[Nest]:
-    leaves = jax.tree.leaves(dataset)
-    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
-        kinds = sorted({type(leaf).__name__ for leaf in leaves})
-        raise InvalidTypeError(
-            f"{what} a dict that holds"
-            f" {', '.join(kinds) or 'nothing'}, expected arrays [batch, row, ...]. Pass a list"
-            " for other iterables of batches."
-        )
-    if any(leaf.ndim < 2 for leaf in leaves):
+    shapes: list[tuple[int, ...]] = [
+        getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(dataset)
+    ]
+    if len({shape[:1] for shape in shapes}) != 1 or any(len(shape) < 2 for shape in shapes):
         raise InvalidValueError(
-            f"{what} an array of shape"
-            f" {next(leaf.shape for leaf in leaves if leaf.ndim < 2)}, expected [batch, row, ...]:"
-            " dim 0 counts the batches. Reshape it to (num_batches, global_batch_size, ...), or"
-            " pass a list of batches."
+            f"{what} {shown(dataset)}, expected arrays [batch, row, ...] with the same number of"
+            " batches (dim 0). Reshape them to (num_batches, global_batch_size, ...), or pass a"
+            " list of batches."
         )
-    lengths = {len(leaf) for leaf in leaves}
-    if len(lengths) > 1:
-        raise InvalidValueError(
-            f"{what} arrays that hold different numbers of batches, {sorted(lengths)} (dim 0)."
-        )
-    return [jax.tree.map(lambda a, i=i: a[i], dataset) for i in range(lengths.pop())]
+    return [jax.tree.map(lambda a, i=i: a[i], dataset) for i in range(shapes[0][0])]
 
 
 def checked(batch: Nest, number: int, may_be_reused: bool) -> tuple[Nest, int]:

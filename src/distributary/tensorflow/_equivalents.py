@@ -72,6 +72,9 @@ _ADVICE: dict[str, str] = {
     "tpu.experimental.HardwareFeature": "jax.devices()[0].device_kind",
     # Data.
     "data.experimental.service": "several workers, each with its share of the dataset",
+    "data.experimental.CsvDataset data.experimental.make_csv_dataset": (
+        "tf.data.TextLineDataset and tf.io.decode_csv in map, or slices of what pandas reads"
+    ),
     "data.experimental": "tf.data.Dataset, the methods of distributary.data.Dataset",
     "io.gfile": "pathlib, os and shutil of Python, or fsspec for object stores",
     "io": "functions of Python and NumPy in Dataset.map; pillow for images",
@@ -90,6 +93,9 @@ _ADVICE: dict[str, str] = {
     "summary": "keras.callbacks.TensorBoard, or tensorboardX",
     "lite": "model.export(path, format='onnx') of Keras",
     "mlir": "jax.jit(f).lower(x).as_text()",
+    "profiler": "jax.profiler.start_trace, stop_trace, trace and TraceAnnotation",
+    "summary.trace_export summary.trace_off summary.trace_on": "jax.profiler.trace",
+    "test.compute_gradient": "jax.test_util.check_grads",
     "test": "pytest, numpy.testing, and tf.config.list_physical_devices for what is there",
     "compat": "the names of TensorFlow 2; those of TensorFlow 1 are not there",
     "errors": "the exceptions of distributary.errors, which are also those of Python",

@@ -83,16 +83,10 @@ class TextFileInitializer:
         """Returns the keys and values."""
         with open(local_path(text_of(self.filename)), encoding="utf-8") as file:
             lines = file.read().splitlines()[: self.vocab_size]
-        ends = (
-            (self.key_index, self.key_dtype, 0),
-            (
-                self.value_index,
-                self.value_dtype,
-                self.value_index_offset,
-            ),
-        )
+        key = self.key_index, self.key_dtype, 0
+        value = self.value_index, self.value_dtype, self.value_index_offset
         return [
-            (self._part(line, number, *ends[0]), self._part(line, number, *ends[1]))
+            (self._part(line, number, *key), self._part(line, number, *value))
             for number, line in enumerate(lines)
         ]
 

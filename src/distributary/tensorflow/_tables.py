@@ -102,7 +102,6 @@ TARGETS: dict[str, str] = {
         test. {_OWN}._programs:
             gpu_device_name is_built_with_cuda is_built_with_gpu_support:is_built_with_cuda
             is_built_with_rocm is_built_with_xla is_cpu_target_available is_gpu_available
-        test. {_OWN}._testing: TestCase compute_gradient main
         sysconfig. {_OWN}._config: get_build_info
         io. {_OWN}._io: TFRecordOptions TFRecordWriter matching_files read_file write_file
         io. {_OWN}._examples:
@@ -144,8 +143,6 @@ TARGETS: dict[str, str] = {
             OptimizationOptions:SimpleNamespace ThreadingOptions:SimpleNamespace
         nest. {_OWN}._programs:
             assert_same_structure flatten is_nested map_structure pack_sequence_as
-        profiler.experimental. {_OWN}._profiling: Profile Trace:trace start stop
-        summary. {_OWN}._profiling: trace_export trace_off trace_on
         compat.v1. {_OWN}._programs:
             disable_v2_behavior:nothing enable_eager_execution:nothing
             logging.set_verbosity:nothing
@@ -169,14 +166,16 @@ TARGETS: dict[str, str] = {
             UNKNOWN_CARDINALITY
         data. {_OWN}._data: Dataset FixedLengthRecordDataset TFRecordDataset TextLineDataset
         data.experimental. {_OWN}._data:
-            Counter:Dataset.counter RandomDataset:Dataset.random assert_cardinality at
+            Counter:Dataset.counter RandomDataset:Dataset.random load:Dataset.load
+            sample_from_datasets:Dataset.sample_from_datasets
+        data.experimental. {_OWN}._data_experimental:
+            assert_cardinality at
             bucket_by_sequence_length cardinality choose_from_datasets copy_to_device
             enumerate_dataset from_list get_next_as_optional get_single_element get_structure
-            group_by_window ignore_errors load:Dataset.load make_batched_features_dataset
+            group_by_window ignore_errors make_batched_features_dataset
             map_and_batch pad_to_cardinality parallel_interleave prefetch_to_device
-            rejection_resample sample_from_datasets:Dataset.sample_from_datasets save scan
+            rejection_resample save scan
             shuffle_and_repeat snapshot take_while unbatch unique
-        data.experimental. {_OWN}._csv: CsvDataset:csv_dataset make_csv_dataset
         data.experimental. distributary.experimental: Optional
         experimental. distributary.experimental: Optional
         train. distributary.checkpoint:

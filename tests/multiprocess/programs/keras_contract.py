@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import distributary as dist
-from distributary.data import Dataset
+from distributary.data import Dataset, FixedLengthRecordDataset
 
 directory, *options = sys.argv[1:]
 strategy = dist.MultiWorkerMirroredStrategy(experimental_shard_optimizer_state="sharded" in options)
@@ -134,8 +134,9 @@ result["dataset"] = summary(model, model.fit(dataset, epochs=2, verbose=0))
 files = folder / f"data{worker}"
 files.mkdir()
 for i, (start, end) in enumerate([(0, 20), (20, 33), (33, 52)]):
-    np.save(files / f"{i}.npy", x[start:end])
-of_files = Dataset.from_npy(sorted(map(str, files.glob("*.npy")))).batch(12)
+    x[start:end].tofile(files / f"{i}.bin")
+records = FixedLengthRecordDataset(sorted(files.glob("*.bin")), x[0].nbytes)
+of_files = records.map(lambda row: np.frombuffer(row, x.dtype)).batch(12)
 predicted = model.predict(of_files, verbose=0)
 result["predict files"] = rounded(predicted)
 of_array = model.predict(x, batch_size=12, verbose=0)

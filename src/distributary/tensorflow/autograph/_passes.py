@@ -6,6 +6,7 @@ Importing this module imports malt.
 """
 
 import ast
+import builtins
 import inspect
 from collections.abc import Callable
 from typing import Any, final
@@ -50,6 +51,7 @@ class Transpiler(GenericTranspiler):
     def transform_ast(self, node: Any, context: Any) -> Any:
         """Returns the rewritten tree of a function."""
         node = Simplified().visit(node)
+        private = _private_lists(node, context.info.namespace)
         unsupported_features_checker.verify(node)
         if isinstance(node, ast.FunctionDef):
             _Names().visit(node)
@@ -76,27 +78,67 @@ class Transpiler(GenericTranspiler):
             graphs = cfg.build(node)
             node = _Activity(context).visit(qual_names.resolve(node))
             _note_variables(node, context, graphs)
-            node = _ControlFlow(context).visit(node)
+            node = _ControlFlow(context, private).visit(node)
         return _Expressions().visit(node)
 
     def _has_options(self, root: ast.AST, namespace: dict[str, Any]) -> bool:
         """Returns whether a statement calls a function that says something about a loop."""
         known = (self._loop_options, lang.set_loop_options, lang.set_element_type)
-
-        def value_of(node: ast.expr) -> Any:
-            if isinstance(node, ast.Name):
-                return namespace.get(node.id)
-            if isinstance(node, ast.Attribute):
-                of = value_of(node.value)
-                return getattr(of, node.attr, None) if inspect.ismodule(of) else None
-            return None
-
         return any(
             isinstance(part, ast.Expr)
             and isinstance(part.value, ast.Call)
-            and any(value_of(part.value.func) is one for one in known)
+            and any(_value_of(part.value.func, namespace) is one for one in known)
             for part in ast.walk(root)
         )
+
+
+def _value_of(node: ast.expr, namespace: dict[str, Any]) -> Any:
+    """Returns what a name or a name of a module stands for; None if it is not known."""
+    if isinstance(node, ast.Name):
+        return namespace.get(node.id, getattr(builtins, node.id, None))
+    if isinstance(node, ast.Attribute):
+        of = _value_of(node.value, namespace)
+        return getattr(of, node.attr, None) if inspect.ismodule(of) else None
+    return None
+
+
+# Functions, and modules of functions, that only read the lists among their arguments.
+_READERS = (all, any, len, list, max, min, print, sorted, sum, tuple)
+_OPERATIONS = ("jax.numpy", "numpy", "distributary.tensorflow._operations")
+
+
+def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> frozenset[str]:
+    """Returns the variables whose lists nothing else refers to.
+
+    The function makes the lists, and uses them only by methods and items, in loops, and as
+    arguments of functions that do not keep them.
+    """
+    made, uses, allowed = set[str](), list[ast.Name](), set[ast.AST]()
+    inner = (ast.FunctionDef, ast.Lambda, ast.GeneratorExp)
+    outlive = {
+        name
+        for part in ast.walk(root)
+        if isinstance(part, inner) and part is not root
+        for name in ast.walk(part)
+    }
+    for part in ast.walk(root):
+        match part:
+            case ast.Name():
+                uses.append(part)
+            case ast.Assign(targets=[ast.Name() as name], value=ast.List()):
+                made.add(name.id)
+                allowed.add(name)
+            case ast.Subscript(value=name) | ast.For(iter=name) | ast.AugAssign(target=name):
+                allowed.add(name)
+            case ast.Call(func=ast.Attribute(value=ast.Name() as name)) if name.id in made:
+                allowed.add(name)
+            case ast.Call(func=function):
+                called = _value_of(function, namespace)
+                is_reader = any(called is reader for reader in _READERS)
+                if is_reader or getattr(called, "__module__", None) in _OPERATIONS:
+                    allowed.update(part.args)
+    wrong = {name.id for name in uses if name not in allowed or name in outlive}
+    return frozenset(made - wrong)
 
 
 class _Names(ast.NodeVisitor):
@@ -249,7 +291,16 @@ def _note_variables(root: ast.AST, context: Any, graphs: Any) -> None:
 
 
 class _ControlFlow(control_flow.ControlFlowTransformer):
-    """Also takes variables of outer functions out of blocks, whatever comes after them."""
+    """Also takes variables of outer functions out of blocks, whatever comes after them.
+
+    Args:
+        context: The context of malt.
+        private: The variables whose lists nothing else refers to.
+    """
+
+    def __init__(self, context: Any, private: frozenset[str]) -> None:
+        super().__init__(context)
+        self._private = private
 
     def generic_visit(self, node: Any) -> Any:
         return node if isinstance(node, ast.expr) else super().generic_visit(node)
@@ -272,7 +323,8 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
         scopes = [anno.getanno(node, k) for k in (NodeAnno.BODY_SCOPE, NodeAnno.ORELSE_SCOPE)]
         used = scopes[0].referenced | scopes[1].referenced
         made = self._around_blocks(super().visit_If, node, "body", "orelse")
-        names = ast.Tuple([*map(ast.Constant, sorted(map(str, used - live)))], _LOAD)
+        dead = self._private.intersection(map(str, used - live))
+        names = ast.Tuple([*map(ast.Constant, sorted(dead))], _LOAD)
         made[-1].value.keywords.append(ast.keyword("dead", names))
         return made
 

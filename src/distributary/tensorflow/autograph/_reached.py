@@ -93,11 +93,11 @@ class Reached:
 
     Args:
         blocks: The functions of the blocks.
-        dead: Variables that nothing reads after the blocks.
+        dead: Variables of lists that nothing reads after the blocks, nor refers to.
     """
 
     def __init__(self, *blocks: Callable[..., Any], dead: Sequence[str] = ()) -> None:
-        self._dead = frozenset(dead)
+        self._dead: set[int] = set()
         self.names: list[str] = []
         self._things: list[Any] = []
         self._seen: dict[Any, Any] = {}  # holds them, so that no number is used again
@@ -107,7 +107,9 @@ class Reached:
             own = zip(code.co_freevars, block.__closure__ or (), strict=True)
             for name, cell in own:
                 if name != "ag__":
-                    self._visit_cell(cell, name)
+                    value = self._visit_cell(cell, name)
+                    if name in dead:
+                        self._dead.add(id(value))
             self._visit_globals(code, block.__globals__)
         self.before = [_contents_of(thing) for thing in self._things]
 
@@ -117,9 +119,7 @@ class Reached:
 
     def is_dead(self, k: int) -> bool:
         """Returns whether nothing looks at a thing after the blocks."""
-        thing = self._things[k]
-        # The variable, the two records of it here, and the variable and the argument of this line.
-        return self.names[k] in self._dead and sys.getrefcount(thing) <= 5
+        return id(self._things[k]) in self._dead
 
     def is_list(self, k: int) -> bool:
         """Returns whether a thing is a list, which loops can make longer."""
@@ -252,12 +252,13 @@ class Reached:
                 self._seen[id(space), name] = space
                 self._note(_Name(space, name), name)
 
-    def _visit_cell(self, cell: Any, name: str) -> None:
+    def _visit_cell(self, cell: Any, name: str) -> Any:
         try:
             value = cell.cell_contents
         except ValueError:
-            return
+            return None
         self._visit(value, name)
+        return value
 
     def _note(self, thing: Any, name: str) -> None:
         self._things.append(thing)

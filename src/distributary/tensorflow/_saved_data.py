@@ -25,13 +25,23 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from distributary._types import Nest
-from distributary.data._iterables import RandomAccess
-from distributary.data._mapping import call
-from distributary.data._nodes import FileSource, Node, SameElements
-from distributary.data._records import framed, read_file, records
-from distributary.data._several import common_spec
-from distributary.data._streams import Chained, IteratedStream, Path, Stream, is_peek
-from distributary.data._structure import TensorSpec, as_array, flatten
+from distributary.data import (
+    FileSource,
+    IteratedStream,
+    Node,
+    Path,
+    SameElements,
+    Stream,
+    TensorSpec,
+    as_array,
+    call,
+    common_spec,
+    flatten,
+    framed,
+    is_peek,
+    read_file,
+    records,
+)
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 
 _DESCRIPTION = "dataset.json"
@@ -66,13 +76,7 @@ class Saved(FileSource):
         return sum(self.counts[name] for name in self.files)
 
     def elements(self, path: Path) -> Stream:
-        files = iter(self.files)
-
-        def nth(number: int) -> Stream | None:
-            name = next(files, None)
-            return None if name is None else IteratedStream(self._read(name))
-
-        return Chained(nth)
+        return IteratedStream(itertools.chain.from_iterable(map(self._read, self.files)))
 
     def _read(self, name: str) -> Iterator[Nest]:
         tree: PyTreeDef
@@ -89,11 +93,6 @@ class Saved(FileSource):
 
     def spec(self) -> Nest:
         return self.element
-
-    def trait(self, name: Any) -> bool | None:
-        if name == "alike":
-            return all(None not in spec.shape for spec in jax.tree.leaves(self.element))
-        return super().trait(name)
 
     def label(self) -> str:
         return f"saved({len(self.files)} files)"
@@ -167,8 +166,7 @@ def saving(
         InvalidTypeError: for elements that cannot be saved.
     """
     os.makedirs(folder, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(_Writer(folder, compression))
+    with _Writer(folder, compression) as writer:
         for element in elements:
             shard = 0 if shard_func is None else int(np.asarray(call(shard_func, element)))
             writer.write(element, shard)
@@ -292,11 +290,6 @@ def load(folder: str, element_spec: Nest) -> Saved:
     else:
         tree = jax.tree.structure(_nest(structure))
     return Saved(files, counts, tree.unflatten(specs), compression, batched)
-
-
-def shards(saved: Saved, make: Callable[[Node], Any]) -> Node:
-    """Returns a dataset of the datasets of every file."""
-    return RandomAccess([make(saved.replace(files=(name,))) for name in saved.files])
 
 
 def _read_description(folder: str) -> dict[str, Any]:
