@@ -18,8 +18,12 @@ from distributary.engine._placement import Placement
 from distributary.engine._several_steps import several_steps
 from distributary.engine._step import RUN, Step, StepKind, call_on_replica, picked
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
-from distributary.programs import GlobalProgram, ReplicaProgram, evaluate_jointly
-from distributary.rows import with_sparse_gradients
+from distributary.programs import (
+    GlobalProgram,
+    ReplicaProgram,
+    evaluate_jointly,
+    with_sparse_gradients,
+)
 from distributary.topology import num_logical_devices
 from distributary.tracing import Subject, TraceScope, current_scope, in_role, walk
 from distributary.values import (

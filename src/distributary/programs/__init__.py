@@ -5,6 +5,16 @@ from distributary.programs._joint import evaluate_jointly
 from distributary.programs._logical_devices import constrained, spec_of_split
 from distributary.programs._one_device import OneDeviceProgram, replica_dim
 from distributary.programs._replica_program import FunctionProgram, ReplicaProgram, Results
+from distributary.programs._row_wise import (
+    adds_rows,
+    bind_rows,
+    numbers_of_other_rows,
+    row_operands,
+    rows_between,
+    takes_rows,
+    with_rows,
+)
+from distributary.programs._sparse_gradients import with_sparse_gradients
 from distributary.programs._stages import cut, cut_around_mesh, is_in_first_stage, without_calls
 
 __all__ = [
@@ -13,12 +23,20 @@ __all__ = [
     "OneDeviceProgram",
     "ReplicaProgram",
     "Results",
+    "adds_rows",
+    "bind_rows",
     "constrained",
     "cut",
     "cut_around_mesh",
     "evaluate_jointly",
     "is_in_first_stage",
+    "numbers_of_other_rows",
     "replica_dim",
+    "row_operands",
+    "rows_between",
     "spec_of_split",
+    "takes_rows",
+    "with_rows",
+    "with_sparse_gradients",
     "without_calls",
 ]

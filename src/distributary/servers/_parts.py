@@ -32,8 +32,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var
 
-from distributary.programs import without_calls
-from distributary.rows import row_operands, rows_between, with_rows
+from distributary.programs import row_operands, rows_between, with_rows, without_calls
 from distributary.servers._split import Atom, aval_of
 from distributary.tracing import Array, Equation, jaxpr_of
 

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import ShapedArray
 
-from distributary.rows._row_wise import with_rows
+from distributary.programs._row_wise import with_rows
 from distributary.tracing import Equation, evaluate_one, shape_of
 
 __all__ = [

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from distributary.collectives import all_reduce_of_vectors
-from distributary.rows import with_sparse_gradients
+from distributary.programs import with_sparse_gradients
 from distributary.tools.compilation import collectives_of
 from distributary.tracing import walk
 

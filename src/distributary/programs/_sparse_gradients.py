@@ -60,7 +60,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from distributary._types import Nest
 from distributary.check import is_sum_of_replicas
 from distributary.collectives import all_reduce_of_vectors
-from distributary.rows._patches import (
+from distributary.programs._patches import (
     WITH_ROWS,
     Added,
     Base,
@@ -74,7 +74,7 @@ from distributary.rows._patches import (
     joined_terms,
     results_in_rows,
 )
-from distributary.rows._row_wise import (
+from distributary.programs._row_wise import (
     adds_rows,
     known_result,
     number_of,
