@@ -105,15 +105,11 @@ def test_fit_keeps_what_one_device_keeps(num_rows, strategy_of):
         assert len(copies) == 2
         assert np.any(copies[0]), name
         for copy in copies:
-            np.testing.assert_allclose(
-                copy, expected[name][0], rtol=1e-5, atol=1e-6, err_msg=name
-            )
+            np.testing.assert_allclose(copy, expected[name][0], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("aggregation", ["only_first_replica", "mean", "sum"])
-def test_an_aggregation_of_state_counts_for_run_and_not_for_fit(aggregation, strategy_of):
-    strategy = strategy_of(2)
-
+def test_an_aggregation_of_state_counts_for_run_and_not_for_fit(aggregation, strategy):
     def step(method):
         model, layer = _model(
             strategy, {"state": lambda s, x: s + ops.mean(x, 0)}, {"state": ((6,), "float32")}
