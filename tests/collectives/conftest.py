@@ -4,15 +4,16 @@ from typing import Any
 import pytest
 
 import distributary as dist
+from tests.two_replicas import strategy, variable  # noqa: F401
 
 
 @pytest.fixture
 def on_replicas(strategy_of) -> Callable[..., tuple[Any, ...]]:
     """A function that calls `step` with one component per replica; gives a result per replica."""
 
-    def call(step: Callable[..., Any], components: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
-        strategy = kwargs.pop("strategy", None) or strategy_of(len(components))
-        result = strategy.run(step, (dist.PerReplica(components),))
-        return strategy.experimental_local_results(result)
+    def call(step: Callable[..., Any], components: Sequence[Any]) -> tuple[Any, ...]:
+        replicas = strategy_of(len(components))
+        result = replicas.run(step, (dist.PerReplica(components),))
+        return replicas.experimental_local_results(result)
 
     return call

@@ -45,17 +45,6 @@ def test_sum_and_mean_of_every_dtype(on_replicas):
             np.testing.assert_allclose(mean, total / num_replicas, rtol=rtol)
 
 
-def test_complex_numbers_keep_their_imaginary_part(on_replicas):
-    components = [jnp.array([1 + 2j]), jnp.array([3 - 7j])]
-
-    sums, means = on_replicas(
-        lambda x: (_all_reduce("SUM", x), _all_reduce("MEAN", x)), components
-    )[0]
-
-    assert sums[0] == 4 - 5j
-    assert means[0] == 2 - 2.5j
-
-
 @pytest.mark.parametrize(
     "value",
     [

@@ -13,14 +13,6 @@ def _merge(function, *args, **kwargs):
     return dist.get_replica_context().merge_call(function, args, kwargs)
 
 
-def test_components_are_visible_inside(on_replicas):
-    def merged(strategy, x):
-        first, second = strategy.experimental_local_results(x)
-        return first - second
-
-    assert on_replicas(lambda x: _merge(merged, x), [1.0, 3.0]) == (-2.0, -2.0)
-
-
 def test_gather_inside(on_replicas):
     results = on_replicas(
         lambda x: _merge(lambda s, x: s.gather(x, 0), x), [np.ones(2), np.full(2, 3.0)]

@@ -63,8 +63,7 @@ def test_dtypes_are_kept(dtype):
     np.testing.assert_array_equal(total.numpy(), np.full(3, 40, dtype))
 
 
-def test_a_batch_may_mix_places_and_kinds(strategy_of):
-    strategy = strategy_of(2)
+def test_a_batch_may_mix_places_and_kinds(strategy):
     slices = dist.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (3, 2))
     values = [
         _components("numpy", strategy),
@@ -102,11 +101,9 @@ def test_indexed_slices_are_concatenated(op, scale, rows):
 
 
 @pytest.mark.parametrize("destination", ["device", "numpy", "jax", "variable", "value"])
-def test_destinations(destination, strategy_of):
-    strategy = strategy_of(2)
+def test_destinations(destination, strategy, variable):
     value = _components("result of run", strategy)
-    with strategy.scope():
-        v = dist.Variable([0.0, 0.0])
+    v = variable([0.0, 0.0])
     places = {
         "device": "CPU:1",
         "numpy": np.ones(3),
@@ -165,8 +162,7 @@ def test_one_device_gets_the_only_copy(destination, kind):
     np.testing.assert_array_equal(sent + total, [4, 7])
 
 
-def test_slices_of_one_device(strategy_of):
-    strategy = strategy_of(2)
+def test_slices_of_one_device(strategy):
     value = strategy.run(lambda: dist.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (3, 2)))
 
     result = strategy.extended.reduce_to("sum", value, "CPU:5")
@@ -175,15 +171,13 @@ def test_slices_of_one_device(strategy_of):
     np.testing.assert_array_equal(result.indices, [1, 1])
 
 
-def test_destination_in_a_step_and_in_a_function(strategy_of):
-    strategy = strategy_of(2)
+def test_destination_in_a_step_and_in_a_function(strategy, variable):
     value = _components("result of run", strategy)
 
     def merged(strategy, x):
         return strategy.extended.reduce_to("sum", x, "CPU:5")
 
-    with strategy.scope():
-        v = dist.Variable([0.0, 0.0])
+    v = variable([0.0, 0.0])
 
     def merged_to_copy(strategy, x):
         return strategy.extended.reduce_to("sum", x, v.values[1])
@@ -239,9 +233,7 @@ def test_broadcast(strategy_of):
     assert copies.values == (3.0, 3.0)
 
 
-def test_inside_run_replicas_reduce_directly(strategy_of):
-    strategy = strategy_of(2)
-
+def test_inside_run_replicas_reduce_directly(strategy):
     def merged(strategy, x):
         return strategy.extended.cross_device_ops.reduce(SUM, x, x)
 

@@ -122,8 +122,7 @@ def test_replica_context_is_refused_where_it_is_not_current(use, strategy_of, re
     assert stale.strategy is strategy
 
 
-def test_default_replica_context_is_refused_in_scopes_and_steps(strategy_of):
-    strategy = strategy_of(2)
+def test_default_replica_context_is_refused_in_scopes_and_steps(strategy):
     context = _context()
 
     with (
@@ -162,8 +161,7 @@ def test_merge_fn_runs_once_with_the_values_of_all_replicas(strategy_of):
     assert _floats(mean) == [3.0] * 4
 
 
-def test_variables_arrive_whole_in_a_merge_fn(strategy_of):
-    strategy = strategy_of(2)
+def test_variables_arrive_whole_in_a_merge_fn(strategy):
     with strategy.scope():
         v = dist.Variable(1.0)
     seen = []
@@ -174,8 +172,7 @@ def test_variables_arrive_whole_in_a_merge_fn(strategy_of):
     assert seen[1][0] is v
 
 
-def test_result_of_a_merge_fn_is_given_back_to_the_replicas(strategy_of):
-    strategy = strategy_of(2)
+def test_result_of_a_merge_fn_is_given_back_to_the_replicas(strategy):
     Pair = collections.namedtuple("Pair", "own shared")
 
     def merge_fn(_, x):
@@ -202,8 +199,7 @@ def test_values_of_a_merged_argument_are_those_of_all_replicas(strategy_of):
     assert _floats(strategy.run(step)) == [0 * 1 + 1 * 2 + 2 * 3 + 3 * 4.0] * 4
 
 
-def test_run_and_update_in_a_merge_fn(strategy_of):
-    strategy = strategy_of(2)
+def test_run_and_update_in_a_merge_fn(strategy):
     with strategy.scope():
         v = dist.Variable(1.0)
 
@@ -224,19 +220,3 @@ def test_run_and_update_in_a_merge_fn(strategy_of):
 def test_arguments_of_a_merge_call_are_a_list_or_tuple(args, strategy_of):
     with pytest.raises(TypeError, match=r"merge_call: args is .*expected a list or tuple"):
         strategy_of(2).run(lambda: _context().merge_call(lambda *_: None, args))
-
-
-def test_exception_of_a_merge_fn_leaves_run(strategy_of):
-    def fail(_):
-        raise KeyError("in merge_fn")
-
-    with pytest.raises(KeyError, match="in merge_fn"):
-        strategy_of(2).run(lambda: _context().merge_call(fail))
-
-
-def test_there_is_no_replica_context_in_a_merge_fn(strategy_of):
-    seen = []
-
-    strategy_of(2).run(lambda: _context().merge_call(lambda _: seen.append(_context())))
-
-    assert seen == [None]

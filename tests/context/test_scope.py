@@ -66,8 +66,7 @@ def test_scope_of_the_default_strategy_changes_nothing():
         assert _state() == DEFAULT
 
 
-def test_state_in_every_context(strategy_of):
-    strategy = strategy_of(2)
+def test_state_in_every_context(strategy):
     with strategy.scope():
         v = dist.Variable(1.0)
     seen = {}
@@ -116,8 +115,7 @@ def test_state_in_every_context(strategy_of):
 # Nesting
 
 
-def test_scope_may_be_entered_again(strategy_of):
-    strategy = strategy_of(2)
+def test_scope_may_be_entered_again(strategy):
     scope = strategy.scope()
 
     for _ in range(2):
@@ -133,8 +131,7 @@ def test_scope_is_left_by_an_exception(strategy_of):
     assert _state() == DEFAULT
 
 
-def test_context_is_left_by_an_exception_in_a_step(strategy_of):
-    strategy = strategy_of(2)
+def test_context_is_left_by_an_exception_in_a_step(strategy):
     with strategy.scope():
         v = dist.Variable(1.0)
 
@@ -162,20 +159,7 @@ def test_strategies_cannot_be_nested(strategy_of):
             assert _state() == _cross_replica(outer)
 
 
-def test_scope_cannot_be_entered_in_a_step(strategy_of):
-    strategy = strategy_of(2)
-
-    def step():
-        with strategy.scope():
-            pass
-
-    with pytest.raises(ContextError, match=r"scope\(\) was entered inside Strategy\.run"):
-        strategy.run(step)
-
-
-def test_scope_needs_its_parentheses(strategy_of):
-    strategy = strategy_of(2)
-
+def test_scope_needs_its_parentheses(strategy):
     with (
         pytest.raises(ContextError, match=r"write `with strategy\.scope\(\):`, with"),
         strategy.scope,
@@ -192,8 +176,7 @@ def test_scope_that_is_not_open_cannot_be_left(strategy_of):
         strategy_of(2).scope().__exit__(None, None, None)
 
 
-def test_scopes_are_left_in_reverse_order(strategy_of):
-    strategy = strategy_of(2)
+def test_scopes_are_left_in_reverse_order(strategy):
     first, second = strategy.scope(), strategy.scope()
     first.__enter__()
     second.__enter__()
@@ -295,8 +278,7 @@ def test_threads_have_scopes_of_their_own(strategy_of):
     assert states == (_cross_replica(theirs), _replica(theirs))
 
 
-def test_one_scope_object_serves_several_threads(strategy_of):
-    strategy = strategy_of(2)
+def test_one_scope_object_serves_several_threads(strategy):
     scope = strategy.scope()
     entered, leave = threading.Event(), threading.Event()
     states = []
@@ -357,9 +339,7 @@ def test_variable_created_in_a_helper_thread_warns_once_per_thread(strategy_of):
             assert _in_thread(create) is dist.Variable
 
 
-def test_variable_created_in_a_thread_without_need_does_not_warn(strategy_of):
-    strategy = strategy_of(2)
-
+def test_variable_created_in_a_thread_without_need_does_not_warn(strategy):
     def create_in_scope():
         with strategy.scope():
             return type(dist.Variable(1.0)).__name__

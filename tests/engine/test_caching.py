@@ -103,22 +103,18 @@ def test_variables_are_part_of_the_key(traced, strategy_of):
     assert [args[0] is v for args, v in zip(traces, (a, b), strict=True)] == [True, True]
 
 
-def test_new_variable_of_a_model_is_seen(strategy_of):
-    strategy = strategy_of(2)
-
+def test_new_variable_of_a_model_is_seen(strategy, variable):
     class Model:
         pass
 
     model = Model()
-    with strategy.scope():
-        model.v = dist.Variable(1.0)
+    model.v = variable(1.0)
 
     def step():
         return model.v.value()
 
     first = strategy.run(step)
-    with strategy.scope():
-        model.v = dist.Variable(5.0)
+    model.v = variable(5.0)
     gc.collect()
     second = strategy.run(step)
 
@@ -132,9 +128,7 @@ def _warns(message):
     return pytest.warns(DistributaryWarning, match=message)
 
 
-def test_retracing_warns_once_and_names_the_argument(strategy_of):
-    strategy = strategy_of(2)
-
+def test_retracing_warns_once_and_names_the_argument(strategy):
     def my_step(x, flag):
         return x
 
@@ -196,8 +190,7 @@ class Box:
         self.value = value
 
 
-def test_a_step_defined_inside_a_function_that_takes_an_iterator_is_traced_once(strategy_of):
-    strategy = strategy_of(2)
+def test_a_step_defined_inside_a_function_that_takes_an_iterator_is_traced_once(strategy):
     dataset = strategy.experimental_distribute_dataset([_ones(2)] * 9)
     traces = Box([])
     weights = {"w": dist.Variable(1.0)}
@@ -226,8 +219,7 @@ def test_a_step_defined_inside_a_function_that_takes_an_iterator_is_traced_once(
     assert reference() is None
 
 
-def test_dropped_function_is_collected(strategy_of):
-    strategy = strategy_of(2)
+def test_dropped_function_is_collected(strategy):
     step, outer, v = _use(strategy)
     references = [weakref.ref(step), weakref.ref(outer)]
     assert len(strategy.extended.engine.cache) == 2
@@ -240,9 +232,7 @@ def test_dropped_function_is_collected(strategy_of):
     assert v.numpy() == 6.0
 
 
-def test_dropped_model_is_collected(strategy_of):
-    strategy = strategy_of(2)
-
+def test_dropped_model_is_collected(strategy):
     class Model:
         def __init__(self):
             with strategy.scope():

@@ -7,13 +7,10 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-import distributary as dist
-
 _TIMEOUT_SECONDS = 20
 
 
-def test_steps_of_other_threads_go_on_while_one_compiles(strategy_of):
-    strategy = strategy_of(2)
+def test_steps_of_other_threads_go_on_while_one_compiles(strategy, variable):
     compiles, others_have_run = threading.Event(), threading.Event()
 
     def lower(context, value):
@@ -24,8 +21,7 @@ def test_steps_of_other_threads_go_on_while_one_compiles(strategy_of):
     slow_p = Primitive("slow_to_compile")
     slow_p.def_abstract_eval(lambda aval: aval)
     mlir.register_lowering(slow_p, lower)
-    with strategy.scope():
-        slow, fast = dist.Variable(0.0), dist.Variable(0.0)
+    slow, fast = variable(0.0), variable(0.0)
 
     def slow_step():
         slow.assign_add(slow_p.bind(jnp.float32(1.0)))
@@ -46,10 +42,8 @@ def test_steps_of_other_threads_go_on_while_one_compiles(strategy_of):
     assert float(slow.value()) == 1.0
 
 
-def test_a_step_is_compiled_once_however_often_it_runs(strategy_of, compilations):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        total = dist.Variable(0.0)
+def test_a_step_is_compiled_once_however_often_it_runs(strategy, variable, compilations):
+    total = variable(0.0)
 
     def step_that_adds(x):
         total.assign_add(x)
@@ -62,7 +56,7 @@ def test_a_step_is_compiled_once_however_often_it_runs(strategy_of, compilations
     assert float(total.value()) == 6.0
 
 
-def test_a_step_that_compiles_for_long_is_said_once(strategy_of, monkeypatch, caplog):
+def test_a_step_that_compiles_for_long_is_said_once(strategy, monkeypatch, caplog):
     monkeypatch.setattr("distributary.dispatch._progress._PATIENCE_SECONDS", 0.0)
     said, log = threading.Event(), logging.getLogger("distributary.dispatch._progress")
     log.addFilter(show := lambda record: said.set() or True)
@@ -71,7 +65,6 @@ def test_a_step_that_compiles_for_long_is_said_once(strategy_of, monkeypatch, ca
         assert said.wait(60)  # while it is traced
         return jnp.float32(1)
 
-    strategy = strategy_of(2)
     try:
         for _ in range(3):
             strategy.run(step)

@@ -268,9 +268,7 @@ def test_a_new_iterator_takes_the_place_of_one_that_is_gone():
         assert [float(trainer.step()) for _ in range(3)] == [5, 6, 7]
 
 
-def test_a_function_that_makes_a_dataset_runs_on_the_host(strategy_of):
-    strategy = strategy_of(2)
-
+def test_a_function_that_makes_a_dataset_runs_on_the_host(strategy):
     @dist.function
     def made():
         return strategy.experimental_distribute_dataset(Dataset.from_tensor_slices(_FOUR).batch(4))

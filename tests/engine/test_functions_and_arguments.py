@@ -68,8 +68,7 @@ class Model:
         return self.step(x)
 
 
-def test_every_kind_of_callable_is_run(strategy_of):
-    strategy = strategy_of(2)
+def test_every_kind_of_callable_is_run(strategy):
     with strategy.scope():
         model, other = Model(1.0), Model(10.0)
     x = jnp.float32(1.0)
@@ -95,11 +94,9 @@ def test_every_kind_of_callable_is_run(strategy_of):
     assert float(other.compiled(x)) == 21.0
 
 
-def test_function_mixes_variables_of_one_device_and_of_replicas(strategy_of):
-    strategy = strategy_of(2)
+def test_function_mixes_variables_of_one_device_and_of_replicas(strategy, variable):
     steps_done = dist.Variable(0)
-    with strategy.scope():
-        v = dist.Variable(0.0)
+    v = variable(0.0)
 
     @dist.function
     def train():
@@ -113,10 +110,8 @@ def test_function_mixes_variables_of_one_device_and_of_replicas(strategy_of):
     assert (steps_done.numpy(), v.numpy()) == (3, 0 + 1 + 2 + 300)
 
 
-def test_functions_nest(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(1.0)
+def test_functions_nest(strategy, variable):
+    v = variable(1.0)
 
     @dist.function
     def inner(x):
@@ -158,9 +153,7 @@ def test_captured_arrays_may_lie_anywhere(strategy_of):
     assert float(dist.function(step)(elsewhere)) == 10.0
 
 
-def test_strategies_are_not_copied(strategy_of):
-    strategy = strategy_of(2)
-
+def test_strategies_are_not_copied(strategy):
     with pytest.raises(ContextError, match=r"2 replicas.* cannot be copied"):
         copy.copy(strategy)
     assert copy.deepcopy(strategy) is strategy

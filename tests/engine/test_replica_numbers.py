@@ -40,9 +40,7 @@ def test_an_index_a_key_and_a_seed(num_replicas, strategy_of):
 
 
 @pytest.mark.parametrize("autograph", [None, False])
-def test_branches_of_python_and_shapes_that_differ(autograph, strategy_of):
-    strategy = strategy_of(2)
-
+def test_branches_of_python_and_shapes_that_differ(autograph, strategy):
     def step():
         if _number() == 0:
             return jnp.ones(2)
@@ -55,14 +53,12 @@ def test_branches_of_python_and_shapes_that_differ(autograph, strategy_of):
     np.testing.assert_array_equal(second, [2.0, 2.0, 2.0])
 
 
-def test_collectives_variables_and_gradients(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        w = dist.Variable([1.0, 2.0, 3.0])
-        steps = dist.Variable(
-            0.0, synchronization=dist.VariableSynchronization.ON_READ,
-            aggregation=dist.VariableAggregation.SUM, trainable=False,
-        )  # fmt: skip
+def test_collectives_variables_and_gradients(strategy, variable):
+    w = variable([1.0, 2.0, 3.0])
+    steps = variable(
+        0.0, synchronization=dist.VariableSynchronization.ON_READ,
+        aggregation=dist.VariableAggregation.SUM, trainable=False,
+    )  # fmt: skip
 
     def step(x):
         weight = [2.0, 5.0][_number()]
@@ -86,9 +82,7 @@ def test_collectives_variables_and_gradients(strategy_of):
     assert float(steps.value()) == 14.0
 
 
-def test_an_uneven_batch(strategy_of):
-    strategy = strategy_of(2)
-
+def test_an_uneven_batch(strategy):
     def step(x):
         return jnp.sum(x) * (1 + int(_number()))
 
@@ -98,8 +92,7 @@ def test_an_uneven_batch(strategy_of):
     np.testing.assert_allclose(results, [_ROWS[:2].sum(), 2 * _ROWS[2:3].sum()])
 
 
-def test_inside_a_function_and_compiled_once(strategy_of):
-    strategy = strategy_of(2)
+def test_inside_a_function_and_compiled_once(strategy):
     traces = []
 
     def step(x):
@@ -116,10 +109,8 @@ def test_inside_a_function_and_compiled_once(strategy_of):
     assert len(traces) == count
 
 
-def test_a_variable_that_would_differ_is_refused(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(1.0)
+def test_a_variable_that_would_differ_is_refused(strategy, variable):
+    v = variable(1.0)
 
     def step():
         v.assign([1.0, 2.0][_number()])
@@ -129,9 +120,7 @@ def test_a_variable_that_would_differ_is_refused(strategy_of):
 
 
 @pytest.mark.parametrize("autograph", [None, False])
-def test_collectives_that_not_all_replicas_call_are_refused(autograph, strategy_of):
-    strategy = strategy_of(2)
-
+def test_collectives_that_not_all_replicas_call_are_refused(autograph, strategy):
     def step(x):
         if int(_number()) == 0:
             x = dist.get_replica_context().all_reduce("SUM", x)
@@ -156,9 +145,7 @@ def test_a_merge_call_of_some_replicas_is_refused(uneven, strategy_of):
         strategy_of(2).run(step, args=(rows,), options=dist.RunOptions(autograph=False))
 
 
-def test_strings_that_differ_are_returned_per_replica(strategy_of):
-    strategy = strategy_of(2)
-
+def test_strings_that_differ_are_returned_per_replica(strategy):
     def step(x):
         name = f"replica-{int(_number())}"
         return {"name": name, "all": "same", "raw": name.encode(), "x": x, "no": int(_number())}
@@ -172,16 +159,12 @@ def test_strings_that_differ_are_returned_per_replica(strategy_of):
         assert [int(n) for n in result["no"].values] == [0, 1]
 
 
-def test_other_numbers_of_python_values_are_refused(strategy_of):
-    strategy = strategy_of(2)
-
+def test_other_numbers_of_python_values_are_refused(strategy):
     with pytest.raises(ReplicaMismatchError, match=r"returned the Python values .*'a'"):
         strategy.run(lambda: {"x": jnp.ones(1)} | ([{"name": "a"}, {}][_number()]))
 
 
-def test_what_needs_more_than_the_number_says_so(strategy_of):
-    strategy = strategy_of(2)
-
+def test_what_needs_more_than_the_number_says_so(strategy):
     def step(x):
         return [1.0, 2.0, 3.0][int(_number()) + int(x)]
 
@@ -189,8 +172,7 @@ def test_what_needs_more_than_the_number_says_so(strategy_of):
         strategy.run(step, args=(dist.PerReplica([jnp.float32(0), jnp.float32(1)]),))
 
 
-def test_the_number_stays_traced_where_python_does_not_look_at_it(strategy_of):
-    strategy = strategy_of(2)
+def test_the_number_stays_traced_where_python_does_not_look_at_it(strategy):
     seen = []
 
     def step():
@@ -204,9 +186,7 @@ def test_the_number_stays_traced_where_python_does_not_look_at_it(strategy_of):
     np.testing.assert_array_equal(results.values, [1.0, 2.0])
 
 
-def test_numbers_in_a_merge_call_are_those_of_all_replicas(strategy_of):
-    strategy = strategy_of(2)
-
+def test_numbers_in_a_merge_call_are_those_of_all_replicas(strategy):
     def summed(strategy, *values):
         return [strategy.extended.reduce_to("SUM", value, value) for value in values]
 

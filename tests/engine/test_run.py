@@ -25,17 +25,6 @@ def test_a_new_function_object_in_every_call_is_named_as_the_cause(strategy_of):
     assert "new function object" in str(warning.message)
 
 
-def test_a_step_may_return_constants(strategy_of):
-    strategy = strategy_of(2)
-
-    constants = strategy.run(lambda: (jnp.asarray(1.5), jnp.array(3), jnp.ones(2)))
-
-    for value, expected in zip(constants, (np.float32(1.5), np.int32(3), np.ones(2)), strict=True):
-        for component in strategy.experimental_local_results(value):
-            assert component.dtype == jnp.asarray(expected).dtype
-            np.testing.assert_array_equal(component, expected)
-
-
 @pytest.mark.parametrize("args", [3.0, np.ones(2), "ab", {1: 2}])
 def test_args_must_be_a_list_or_tuple(strategy_of, args):
     with pytest.raises(ValueError, match=r"args=\(value,\)"):
@@ -58,10 +47,8 @@ def test_what_a_step_has_left_outside_is_named(num_replicas, strategy_of):
             dist.function(lambda x: x)(value)
 
 
-def test_run_inside_jit_is_refused(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(1.0)
+def test_run_inside_jit_is_refused(strategy, variable):
+    v = variable(1.0)
 
     def step(x):
         v.assign(dist.get_replica_context().all_reduce("sum", x))
@@ -78,10 +65,8 @@ def test_run_inside_jit_is_refused(strategy_of):
     assert v.numpy() == 1.0
 
 
-def test_a_function_compiles_runs_and_reductions_into_one_program(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(1.0)
+def test_a_function_compiles_runs_and_reductions_into_one_program(strategy, variable):
+    v = variable(1.0)
     traces = []
 
     @dist.function
@@ -100,8 +85,7 @@ def test_a_function_compiles_runs_and_reductions_into_one_program(strategy_of):
     assert v.numpy() == 4.0
 
 
-def test_a_function_is_retraced_in_another_scope_and_works_as_a_method(strategy_of):
-    strategy = strategy_of(2)
+def test_a_function_is_retraced_in_another_scope_and_works_as_a_method(strategy):
     seen = []
 
     class Model:
@@ -119,10 +103,8 @@ def test_a_function_is_retraced_in_another_scope_and_works_as_a_method(strategy_
     assert seen == [1, 2]
 
 
-def test_a_function_given_a_dataset_runs_its_loop_on_the_host(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        total = dist.Variable(0.0, aggregation=dist.VariableAggregation.SUM)
+def test_a_function_given_a_dataset_runs_its_loop_on_the_host(strategy, variable):
+    total = variable(0.0, aggregation=dist.VariableAggregation.SUM)
     calls = []
 
     @dist.function
@@ -165,8 +147,7 @@ def test_methods_of_objects_without_a_hash(strategy_of):
     assert len(strategy.extended.engine.cache) == 2
 
 
-def test_updating_many_variables_with_one_function_does_not_warn(strategy_of):
-    strategy = strategy_of(2)
+def test_updating_many_variables_with_one_function_does_not_warn(strategy):
     with strategy.scope():
         variables = [dist.Variable(1.0, name=f"v{i}") for i in range(12)]
 

@@ -54,8 +54,7 @@ def test_they_equal_single_steps(num_replicas, num_steps, strategy_of):
     np.testing.assert_allclose(last, [losses[i] for i in ends], rtol=1e-5)
 
 
-def test_they_are_one_program(strategy_of):
-    strategy = strategy_of(2)
+def test_they_are_one_program(strategy):
     _trained(strategy, 5)
     # Five even batches, and a last one of 3 rows.
     assert strategy.step_statistics.num_runs == 2

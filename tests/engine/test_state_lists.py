@@ -80,8 +80,7 @@ def test_programs_that_write_the_same_variables_in_turns_equal_numpy(strategy_of
         np.testing.assert_array_equal(np.asarray(value), as_it_was)
 
 
-def test_a_collected_variable_frees_its_array_and_the_others_go_on(strategy_of):
-    strategy = strategy_of(2)
+def test_a_collected_variable_frees_its_array_and_the_others_go_on(strategy):
     kept, dropped = _variables(strategy, 2)
     model = [kept, dropped]
 
@@ -103,8 +102,7 @@ def test_a_collected_variable_frees_its_array_and_the_others_go_on(strategy_of):
     assert _are_together([kept])
 
 
-def test_a_join_that_was_interrupted_halfway_changes_no_value(strategy_of):
-    strategy = strategy_of(2)
+def test_a_join_that_was_interrupted_halfway_changes_no_value(strategy):
     variables = _variables(strategy, 2)
     apart = variables[1]._slot
     step = _adds_to(variables, (0, 1), 1.0)
@@ -122,8 +120,7 @@ def test_a_join_that_was_interrupted_halfway_changes_no_value(strategy_of):
     np.testing.assert_array_equal(variables[1].numpy(), np.full(SIZE, 1.0 + 3 * 2 + 5))
 
 
-def test_programs_that_take_turns_do_not_join_in_every_turn(strategy_of):
-    strategy = strategy_of(2)
+def test_programs_that_take_turns_do_not_join_in_every_turn(strategy):
     variables = _variables(strategy, 2)
     first, second = _adds_to(variables, (0, 1), 1.0), _adds_to(variables, (1, 0), 1.0)
     lists = []
@@ -139,8 +136,7 @@ def test_programs_that_take_turns_do_not_join_in_every_turn(strategy_of):
 
 
 @pytest.mark.parametrize("kind", ["value", "numpy", "values", "on read", "first of on read"])
-def test_values_read_while_another_thread_runs_steps_are_of_one_step(strategy_of, kind):
-    strategy = strategy_of(2)
+def test_values_read_while_another_thread_runs_steps_are_of_one_step(strategy, variable, kind):
     options = {}
     if "on read" in kind:
         aggregation = "ONLY_FIRST_REPLICA" if "first" in kind else "MEAN"
@@ -148,8 +144,7 @@ def test_values_read_while_another_thread_runs_steps_are_of_one_step(strategy_of
             "synchronization": dist.VariableSynchronization.ON_READ,
             "aggregation": dist.VariableAggregation[aggregation],
         }
-    with strategy.scope():
-        v = dist.Variable(np.zeros(SIZE, np.float32), **options)
+    v = variable(np.zeros(SIZE, np.float32), **options)
     read = {
         "numpy": v.numpy,
         "values": lambda: np.asarray(v.values[1]),

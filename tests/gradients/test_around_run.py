@@ -11,11 +11,6 @@ UNEVEN = dist.PerReplica([np.array([1.0, 2.0], np.float32), np.array([3.0], np.f
 
 
 @pytest.fixture
-def strategy(strategy_of):
-    return strategy_of(2)
-
-
-@pytest.fixture
 def variables(strategy):
     with strategy.scope():
         return dist.Variable(2.0), dist.Variable(3.0)

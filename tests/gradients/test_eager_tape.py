@@ -96,8 +96,7 @@ def test_variables_with_one_array_are_different_sources():
     np.testing.assert_array_equal(of_array, [5.0, 10.0])
 
 
-def test_a_function_in_the_block_is_differentiated_and_a_step_is_refused(strategy_of):
-    strategy = strategy_of(2)
+def test_a_function_in_the_block_is_differentiated_and_a_step_is_refused(strategy):
     v = dist.Variable(3.0)
     cube = dist.function(lambda x: x * v * v)
 

@@ -86,8 +86,7 @@ def test_nested(place, variable):
     _equal(place(lambda: dist.value_and_grad(first, v)()), (32.0, 48.0))
 
 
-def test_inside_a_tape(strategy_of):
-    strategy = strategy_of(2)
+def test_inside_a_tape(strategy):
     with strategy.scope():
         v, w = dist.Variable(2.0), dist.Variable(3.0)
 
@@ -102,8 +101,7 @@ def test_inside_a_tape(strategy_of):
     assert [g.values[0] for g in gradients] == [36.0, 12.0]
 
 
-def test_inside_scan(strategy_of):
-    strategy = strategy_of(2)
+def test_inside_scan(strategy):
     with strategy.scope():
         v = dist.Variable(2.0)
 

@@ -97,8 +97,7 @@ def test_losses_and_weights_are_those_of_one_device(loss, num_replicas, differen
     np.testing.assert_allclose(made[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
-def test_a_loss_may_read_variables_that_are_trained(strategy_of):
-    strategy = strategy_of(2)
+def test_a_loss_may_read_variables_that_are_trained(strategy):
     with strategy.scope():
         temperature = dist.Variable(0.5)
 
@@ -131,8 +130,7 @@ def test_every_replica_has_its_own_rows_of_the_result(strategy_of):
     np.testing.assert_array_equal(np.concatenate(made), np.argsort(np.argsort(_X[:6, 0])))
 
 
-def test_nests_scalars_and_keywords_reach_the_loss(strategy_of):
-    strategy = strategy_of(2)
+def test_nests_scalars_and_keywords_reach_the_loss(strategy):
     seen = []
 
     @dist.global_batch_loss
@@ -160,8 +158,7 @@ def test_outside_of_replicas_the_function_is_the_loss():
     assert (spread.__name__, spread.__doc__) == ("spread", "Says how far rows lie apart.")
 
 
-def test_one_in_another_gathers_once(strategy_of):
-    strategy = strategy_of(2)
+def test_one_in_another_gathers_once(strategy):
     inner = dist.global_batch_loss(_covariance)
     (batch,) = strategy.experimental_distribute_dataset([(_Y, _X)])
 
@@ -184,8 +181,7 @@ def test_what_is_no_function_is_refused():
         (lambda t: t, (3.0,), r"no array in its positional arguments"),
     ],
 )
-def test_what_does_not_belong_to_rows_is_refused(loss, args, message, strategy_of):
-    strategy = strategy_of(2)
+def test_what_does_not_belong_to_rows_is_refused(loss, args, message, strategy):
     (x,) = strategy.experimental_distribute_dataset([_X])
 
     def step(x):

@@ -33,31 +33,87 @@ def _gradient(loss, source):
     return step
 
 
-def test_rows_and_their_ids_duplicates_kept(place, table):
-    gradient = place(_gradient(lambda ids: jnp.sum(table.sparse_read(ids) ** 2), table), IDS)
+def _of_embeddings_in_a_jit(table, ids):
+    embed = jax.jit(lambda ids: jnp.sum(table.sparse_read(ids) ** 2))
+    return embed(ids) + 3.0 * embed(ids)
 
-    _slices(gradient, 2 * TABLE[[4, 1, 4]], [4, 1, 4])
+
+def _of_a_read_that_does_not_reach_it(table, ids):
+    table.sparse_read(ids[:1])
+    return jnp.sum(table.sparse_read(ids[1:2]))
+
+
+_ROWS = TABLE[[4, 1, 4]]
+# Losses of a table, and their gradients by rows.
+_BY_ROWS = {
+    "duplicates": (lambda t, ids: jnp.sum(t.sparse_read(ids) ** 2), 2 * _ROWS, [4, 1, 4]),
+    "several reads": (
+        lambda t, ids: jnp.sum(t.sparse_read(ids)) + 5.0 * jnp.sum(t.sparse_read(ids[:1]) ** 2),
+        *([[1, 1], [1, 1], [1, 1], 10 * TABLE[4]], [4, 1, 4, 4]),
+    ),
+    "unused read": (_of_a_read_that_does_not_reach_it, [[0, 0], [1, 1]], [4, 1]),
+    "nested jit": (
+        _of_embeddings_in_a_jit,
+        *(np.concatenate([2 * _ROWS, 6 * _ROWS]), [4, 1, 4, 4, 1, 4]),
+    ),
+    "vmap": (
+        lambda t, ids: jnp.sum(jax.vmap(lambda i: jnp.sum(t.sparse_read(i) ** 2))(ids)),
+        *(2 * _ROWS, [4, 1, 4]),
+    ),
+}
+# Losses whose gradient is dense: 1 for each time that a row is read, beside what else is given.
+_DENSE = {
+    "read densely too": (
+        lambda t, ids: jnp.sum(t.sparse_read(ids)) + jnp.sum(t * t),
+        2 * TABLE,
+    ),
+    "scan": (
+        lambda t, ids: lax.scan(lambda c, i: (c + jnp.sum(t.sparse_read(i)), None), 0.0, ids)[0],
+        0 * TABLE,
+    ),
+    "cond": (
+        lambda t, ids: lax.cond(ids[0] > 0, lambda: jnp.sum(t.sparse_read(ids)), lambda: 0.0),
+        0 * TABLE,
+    ),
+    "checkpoint": (
+        lambda t, ids: jax.checkpoint(lambda i: jnp.sum(t.sparse_read(i)))(ids),
+        0 * TABLE,
+    ),
+}
+
+
+def test_gradients_have_rows_where_tables_are_read_by_rows(traced):
+    table = traced.variable(TABLE)
+    losses = {name: loss for name, (loss, *_) in (_BY_ROWS | _DENSE).items()}
+
+    def step(ids):
+        return {
+            name: _gradient(lambda ids, loss=loss: loss(table, ids), table)(ids)
+            for name, loss in losses.items()
+        }
+
+    gradients = traced(step, IDS)
+
+    for name, (_, values, indices) in _BY_ROWS.items():
+        _slices(gradients[name], values, indices)
+    for name, (_, beside) in _DENSE.items():
+        expected = beside.copy()
+        np.add.at(expected, IDS, 1)
+        np.testing.assert_allclose(gradients[name], expected, rtol=1e-6, err_msg=name)
+
+
+def test_eager_tapes_keep_rows_and_unconnected_zeros_are_dense(place, table):
+    def step(ids):
+        with dist.GradientTape(persistent=True) as tape:
+            loss = jnp.sum(table.sparse_read(ids) ** 2)
+            other = jnp.float32(1.0)
+        return tape.gradient(loss, table), tape.gradient(other, table, unconnected_gradients="zero")
+
+    gradient, zero = place(step, IDS)
+
+    _slices(gradient, 2 * _ROWS, [4, 1, 4])
     np.testing.assert_array_equal(gradient.to_dense()[4], 4 * TABLE[4])
-
-
-def test_several_reads_are_concatenated_in_the_order_of_reading(place, table):
-    def loss(ids):
-        return jnp.sum(table.sparse_read(ids)) + 5.0 * jnp.sum(table.sparse_read(ids[:1]) ** 2)
-
-    gradient = place(_gradient(loss, table), IDS)
-
-    _slices(gradient, [[1, 1], [1, 1], [1, 1], 10 * TABLE[4]], [4, 1, 4, 4])
-
-
-def test_a_read_that_does_not_reach_the_target_counts_with_zeros(place, table):
-    def loss(ids):
-        table.sparse_read(ids[:1])
-        return jnp.sum(table.sparse_read(ids[1:2]))
-
-    gradient = place(_gradient(loss, table), IDS)
-
-    np.testing.assert_array_equal(gradient.to_dense()[1], [1, 1])
-    np.testing.assert_array_equal(gradient.to_dense()[4], [0, 0])
+    np.testing.assert_array_equal(zero, np.zeros_like(TABLE))
 
 
 def test_rows_that_do_not_reach_the_target_give_none(place, table):
@@ -72,17 +128,6 @@ def test_rows_that_do_not_reach_the_target_give_none(place, table):
     assert gradients == [None, 6.0]
 
 
-def test_a_table_read_sparsely_and_densely_has_a_dense_gradient(place, table):
-    def loss(ids):
-        return jnp.sum(table.sparse_read(ids)) + jnp.sum(table * table)
-
-    gradient = place(_gradient(loss, table), IDS)
-
-    expected = 2 * TABLE
-    np.add.at(expected, np.array([4, 1, 4]), 1)
-    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
-
-
 def test_a_dense_read_after_the_tape_does_not_matter(place, table):
     def step(ids):
         with dist.GradientTape() as tape:
@@ -93,51 +138,6 @@ def test_a_dense_read_after_the_tape_does_not_matter(place, table):
 
     _slices(gradient, np.ones((3, 2)), [4, 1, 4])
     assert total == TABLE.sum()
-
-
-def test_nested_jit_keeps_rows(traced):
-    table = traced.variable(TABLE)
-
-    @jax.jit
-    def embed(ids):
-        return jnp.sum(table.sparse_read(ids) ** 2)
-
-    def loss(ids):
-        return embed(ids) + 3.0 * embed(ids)
-
-    gradient = traced(_gradient(loss, table), IDS)
-
-    rows = TABLE[[4, 1, 4]]
-    _slices(gradient, np.concatenate([2 * rows, 6 * rows]), [4, 1, 4, 4, 1, 4])
-
-
-@pytest.mark.parametrize("kind", ["scan", "cond", "checkpoint"])
-def test_reads_inside_control_flow_give_a_dense_gradient(kind, run):
-    table = run.variable(TABLE)
-
-    def loss(ids):
-        if kind == "scan":
-            return lax.scan(lambda c, i: (c + jnp.sum(table.sparse_read(i)), None), 0.0, ids)[0]
-        if kind == "cond":
-            return lax.cond(ids[0] > 0, lambda: jnp.sum(table.sparse_read(ids)), lambda: 0.0)
-        return jax.checkpoint(lambda i: jnp.sum(table.sparse_read(i)))(ids)
-
-    gradient = run(_gradient(loss, table), IDS)
-
-    expected = np.zeros_like(TABLE)
-    np.add.at(expected, np.array([4, 1, 4]), 1)
-    np.testing.assert_array_equal(gradient, expected)
-
-
-def test_vmap_of_a_read(run):
-    table = run.variable(TABLE)
-
-    def loss(ids):
-        return jnp.sum(jax.vmap(lambda i: jnp.sum(table.sparse_read(i) ** 2))(ids))
-
-    gradient = run(_gradient(loss, table), IDS)
-
-    _slices(gradient, 2 * TABLE[[4, 1, 4]], [4, 1, 4])
 
 
 def test_nested_tapes_on_one_table(place, table):
@@ -171,16 +171,6 @@ def test_second_gradient_counts_reads_that_only_the_first_depends_on(traced):
     _slices(second, [[0, 0], [0, 0], [0, 0], *2 * TABLE[[4, 1]]], [4, 1, 4, 4, 1])
 
 
-def test_unconnected_zero_of_a_table_is_dense(place, table):
-    def step(ids):
-        with dist.GradientTape() as tape:
-            table.sparse_read(ids)
-            loss = jnp.float32(1.0)
-        return tape.gradient(loss, table, unconnected_gradients="zero")
-
-    np.testing.assert_array_equal(place(step, IDS), np.zeros_like(TABLE))
-
-
 def test_assigning_rows_after_the_tape(place, table):
     def step(ids):
         with dist.GradientTape() as tape:
@@ -201,8 +191,7 @@ def test_assigning_rows_after_the_tape(place, table):
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
-def test_all_reduce_concatenates_and_does_not_densify(op, strategy_of):
-    strategy = strategy_of(2)
+def test_all_reduce_concatenates_and_does_not_densify(op, strategy):
     table_shape = (1013, 3)
     with strategy.scope():
         table = dist.Variable(jnp.ones(table_shape))
@@ -232,8 +221,7 @@ def test_all_reduce_concatenates_and_does_not_densify(op, strategy_of):
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (3, 0)])
-def test_replicas_of_an_uneven_batch_bring_different_numbers_of_rows(sizes, strategy_of):
-    strategy = strategy_of(2)
+def test_replicas_of_an_uneven_batch_bring_different_numbers_of_rows(sizes, strategy):
     with strategy.scope():
         table = dist.Variable(TABLE)
     ids = [np.array([4, 1, 5])[: sizes[0]], np.array([2])[: sizes[1]]]

@@ -409,16 +409,72 @@ def test_inside_a_raw_jit_the_tape_says_where_it_works():
         step(1.0)
 
 
-def test_second_gradient_of_a_tape_that_is_not_persistent(place):
-    v = place.variable(2.0)
+_MISUSES = {
+    "second gradient": (
+        lambda tape, loss, v: (tape.gradient(loss, v), tape.gradient(loss, v)),
+        *(ContextError, r"second time.*persistent=True"),
+    ),
+    "integer target": (
+        lambda tape, loss, v: tape.gradient(v.value().astype(jnp.int32), v),
+        *(InvalidTypeError, "target has dtype int32"),
+    ),
+    "boolean target": (
+        lambda tape, loss, v: tape.gradient(v > 1, v),
+        *(InvalidTypeError, "target has dtype bool"),
+    ),
+    "text as target": (
+        lambda tape, loss, v: tape.gradient("loss", v),
+        *(InvalidTypeError, "target is 'loss', a str, expected"),
+    ),
+    "number as target": (
+        lambda tape, loss, v: tape.gradient(3, v),
+        *(InvalidTypeError, "target is 3, an int, expected"),
+    ),
+    "no source": (
+        lambda tape, loss, v: tape.gradient(loss, [v, None]),
+        *(InvalidTypeError, "source is None, a NoneType"),
+    ),
+    "text as source": (
+        lambda tape, loss, v: tape.gradient(loss, [v, "v"]),
+        *(InvalidTypeError, "source is 'v', a str"),
+    ),
+    "number as source": (
+        lambda tape, loss, v: tape.gradient(loss, [v, 3]),
+        *(InvalidTypeError, "source is 3, an int"),
+    ),
+    "watched number": (
+        lambda tape, loss, v: tape.watch(3),
+        *(InvalidTypeError, r"watch: got .*expected a floating point array"),
+    ),
+    "watched integers": (
+        lambda tape, loss, v: tape.watch(np.arange(3)),
+        *(InvalidTypeError, r"watch: got .*expected a floating point array"),
+    ),
+    "output gradient of another shape": (
+        lambda tape, loss, v: tape.gradient(loss, v, output_gradients=jnp.ones(2)),
+        *(InvalidValueError, r"has shape \(2,\), but its target \(3,\)"),
+    ),
+    "two output gradients": (
+        lambda tape, loss, v: tape.gradient(loss, v, output_gradients=[jnp.ones(3)] * 2),
+        *(InvalidValueError, "has 2 entries for 1 targets"),
+    ),
+    "unknown unconnected gradients": (
+        lambda tape, loss, v: tape.gradient(loss, v, unconnected_gradients="nothing"),
+        *(ValueError, "'nothing' is not a valid UnconnectedGradients"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("use", "error", "message"), _MISUSES.values(), ids=_MISUSES)
+def test_misuse_is_refused(use, error, message, run):
+    v = run.variable(2.0)
 
     def step():
         with dist.GradientTape() as tape:
-            loss = v * v
-        return tape.gradient(loss, v), tape.gradient(loss, v)
+            use(tape, v * jnp.ones(3), v)
 
-    with pytest.raises(ContextError, match=r"second time.*persistent=True"):
-        place(step)
+    with pytest.raises(error, match=message):
+        run(step)
 
 
 def test_gradient_of_a_tape_that_was_never_entered(run):
@@ -473,90 +529,6 @@ def test_one_tape_object_serves_every_trace(run):
 
     assert run(step, jnp.ones(2)) == 2.0
     assert run(step, jnp.ones(3)) == 3.0
-
-
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
-def test_integer_targets_are_refused(dtype, run):
-    v = run.variable(2.0)
-
-    def step():
-        with dist.GradientTape() as tape:
-            loss = v.value().astype(dtype)
-        return tape.gradient(loss, v)
-
-    with pytest.raises(InvalidTypeError, match=f"target has dtype {jnp.dtype(dtype).name}"):
-        run(step)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (None, "source is None, a NoneType"),
-        ("v", "source is 'v', a str"),
-        (3, "source is 3, an int"),
-    ],
-)
-def test_sources_that_are_no_arrays(source, message, run):
-    v = run.variable(2.0)
-
-    def step():
-        with dist.GradientTape() as tape:
-            loss = v * v
-        return tape.gradient(loss, [v, source])
-
-    with pytest.raises(InvalidTypeError, match=message):
-        run(step)
-
-
-@pytest.mark.parametrize("target", ["loss", 3])
-def test_targets_that_are_no_arrays(target, run):
-    v = run.variable(2.0)
-
-    def step():
-        with dist.GradientTape() as tape:
-            v * v
-        return tape.gradient(target, v)
-
-    with pytest.raises(
-        InvalidTypeError, match=f"target is {target!r}, an? {type(target).__name__}, expected"
-    ):
-        run(step)
-
-
-@pytest.mark.parametrize("leaf", [3, "x", np.arange(3)])
-def test_watch_refuses_what_cannot_be_differentiated(leaf, run):
-    def step():
-        with dist.GradientTape() as tape:
-            tape.watch(leaf)
-
-    with pytest.raises(InvalidTypeError, match=r"watch: got .*expected a floating point array"):
-        run(step)
-
-
-def test_output_gradients_of_another_shape_or_number(run):
-    v = run.variable(2.0)
-
-    def step(output_gradients):
-        with dist.GradientTape() as tape:
-            loss = v * jnp.ones(3)
-        return tape.gradient(loss, v, output_gradients=output_gradients)
-
-    with pytest.raises(InvalidValueError, match=r"has shape \(2,\), but its target \(3,\)"):
-        run(step, jnp.ones(2))
-    with pytest.raises(InvalidValueError, match="has 2 entries for 1 targets"):
-        run(step, [jnp.ones(3), jnp.ones(3)])
-
-
-def test_unknown_unconnected_gradients(run):
-    v = run.variable(2.0)
-
-    def step():
-        with dist.GradientTape() as tape:
-            loss = v * v
-        return tape.gradient(loss, v, unconnected_gradients="nothing")
-
-    with pytest.raises(ValueError, match="'nothing' is not a valid UnconnectedGradients"):
-        run(step)
 
 
 def test_stop_recording_and_reset_need_a_recording_tape(run):

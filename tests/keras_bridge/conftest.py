@@ -1,7 +1,6 @@
 """Trains one model twice, alone and under a strategy, and compares the two."""
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +28,6 @@ def _keras_as_found():
     yield
     keras.config.set_dtype_policy(policy)
     keras.backend.clear_session(free_memory=False)
-
-
-@pytest.fixture
-def public_classes() -> Callable[[Any, type], set[type]]:
-    """A function that returns the public classes of a module of Keras that derive from another."""
-
-    def public_classes(module, base):
-        return {v for v in vars(module).values() if inspect.isclass(v) and issubclass(v, base)}
-
-    return public_classes
 
 
 class _Drawn(keras.initializers.Initializer):
@@ -161,3 +150,9 @@ def assert_same_evaluation() -> Callable[..., None]:
 
 def _values(model: Any) -> list[np.ndarray]:
     return [np.array(v.value) for v in model.variables]
+
+
+@pytest.fixture
+def strategy(strategy_of) -> dist.MirroredStrategy:
+    """Two replicas."""
+    return strategy_of(2)

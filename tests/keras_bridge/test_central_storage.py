@@ -45,8 +45,8 @@ class _Copies(keras.callbacks.Callback):
 
 @pytest.mark.parametrize(
     ("compute", "memory"),
-    [(COMPUTE, "device"), (["CPU:1"], "device"), (COMPUTE, "pinned_host")],
-    ids=["2 replicas", "1 replica", "host memory"],
+    [(COMPUTE, "device"), (["CPU:1"], "pinned_host")],
+    ids=["2 replicas", "1 replica, host memory"],
 )
 def test_training_equals_one_device_with_one_copy(
     compute, memory, train, assert_same_training, assert_same_evaluation, monkeypatch, tmp_path
@@ -71,8 +71,8 @@ def test_training_equals_one_device_with_one_copy(
     central = train(_build, X, Y, strategy=strategy, epochs=2, callbacks=[copies])
 
     assert_same_training(alone, central)
-    if memory == "device" and len(compute) == 2:
-        assert_same_evaluation(alone, central, X, Y)
+    if memory == "device":
+        assert_same_evaluation(alone, central, X, Y, batch_size=7)  # which does not divide
     before = Counter({0: 3})  # of the model without a strategy
     # Batches of 8, 8 and 2 rows, the optimizer is built in the first.
     assert [seen - before for seen in copies.seen] == [expected] * 6
@@ -87,21 +87,6 @@ def test_training_equals_one_device_with_one_copy(
     np.testing.assert_allclose(
         loaded.predict(X, verbose=0), alone.model.predict(X, verbose=0), rtol=1e-4, atol=1e-5
     )
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 7])
-def test_predictions_for_batches_that_do_not_divide(batch_size):
-    with dist.CentralStorageStrategy(COMPUTE).scope():
-        model = _build()
-    kernels, biases = model.get_weights()[::2], model.get_weights()[1::2]
-
-    predicted = model.predict(X, batch_size=batch_size, verbose=0)
-
-    expected = X
-    for k, (kernel, bias) in enumerate(zip(kernels, biases, strict=True)):
-        expected = expected @ kernel + bias
-        expected = np.tanh(expected) if k < 2 else expected
-    np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_batch_that_cannot_be_split_and_a_loop_of_ones_own(train, assert_same_training):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import math
 import warnings
 
 import jax.numpy as jnp
@@ -12,19 +11,14 @@ import numpy as np
 import pytest
 
 from distributary.data import Dataset
+from tests.keras_bridge import small
 
 _CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 _ROWS = 14  # with batches of 4, the last one has 2
 
 
-def _arrays(rows=_ROWS):
-    random = np.random.default_rng(0)
-    x = random.normal(size=(rows, 3)).astype(np.float32)
-    return x, np.sin(x.sum(1, keepdims=True)).astype(np.float32)
-
-
 def _batches(rows=_ROWS, size=4):
-    x, y = _arrays(rows)
+    x, y = small.data(rows)
     for start in range(0, rows, size):
         yield x[start : start + size], y[start : start + size]
 
@@ -41,14 +35,6 @@ class _Batches(keras.utils.PyDataset):
 
     def __getitem__(self, index):
         return self.batches[index]
-
-
-def _model(strategy):
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)], name="small")
-        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-    return model
 
 
 def _two_inputs(strategy):
@@ -72,7 +58,7 @@ def _listed_inputs(strategy):
     return model
 
 
-def _trained(strategy, data, build=_model, **kwargs):
+def _trained(strategy, data, build=small.model, **kwargs):
     model = build(strategy)
     sizes = {} if len(data) == 1 else {"batch_size": 4}
     options = {"epochs": 2, "verbose": 0, "shuffle": False, **sizes, **kwargs}
@@ -82,16 +68,16 @@ def _trained(strategy, data, build=_model, **kwargs):
 @functools.cache
 def _alone():
     """What one device makes of the arrays."""
-    return _trained(None, _arrays(), validation_data=_arrays(6))
+    return _trained(None, small.data(_ROWS), validation_data=small.data(6))
 
 
 def _assert_equals_arrays_on_one_device(strategy, data, **kwargs):
     """Other forms of the same numbers train a model to the same weights."""
-    trained = _trained(strategy, data, **{"validation_data": _arrays(6), **kwargs})
-    return _compare(trained, _alone(), _model)
+    trained = _trained(strategy, data, **{"validation_data": small.data(6), **kwargs})
+    return _compare(trained, _alone(), small.model)
 
 
-def _assert_equals_one_device(strategy, make_data, *, build=_model, **kwargs):
+def _assert_equals_one_device(strategy, make_data, *, build=small.model, **kwargs):
     """`make_data` returns the positional arguments of `fit`, anew at each call."""
     both = [_trained(s, make_data(), build, **kwargs) for s in (strategy, None)]
     return _compare(*both, build)
@@ -112,18 +98,14 @@ def _compare(trained, alone, build):
 
 
 def _as_jax():
-    return tuple(jnp.asarray(a) for a in _arrays())
+    return tuple(jnp.asarray(a) for a in small.data(_ROWS))
 
 
 def _as_float64():
-    return tuple(a.astype(np.float64) for a in _arrays())
+    return tuple(a.astype(np.float64) for a in small.data(_ROWS))
 
 
-def _with_sample_weight():
-    return (*_arrays(), None, np.linspace(0, 1, _ROWS))
-
-
-@pytest.mark.parametrize("make_data", [_arrays, _as_jax, _as_float64])
+@pytest.mark.parametrize("make_data", [_as_jax, _as_float64])
 def test_arrays_equal_one_device(make_data, strategy_of):
     models = _assert_equals_arrays_on_one_device(strategy_of(2), make_data())
 
@@ -133,7 +115,7 @@ def test_arrays_equal_one_device(make_data, strategy_of):
 
 
 def test_dicts_of_arrays_equal_one_device(strategy_of):
-    x, y = _arrays()
+    x, y = small.data(_ROWS)
     data = {"a": x, "b": x[:, :1]}, {"out": y, "sum": 2 * y}
 
     models = _assert_equals_one_device(strategy_of(2), lambda: data, build=_two_inputs)
@@ -145,14 +127,14 @@ def test_dicts_of_arrays_equal_one_device(strategy_of):
 
 
 def test_lists_of_arrays_equal_one_device(strategy_of):
-    x, y = _arrays()
+    x, y = small.data(_ROWS)
 
     _assert_equals_one_device(strategy_of(2), lambda: ([x, x[:, :1]], y), build=_listed_inputs)
 
 
 def test_pandas_equals_one_device(strategy_of):
     pandas = pytest.importorskip("pandas")
-    x, y = _arrays()
+    x, y = small.data(_ROWS)
 
     _assert_equals_arrays_on_one_device(strategy_of(2), (pandas.DataFrame(x), pandas.DataFrame(y)))
 
@@ -174,10 +156,6 @@ def _forever():
         yield from _batches()
 
 
-def test_a_generator_equals_one_device(strategy_of):
-    _assert_equals_arrays_on_one_device(strategy_of(2), (_forever(),), steps_per_epoch=4)
-
-
 def test_a_generator_without_end_equals_one_device(strategy_of):
     models = _assert_equals_one_device(
         strategy_of(2), lambda: (_forever(),), steps_per_epoch=3, epochs=3
@@ -190,7 +168,7 @@ def test_a_generator_without_end_equals_one_device(strategy_of):
 def test_a_generator_that_ends_warns_as_on_one_device(steps, strategy_of):
     messages, losses = [], []
     for strategy in (strategy_of(2), None):
-        model = _model(strategy)
+        model = small.model(strategy)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             history = model.fit(_batches(), shuffle=False, verbose=0, **steps)
@@ -205,7 +183,7 @@ def test_a_generator_that_ends_warns_as_on_one_device(steps, strategy_of):
 
 
 def _accumulating(strategy):
-    model = _model(strategy)
+    model = small.model(strategy)
     with strategy.scope() if strategy else contextlib.nullcontext():
         optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
         model.compile(optimizer, "mse", metrics=["mae"])
@@ -214,7 +192,7 @@ def _accumulating(strategy):
 
 # With threads, Keras begins an epoch after the batches at which it has looked before, whose number
 # depends on the device. To add up gradients hides the order of the 4 batches of an epoch.
-@pytest.mark.parametrize(("workers", "build"), [(1, _model), (2, _accumulating)])
+@pytest.mark.parametrize(("workers", "build"), [(1, small.model), (2, _accumulating)])
 def test_a_py_dataset_equals_one_device(workers, build, strategy_of):
     models = _assert_equals_one_device(
         strategy_of(2),
@@ -242,7 +220,7 @@ def test_a_shuffled_py_dataset_equals_one_device(strategy_of):
 def test_a_torch_data_loader_equals_one_device(strategy_of):
     data = pytest.importorskip("torch.utils.data")
     torch = pytest.importorskip("torch")
-    tensors = data.TensorDataset(*(torch.from_numpy(a) for a in _arrays()))
+    tensors = data.TensorDataset(*(torch.from_numpy(a) for a in small.data(_ROWS)))
 
     _assert_equals_arrays_on_one_device(strategy_of(2), (data.DataLoader(tensors, batch_size=4),))
 
@@ -251,7 +229,7 @@ def test_a_torch_data_loader_equals_one_device(strategy_of):
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_a_grain_dataset_equals_one_device(strategy_of):
     grain = pytest.importorskip("grain")
-    rows = list(zip(*_arrays(), strict=True))
+    rows = list(zip(*small.data(_ROWS), strict=True))
     without_threads = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     dataset = grain.MapDataset.source(rows).to_iter_dataset(without_threads).batch(4)
 
@@ -262,34 +240,15 @@ def test_a_tensorflow_dataset_equals_one_device(strategy_of):
     tensorflow = pytest.importorskip("tensorflow")
 
     _assert_equals_arrays_on_one_device(
-        strategy_of(2), (tensorflow.data.Dataset.from_tensor_slices(_arrays()).batch(4),)
+        strategy_of(2), (tensorflow.data.Dataset.from_tensor_slices(small.data(_ROWS)).batch(4),)
     )
 
 
 # Sizes of batches.
 
 
-@pytest.mark.parametrize(
-    ("rows", "num_replicas"),
-    [
-        (13, 2),  # a last batch of 1
-        (15, 4),  # a last batch of 3, fewer than there are replicas
-    ],
-)
-def test_last_batches_of_any_size_equal_one_device(rows, num_replicas, strategy_of):
-    models = _assert_equals_one_device(strategy_of(num_replicas), lambda: _arrays(rows))
-
-    x, y = _arrays(rows)
-    assert int(models[0].optimizer.iterations) == 2 * math.ceil(rows / 4)
-    results = [m.evaluate(x, y, batch_size=4, verbose=0) for m in models]
-    np.testing.assert_allclose(*results, **_CLOSE)
-    results = [m.predict(x, batch_size=4, verbose=0) for m in models]
-    assert results[0].shape == (rows, 1)
-    np.testing.assert_allclose(*results, **_CLOSE)
-
-
 def test_batches_of_varying_sizes_equal_one_device(strategy_of):
-    x, y = _arrays(24)
+    x, y = small.data(24)
     edges = [0, 8, 11, 19, 20, 24]
     batches = [(x[a:b], y[a:b]) for a, b in itertools.pairwise(edges)]
 
@@ -298,15 +257,6 @@ def test_batches_of_varying_sizes_equal_one_device(strategy_of):
     got, expected = (model.predict(_Batches(batches), verbose=0) for model in models)
     assert got.shape == (24, 1)
     np.testing.assert_allclose(got, expected, **_CLOSE)
-
-
-def test_batches_smaller_than_the_number_of_replicas_equal_one_device(strategy_of):
-    x, y = _arrays(7)
-    models = _assert_equals_one_device(strategy_of(4), lambda: (x, y), batch_size=2)
-
-    results = [model.predict(x, batch_size=2, verbose=0) for model in models]
-    assert results[0].shape == (7, 1)
-    np.testing.assert_allclose(*results, **_CLOSE)
 
 
 def _outcome(function):
@@ -319,9 +269,9 @@ def _outcome(function):
 
 @pytest.mark.filterwarnings("ignore:.*(empty|divide|invalid).*:RuntimeWarning")
 def test_an_empty_last_batch_does_what_it_does_on_one_device(strategy_of):
-    x, y = _arrays(8)
+    x, y = small.data(8)
     batches = [(x[:4], y[:4]), (x[4:], y[4:]), (x[:0], y[:0])]
-    models = [_model(strategy_of(2)), _model(None)]
+    models = [small.model(strategy_of(2)), small.model(None)]
 
     got, expected = (_outcome(lambda m=m: m.predict(_Batches(batches), verbose=0)) for m in models)
     np.testing.assert_allclose(got, expected, **_CLOSE)
@@ -336,25 +286,23 @@ def test_an_empty_last_batch_does_what_it_does_on_one_device(strategy_of):
         np.testing.assert_allclose(got, expected, **_CLOSE)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
-def test_sparse_matrices_of_scipy_train_as_in_keras(num_replicas, strategy_of):
+def test_sparse_matrices_of_scipy_train_as_in_keras(strategy_of):
     sparse = pytest.importorskip("scipy.sparse")
-    x, y = _arrays()
+    x, y = small.data(_ROWS)
     x[x < 0] = 0
     matrix = sparse.csr_matrix(x)
-    strategy = strategy_of(num_replicas)
     results = []
-    for given, own in ((matrix, None), (matrix, strategy)):
-        model = _model(own)
+    for strategy in (None, strategy_of(3)):
+        model = small.model(strategy)
         options = {"batch_size": 6, "verbose": 0}
         history = model.fit(
-            given, y, epochs=2, shuffle=False, validation_data=(given, y), **options
+            matrix, y, epochs=2, shuffle=False, validation_data=(matrix, y), **options
         )
         results.append(
             [
                 *history.history.values(),
-                model.evaluate(given, y, **options),
-                model.predict(given, **options),
+                model.evaluate(matrix, y, **options),
+                model.predict(matrix, **options),
                 model.get_weights()[0],
             ]
         )
@@ -403,13 +351,7 @@ def _slow_batches():
 
 @pytest.mark.parametrize(
     ("source", "steps_per_execution", "num_replicas"),
-    [
-        ("PyDataset", 1, 1),
-        ("PyDataset", 3, 2),
-        ("generator", 1, 2),
-        ("generator", 3, 1),
-        ("Dataset", 3, 2),
-    ],
+    [("PyDataset", 1, 1), ("generator", 3, 2), ("Dataset", 3, 2)],
 )
 def test_a_producer_may_fill_the_same_arrays_again(
     source, steps_per_execution, num_replicas, strategy_of

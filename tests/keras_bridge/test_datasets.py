@@ -47,8 +47,7 @@ _FORMS = {
 
 
 @pytest.mark.parametrize("form", _FORMS)
-def test_datasets_equal_arrays_on_one_device(form, strategy_of):
-    strategy = strategy_of(2)
+def test_datasets_equal_arrays_on_one_device(form, strategy):
     model, reference = _model(strategy), _model(None)
     data = _FORMS[form](strategy)
     x, y = _arrays()
@@ -158,8 +157,7 @@ def test_every_epoch_is_shuffled_anew_and_reproducibly(strategy_of):
     assert not np.array_equal(first, trained(5, reshuffle_each_iteration=False))
 
 
-def test_fit_counts_how_long_it_waits_for_data(strategy_of):
-    strategy = strategy_of(2)
+def test_fit_counts_how_long_it_waits_for_data(strategy):
     model = _model(strategy)
 
     model.fit(_dataset().repeat(20), verbose=0)

@@ -61,8 +61,7 @@ def test_fit_outside_of_the_scope_equals_one_device(strategy_of):
     assert int(model.optimizer.iterations) == 8
 
 
-def test_fit_evaluate_and_predict_inside_the_scope_equal_one_device(strategy_of):
-    strategy = strategy_of(2)
+def test_fit_evaluate_and_predict_inside_the_scope_equal_one_device(strategy):
     model, reference = small.model(strategy), small.model()
     x, y = small.data(14)
 
@@ -356,36 +355,31 @@ def test_steps_of_the_user_equal_one_device_on_uneven_batches(kind, keys, strate
 # Which strategy a model belongs to.
 
 
-def test_a_model_compiled_outside_of_the_scope_it_was_created_in_is_distributed(strategy_of):
-    strategy = strategy_of(2)
+def _compiled_outside(strategy):
     with strategy.scope():
         model = small.build()
-    small.compiled(model)
-
-    history = small.fit(model)
-
-    expected, reference = _alone()
-    _assert_equal_history(history, expected)
-    small.assert_equal_weights(model, reference)
-    _assert_one_copy_on_each_device([*model.variables, *model.optimizer.variables], 2)
+    return small.compiled(model)
 
 
-def test_an_optimizer_created_outside_is_distributed_with_its_model(strategy_of):
+def _created_outside(strategy):
+    model = small.build()
+    with strategy.scope():
+        return small.compiled(model)
+
+
+def _with_an_optimizer_created_outside(strategy):
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    with strategy_of(2).scope():
+    with strategy.scope():
         model = small.build()
         model.compile(optimizer, "mse", metrics=["mae"])
-
-    history = small.fit(model)
-
-    _assert_equal_history(history, _alone()[0])
-    _assert_one_copy_on_each_device(optimizer.variables, 2)
+    return model
 
 
-def test_a_model_created_outside_joins_the_strategy_it_is_compiled_under(strategy_of):
-    model = small.build()
-    with strategy_of(2).scope():
-        small.compiled(model)
+@pytest.mark.parametrize(
+    "make", [_compiled_outside, _created_outside, _with_an_optimizer_created_outside]
+)
+def test_a_model_joins_the_strategy_it_is_created_or_compiled_under(make, strategy):
+    model = make(strategy)
 
     history = small.fit(model)
 
@@ -543,18 +537,6 @@ def test_after_an_exception_in_a_callback_the_weights_are_those_of_the_last_step
     _assert_usable_after(2, model)
 
 
-def test_after_an_exception_while_callbacks_have_read_the_weights_the_model_works(strategy_of):
-    model = small.model(strategy_of(2))
-    reads = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: reads.model.get_weights()
-    )
-
-    with pytest.raises(ZeroDivisionError):
-        small.fit(model, callbacks=[reads, _At(2, lambda: _raise(ZeroDivisionError()))])
-
-    _assert_usable_after(3, model)
-
-
 # Keras looks at two batches before it trains.
 @pytest.mark.parametrize("num_batches", [3, 2])
 def test_after_an_exception_in_the_data_the_weights_are_those_of_the_last_step(
@@ -598,8 +580,8 @@ def test_weights_survive_data_that_fails_at_once(what, is_trained, strategy_of):
         _assert_usable_after(0, model)
 
 
-def test_after_an_exception_during_validation_the_weights_are_those_of_the_epoch(strategy_of):
-    model = small.model(strategy_of(2))
+def test_after_an_exception_during_validation_the_weights_are_those_of_the_epoch(strategy):
+    model = small.model(strategy)
     broken = keras.callbacks.LambdaCallback()
     broken.on_test_batch_end = lambda batch, logs=None: _raise(ZeroDivisionError())
 
@@ -800,25 +782,6 @@ def test_weights_saved_between_fits_bring_the_model_back(strategy_of, tmp_path):
     small.assert_equal_weights(model, small.weights_after(8))  # the file holds the optimizer, too
 
 
-def test_weights_loaded_in_the_middle_of_an_epoch_are_trained_on(strategy_of, tmp_path):
-    model, reference = small.model(strategy_of(2)), small.model()
-    model.optimizer.build(model.trainable_variables)
-    model.save_weights(tmp_path / "start.weights.h5")
-
-    for one in (model, reference):
-        load = keras.callbacks.LambdaCallback()
-
-        def on_train_batch_end(batch, logs=None, load=load):
-            if batch == 1:
-                load.model.load_weights(tmp_path / "start.weights.h5")
-
-        load.on_train_batch_end = on_train_batch_end
-        small.fit(one, epochs=1, callbacks=[load])
-
-    small.assert_equal_weights(model, reference)
-    assert not np.allclose(model.get_weights()[0], small.weights_after(4)[0], **small.CLOSE)
-
-
 def test_a_clone_in_the_scope_of_another_strategy_is_a_model_of_its_own(strategy_of):
     model = small.model(strategy_of(2))
     small.fit(model, epochs=1)
@@ -834,16 +797,6 @@ def test_a_clone_in_the_scope_of_another_strategy_is_a_model_of_its_own(strategy
     _assert_equal_history(history, small.fit(small.compiled(reference), epochs=1))
     small.assert_equal_weights(clone, reference)
     _assert_one_copy_on_each_device(clone.variables, 4)
-    _assert_one_copy_on_each_device(model.variables, 2)
-
-
-def test_set_weights_reaches_every_device_and_get_weights_returns_them(strategy_of):
-    model = small.model(strategy_of(2))
-    new = [np.arange(w.size, dtype=np.float32).reshape(w.shape) for w in model.get_weights()]
-
-    model.set_weights(new)
-
-    small.assert_equal_weights(model, new, rtol=0)
     _assert_one_copy_on_each_device(model.variables, 2)
 
 
@@ -863,8 +816,7 @@ def test_after_fit_every_device_has_an_equal_copy_of_every_variable(strategy_of)
     assert any(np.any(v != 0) for v in before)
 
 
-def test_repeated_calls_compile_nothing_new(strategy_of, compilations):
-    strategy = strategy_of(2)
+def test_repeated_calls_compile_nothing_new(strategy, compilations):
     model = small.model(strategy)
     x, y = small.data(14)
 
@@ -983,8 +935,7 @@ def test_too_little_memory_is_said_with_what_helps(strategy_of):
     assert "experimental_shard_optimizer_state=True" in note
 
 
-def test_a_distribution_of_keras_beside_a_strategy_is_named(strategy_of):
-    strategy = strategy_of(2)
+def test_a_distribution_of_keras_beside_a_strategy_is_named(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

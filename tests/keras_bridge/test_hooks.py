@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import re
 
 import keras
 import numpy as np
@@ -12,7 +13,7 @@ import distributary as dist
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge import _hooks, connect
 from distributary.keras_bridge._keras_private import find
-from distributary.topology._versions import TESTED, missing_names
+from distributary.topology._versions import missing_names
 from tests.keras_bridge import small
 
 _PLACES = [(owner, name) for owner, name, _ in _hooks.HOOKS]
@@ -61,24 +62,17 @@ import numpy as np
 
 def train():
     random = np.random.default_rng(0)
-    x = random.normal(size=(14, 3)).astype("float32")
-    y = random.normal(size=(14, 1)).astype("float32")
+    x = random.normal(size=(12, 3)).astype("float32")
+    y = random.normal(size=(12, 1)).astype("float32")
     keras.utils.set_random_seed(0)
+    layers = keras.layers
     model = keras.Sequential(
-        [
-            keras.Input((3,)),
-            keras.layers.Dense(4),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(1),
-        ]
+        [keras.Input((3,)), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(1)]
     )
-    model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"])
+    model.compile("sgd", "mse", metrics=["mae"])
     history = model.fit(
-        x, y, batch_size=4, epochs=2, verbose=0, sample_weight=abs(y[:, 0]), validation_split=0.3
+        x, y, batch_size=4, epochs=2, verbose=0, sample_weight=abs(y[:, 0]), validation_split=0.34
     ).history
-    history["on_batch"] = [float(v) for v in model.train_on_batch(x[:5], y[:5])]
-    history["evaluate"] = [float(v) for v in model.evaluate(x, y, verbose=0)]
     history["predict"] = model.predict(x, batch_size=4, verbose=0).tolist()
     history["weights"] = [w.tolist() for w in model.get_weights()]
     return history
@@ -126,9 +120,10 @@ def test_a_name_that_is_missing_is_told_with_the_version_and_the_cure(owner, nam
     with pytest.raises(UnsupportedError) as caught:
         find(owner, name)
 
-    assert str(caught.value) == (
-        f"Keras {keras.__version__} has no {missing}, which distributary needs. Install a tested"
-        " version: pip install 'keras>={},<{}'.".format(*TESTED["keras"])
+    assert re.fullmatch(
+        rf"Keras {keras.__version__} has no {re.escape(missing)}, which distributary needs. Install"
+        r" a tested version: pip install 'keras>=3\.\d+,<3\.\d+'\.",
+        str(caught.value),
     )
 
 

@@ -256,21 +256,3 @@ def test_frozen_layers_stay_and_learn_again_after_another_compile(strategy_of, t
     assert np.max(np.abs(before[1] - initial[2])) > 1e-4
     assert np.max(np.abs(first.kernel.numpy() - before[0])) > 1e-4
     np.testing.assert_array_equal(second.kernel, before[1])
-
-
-def test_moving_statistics_are_those_of_the_whole_batch_step_by_step(strategy_of, train):
-    x = np.random.default_rng(5).normal(size=(24, 2)).astype(np.float32) * [1, 5]
-    x[::8] += 4  # so that the devices' rows have other means
-
-    def build():
-        layers = [keras.Input((2,)), kl.BatchNormalization(momentum=0.8), kl.Dense(2)]
-        return _compiled(keras.Sequential(layers))
-
-    model = train(build, x, np.zeros((24, 2)), strategy=strategy_of(4)).model
-
-    mean, variance = np.zeros(2), np.ones(2)
-    for batch in x.reshape(3, 8, 2):  # [step, row, feature]
-        mean = 0.8 * mean + 0.2 * batch.mean(0)
-        variance = 0.8 * variance + 0.2 * batch.var(0)
-    np.testing.assert_allclose(model.layers[0].moving_mean, mean, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(model.layers[0].moving_variance, variance, rtol=1e-5)

@@ -127,19 +127,6 @@ def test_class_weights_equal_one_device(train_twice, assert_same_training):
     assert_same_training(alone, distributed)
 
 
-def test_rows_without_weight_do_not_count(train_twice, assert_same_training):
-    # All rows that count are on replica 1.
-    weights = (np.arange(_ROWS) % 8 >= 4).astype(np.float32)
-    loss = ko.MeanSquaredError("mean_with_sample_weight")
-    build = _many_outputs({"a": "positive"}, {"a": loss}, weighted_metrics={"a": ["mae"]})
-
-    alone, distributed = train_twice(
-        build, _X, {"a": _TARGETS["positive"]}, sample_weight={"a": weights}
-    )
-
-    assert_same_training(alone, distributed)
-
-
 def test_masked_sequences_equal_one_device(train_twice, assert_same_training):
     tokens = _RANDOM.integers(1, 6, size=(_ROWS, 5))
     # Rows of replica 0 are short, those of the last replica long.
@@ -273,21 +260,6 @@ def test_batches_smaller_than_the_replicas_equal_one_device(
         assert_same_evaluation(alone, distributed, x, y)
 
 
-@pytest.mark.parametrize("batch_size", [1, 9])
-def test_evaluate_and_predict_take_batches_of_any_size(batch_size, train, strategy_of):
-    x, y = _X, _TARGETS["positive"]
-    alone = train(_regression, x, y, epochs=0).model
-    distributed = train(_regression, x, y, epochs=0, strategy=strategy_of(2)).model
-
-    expected = alone.evaluate(x, y, batch_size=batch_size, verbose=0)
-    actual = distributed.evaluate(x, y, batch_size=batch_size, verbose=0)
-    predicted = distributed.predict(x, batch_size=batch_size, verbose=0)
-
-    np.testing.assert_allclose(actual, expected, rtol=1e-5)
-    assert predicted.shape == (_ROWS, 3)
-    np.testing.assert_allclose(predicted, alone.predict(x, verbose=0), rtol=1e-4, atol=1e-5)
-
-
 @keras.saving.register_keras_serializable()
 class StepsAndMeans(keras.metrics.Metric):
     """State that is not a sum over examples: the number of steps, and the sum of their means."""
@@ -348,7 +320,7 @@ _ONE_NUMBER = {
 
 
 @pytest.mark.parametrize(("weighted", "rows"), [(True, 8), (False, 7), (True, 1)])
-def test_losses_of_vectors_in_run_equal_one_device(weighted, rows, strategy_of):
+def test_losses_of_vectors_in_run_equal_one_device(weighted, rows, strategy):
     random = np.random.default_rng(5)
     y, p, weights = random.uniform(0.1, 0.9, (3, rows)).astype(np.float32)
     data = (y, p, weights) if weighted else (y, p)
@@ -365,7 +337,6 @@ def test_losses_of_vectors_in_run_equal_one_device(weighted, rows, strategy_of):
         return {name: (value, gather(g)) for name, (value, g) in results(*batch).items()}
 
     expected = results(*map(jnp.asarray, data))
-    strategy = strategy_of(2)
     batch = next(iter(strategy.experimental_distribute_dataset([data])))
     actual = strategy.run(step, args=batch)
 

@@ -24,17 +24,15 @@ class _OnItself(kl.Layer):
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
-        self.takes_list = isinstance(layer, kl.Attention | kl.AdditiveAttention)
 
     def build(self, shape):
-        self.layer.build([shape, shape]) if self.takes_list else self.layer.build(shape, shape)
+        self.layer.build(shape, shape)
 
     def call(self, x):
-        return self.layer([x, x]) if self.takes_list else self.layer(x, x)
+        return self.layer(x, x)
 
 
-_ROWS, _SEQUENCES, _IMAGES = _draw(4, 6), _draw(4, 5, 6), _draw(4, 6, 6, 4)
-_VOLUMES = _draw(4, 4, 4, 4, 2)
+_ROWS, _SEQUENCES = _draw(4, 6), _draw(4, 5, 6)
 _TOKENS = np.arange(20, dtype=np.int32).reshape(4, 5) % 7
 _KINDS = {
     "rows": (
@@ -45,56 +43,21 @@ _KINDS = {
             kl.Normalization(mean=1.0, variance=4.0),
             kl.Dropout(0.0),
             kl.GaussianNoise(1e-9),
-            kl.Rescaling(0.5),
         ],
     ),
     "sequences": (
         _SEQUENCES,
         lambda: [
-            kl.EinsumDense("abc,cd->abd", (5, 3), bias_axes="d"),
             kl.Conv1D(3, 2),
-            kl.Conv1DTranspose(3, 2),
-            kl.DepthwiseConv1D(2),
-            kl.SeparableConv1D(3, 2),
             kl.LayerNormalization(),
-            kl.GroupNormalization(2),
-            kl.RMSNormalization(),
-            kl.AveragePooling1D(2),
+            kl.LSTM(3),
+            kl.TimeDistributed(kl.Dense(3)),
+            _OnItself(kl.MultiHeadAttention(2, 3)),
         ],
     ),
     # Of a replica's rows: equal to those of one device for one replica.
     "statistics": (_SEQUENCES, lambda: [kl.BatchNormalization()]),
-    "recurrent": (
-        _SEQUENCES,
-        lambda: [
-            kl.SimpleRNN(3, return_sequences=True),
-            kl.LSTM(3),
-            kl.TimeDistributed(kl.Dense(3)),
-        ],
-    ),
-    "attention": (
-        _SEQUENCES,
-        lambda: [
-            _OnItself(layer)
-            for layer in (
-                kl.MultiHeadAttention(2, 3),
-                kl.GroupQueryAttention(3, 2, 1),
-                kl.Attention(use_scale=True),
-                kl.AdditiveAttention(),
-            )
-        ],
-    ),
     "tokens": (_TOKENS, lambda: [kl.Embedding(7, 3), kl.ReversibleEmbedding(7, 3)]),
-    "images": (
-        _IMAGES,
-        lambda: [
-            kl.Conv2D(3, 2),
-            kl.Conv2DTranspose(3, 2),
-            kl.DepthwiseConv2D(2),
-            kl.SeparableConv2D(3, 2),
-        ],
-    ),
-    "volumes": (_VOLUMES, lambda: [kl.Conv3D(3, 2)]),
 }
 _Y = _draw(4, 2)
 _ROUNDING = {"mixed_float16": 5e-3, "mixed_bfloat16": 4e-2}
@@ -140,8 +103,12 @@ def _assert_close(got, expected, policy):
 
 @pytest.mark.parametrize(
     ("kind", "num_replicas", "policy"),
-    [(kind, 1, "mixed_float16") for kind in ("rows", "images", "tokens", "statistics")]
-    + [(kind, 2, "mixed_bfloat16") for kind in _KINDS if kind != "statistics"],
+    [
+        ("statistics", 1, "mixed_float16"),
+        ("rows", 2, "mixed_float16"),
+        ("sequences", 2, "mixed_bfloat16"),
+        ("tokens", 2, "mixed_bfloat16"),
+    ],
 )
 def test_own_loops_have_the_outputs_and_gradients_of_one_device(
     kind, num_replicas, policy, strategy_of, quick_initializers
@@ -179,8 +146,9 @@ def test_own_loops_have_the_outputs_and_gradients_of_one_device(
     _assert_close(changes, [-0.01 * gradient for gradient in expected], policy)
 
 
-@pytest.mark.parametrize("policy", _ROUNDING)
-@pytest.mark.parametrize("kind", ["rows", "statistics", "tokens"])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("statistics", "mixed_float16"), ("tokens", "mixed_bfloat16")]
+)
 def test_functions_and_eager_tapes_have_the_numbers_of_one_device(kind, policy, quick_initializers):
     alone, _, expected = _alone(kind, policy)
     model, x = _built(kind, policy), _KINDS[kind][0]
@@ -195,8 +163,9 @@ def test_functions_and_eager_tapes_have_the_numbers_of_one_device(kind, policy, 
     _assert_close(gradients, expected, policy)
 
 
-@pytest.mark.parametrize("policy", _ROUNDING)
-@pytest.mark.parametrize("kind", ["rows", "tokens"])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("rows", "mixed_float16"), ("tokens", "mixed_bfloat16")]
+)
 def test_fit_evaluate_and_predict_have_the_numbers_of_one_device(
     kind, policy, strategy_of, quick_initializers
 ):
@@ -212,8 +181,7 @@ def test_fit_evaluate_and_predict_have_the_numbers_of_one_device(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
-def test_one_layer_in_half_precision_whose_first_read_is_in_the_step(dtype, strategy_of):
-    strategy = strategy_of(2)
+def test_one_layer_in_half_precision_whose_first_read_is_in_the_step(dtype, strategy):
     with strategy.scope():
         layers = [kl.Dense(3, dtype=dtype), kl.Dense(2)]
         model = keras.Sequential(layers)

@@ -32,10 +32,8 @@ def _on_one_device(make, steps):
     return [np.array(w), np.array(b)]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("name", _OPTIMIZERS)
-def test_replicas_together_take_the_steps_of_one_device(name, num_replicas, strategy_of):
-    strategy = strategy_of(num_replicas)
+def test_replicas_together_take_the_steps_of_one_device(name, strategy):
     with strategy.scope():
         w, b = dist.Variable(_W, name="w"), dist.Variable(jnp.zeros(2), name="b")
         optimizer = _OPTIMIZERS[name]()
@@ -51,7 +49,7 @@ def test_replicas_together_take_the_steps_of_one_device(name, num_replicas, stra
 
         strategy.run(replica_step, args=(x,))
 
-    data = dist.PerReplica(np.split(_X, num_replicas)) if num_replicas > 1 else _X
+    data = dist.PerReplica(np.split(_X, 2))
     for _ in range(4):  # arrays of both kinds of variables go in and out of one program
         step(data)
 
@@ -80,8 +78,7 @@ def test_rows_of_a_table_and_steps_outside_of_functions(strategy_of):
     np.testing.assert_array_equal(plain, table - 2.5)
 
 
-def test_an_aggregation_that_would_add_up_the_new_values_is_refused(strategy_of):
-    strategy = strategy_of(2)
+def test_an_aggregation_that_would_add_up_the_new_values_is_refused(strategy):
     with strategy.scope():
         variable = dist.Variable(1.0, name="w", aggregation=dist.VariableAggregation.SUM)
         optimizer = keras.optimizers.SGD(0.1)

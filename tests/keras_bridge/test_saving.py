@@ -57,10 +57,8 @@ def state_of(model):
     [("arrays", None), ("dataset", None), ("endless", 3)],
 )
 def test_a_run_that_goes_on_from_a_backup_ends_as_one_that_was_never_interrupted(
-    data, steps, tmp_path
+    strategy, data, steps, tmp_path
 ):
-    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
-
     def fit(model, *callbacks):
         dataset = Dataset.from_tensor_slices((X, Y)).shuffle(40, seed=1).batch(8)
         given = {
@@ -85,9 +83,7 @@ def test_a_run_that_goes_on_from_a_backup_ends_as_one_that_was_never_interrupted
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_run_that_goes_on_has_the_state_of_its_callbacks(is_first, tmp_path):
-    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
-
+def test_a_run_that_goes_on_has_the_state_of_its_callbacks(strategy, is_first, tmp_path):
     def fit(model, folder, *others):
         made = [
             keras.callbacks.ReduceLROnPlateau("loss", patience=2, cooldown=1, min_delta=10.0),
@@ -133,12 +129,10 @@ def test_a_run_that_goes_on_has_the_state_of_its_callbacks(is_first, tmp_path):
     assert callbacks[2].best == expected[2].best
 
 
-def test_a_run_with_other_callbacks_is_told_that_they_begin_anew(tmp_path, caplog):
-    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def fit(*callbacks):
-        callbacks = [keras.callbacks.BackupAndRestore(tmp_path), *callbacks]
-        make_model(strategy).fit(X, Y, epochs=4, verbose=0, callbacks=callbacks)
+def test_a_run_with_other_callbacks_is_told_that_they_begin_anew(strategy, tmp_path, caplog):
+    fit = lambda *others: _fit(
+        make_model(strategy), keras.callbacks.BackupAndRestore(tmp_path), *others, epochs=4
+    )
 
     with pytest.raises(KeyboardInterrupt):
         fit(keras.callbacks.EarlyStopping("loss"), Fails(2))
@@ -148,44 +142,25 @@ def test_a_run_with_other_callbacks_is_told_that_they_begin_anew(tmp_path, caplo
     assert "was made with EarlyStopping, and this call has ReduceLROnPlateau. So" in caplog.text
 
 
-def test_keras_reads_backups_and_ours_reads_those_of_keras(tmp_path):
-    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
-    model = make_model(strategy)
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(
-            X,
-            Y,
-            epochs=4,
-            verbose=0,
-            callbacks=[keras.callbacks.BackupAndRestore(tmp_path / "ours"), Fails(1)],
-        )
+def test_keras_reads_backups_and_ours_reads_those_of_keras(strategy, tmp_path):
+    backup = lambda: keras.callbacks.BackupAndRestore(tmp_path / "ours")
     epochs = []
     seen = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epochs.append(epoch))
-    plain = make_model(dist.get_strategy())
+
     with pytest.raises(KeyboardInterrupt):
-        plain.fit(
-            X,
-            Y,
-            epochs=4,
-            verbose=0,
-            callbacks=[keras.callbacks.BackupAndRestore(tmp_path / "ours"), seen, Fails(2)],
-        )
-    model = make_model(strategy)
-    model.fit(
-        X,
-        Y,
-        epochs=4,
-        verbose=0,
-        callbacks=[keras.callbacks.BackupAndRestore(tmp_path / "ours"), seen],
-    )
+        _fit(make_model(strategy), backup(), Fails(1), epochs=4)
+    with pytest.raises(KeyboardInterrupt):
+        _fit(make_model(dist.get_strategy()), backup(), seen, Fails(2), epochs=4)
+    _fit(make_model(strategy), backup(), seen, epochs=4)
+
     assert epochs == [1, 2, 2, 3]
 
 
 # Keras says that .h5 is a legacy format.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
-def test_what_was_saved_before_stays_when_saving_fails(name, tmp_path, monkeypatch):
-    model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
+def test_what_was_saved_before_stays_when_saving_fails(strategy, name, tmp_path, monkeypatch):
+    model = make_model(strategy)
     path = tmp_path / name
     save = model.save_weights if "weights" in name else model.save
     save(path)
@@ -208,8 +183,8 @@ def _full_disk(*args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_file_that_is_being_written_is_not_there_yet(tmp_path):
-    model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
+def test_a_file_that_is_being_written_is_not_there_yet(strategy, tmp_path):
+    model = make_model(strategy)
     path = tmp_path / "model.weights.h5"
     names = []
 
@@ -227,8 +202,8 @@ def test_a_file_that_is_being_written_is_not_there_yet(tmp_path):
         assert "layers" in file
 
 
-def test_remains_of_killed_processes_are_removed_and_links_lead_where_they_did(tmp_path):
-    model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
+def test_remains_of_killed_processes_are_removed_and_links_lead_where_they_did(strategy, tmp_path):
+    model = make_model(strategy)
     model.optimizer.build(model.trainable_variables)
     (tmp_path / "far").mkdir()
     (tmp_path / "model.keras").symlink_to("far/saved.keras")
@@ -259,8 +234,8 @@ def _fit(model, callback, *callbacks, epochs=2):
     model.fit(X, Y, epochs=epochs, verbose=0, callbacks=[callback, *callbacks])
 
 
-def test_only_the_backup_is_removed_at_the_end(tmp_path):
-    model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
+def test_only_the_backup_is_removed_at_the_end(strategy, tmp_path):
+    model = make_model(strategy)
     (tmp_path / "backup" / "more").mkdir(parents=True)
     (tmp_path / "backup" / "notes.txt").write_text("notes")
 
@@ -272,8 +247,8 @@ def test_only_the_backup_is_removed_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["latest.weights.h5", "training_metadata.json"])
-def test_files_that_are_not_from_a_backup_stay(name, tmp_path):
-    model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
+def test_files_that_are_not_from_a_backup_stay(strategy, name, tmp_path):
+    model = make_model(strategy)
     if name == "latest.weights.h5":
         model.save_weights(tmp_path / name)
     else:
@@ -288,8 +263,7 @@ def test_files_that_are_not_from_a_backup_stay(name, tmp_path):
     assert after == before
 
 
-def test_a_damaged_backup_is_refused(tmp_path):
-    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+def test_a_damaged_backup_is_refused(strategy, tmp_path):
     backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
     _fit(make_model(strategy), backup)
     path, choice = tmp_path / "latest.weights.h5", random.Random(3)
@@ -299,7 +273,7 @@ def test_a_damaged_backup_is_refused(tmp_path):
     with h5py.File(path) as file:  # by others, too
         assert "layers" in file
 
-    for _ in range(40):
+    for _ in range(10):
         data = bytearray(whole)
         bit = choice.randrange(8 * len(data))
         data[bit // 8] ^= 1 << bit % 8
@@ -337,11 +311,11 @@ model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[backup, Waits()])
 """
 
 
-def test_the_backup_of_another_job_is_its_own(tmp_path):
+def test_the_backup_of_another_job_is_its_own(strategy, tmp_path):
     folder, log = tmp_path / "backup", tmp_path / "log"
     program = tmp_path / "job.py"
     program.write_text(_OTHER_JOB)
-    model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
+    model = make_model(strategy)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with contextlib.ExitStack() as stack:
         errors = stack.enter_context(log.open("w"))

@@ -109,9 +109,7 @@ def test_fit_keeps_what_one_device_keeps(num_rows, strategy_of):
 
 
 @pytest.mark.parametrize("aggregation", ["only_first_replica", "mean", "sum"])
-def test_an_aggregation_of_state_counts_for_run_and_not_for_fit(aggregation, strategy_of):
-    strategy = strategy_of(2)
-
+def test_an_aggregation_of_state_counts_for_run_and_not_for_fit(aggregation, strategy):
     def step(method):
         model, layer = _model(
             strategy, {"state": lambda s, x: s + ops.mean(x, 0)}, {"state": ((6,), "float32")}

@@ -61,42 +61,40 @@ def _trained(kind, strategy=None, rows=22, regularizers=(), **options):
     return model.get_weights(), history["mae"], results["mae"], model.predict(_X, verbose=0)
 
 
-@pytest.mark.parametrize("regularizers", [["kernel_regularizer"], ["activity_regularizer"]])
+@functools.cache
+def _by_keras(rows=22, regularizers=()):
+    return _trained(keras.Sequential, rows=rows, regularizers=regularizers)
+
+
+@pytest.mark.parametrize("regularizers", [("kernel_regularizer",), ("activity_regularizer",)])
 def test_what_layers_add_to_the_loss_counts_once(regularizers, strategy_of):
-    options = {"rows": 16, "regularizers": regularizers}
-    found = _trained(Stateful, strategy_of(2), **options)
+    found = _trained(Stateful, strategy_of(2), rows=16, regularizers=regularizers)
 
-    for own, expected in zip(found[0], _trained(keras.Sequential, **options)[0], strict=True):
+    for own, expected in zip(found[0], _by_keras(16, regularizers)[0], strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
 
 
+# Without a strategy, and in the scope of `strategy = tf.distribute.get_strategy()` where there is
+# no TPU, one device runs the steps.
 @pytest.mark.parametrize(
-    ("num_replicas", "options"),
-    [(1, {}), (2, {}), (3, {}), (2, {"steps_per_execution": 2}), (2, {"run_eagerly": True})],
-    ids=["1", "2", "3", "several steps", "eager"],
+    ("strategy", "options"),
+    [
+        (lambda of: None, {}),
+        (lambda of: dist.get_strategy(), {}),
+        (lambda of: of(3), {}),
+        (lambda of: of(2), {"steps_per_execution": 2}),
+        (lambda of: of(2), {"run_eagerly": True}),
+    ],
+    ids=["none", "default", "3 replicas", "several steps", "eager"],
 )
-def test_fit_gives_the_same_as_the_steps_of_keras(num_replicas, options, strategy_of):
-    found = _trained(Stateful, strategy_of(num_replicas), **options)
+def test_fit_gives_the_same_as_the_steps_of_keras(strategy, options, strategy_of):
+    found = _trained(Stateful, strategy(strategy_of), **options)
 
-    weights, mae, evaluated, predicted = _trained(keras.Sequential)
+    weights, mae, evaluated, predicted = _by_keras()
     for own, expected in zip(found[0], weights, strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found[1], mae, rtol=1e-4)
-    np.testing.assert_allclose(found[2], evaluated, rtol=1e-4)
+    np.testing.assert_allclose([*found[1], found[2]], [*mae, evaluated], rtol=1e-4)
     np.testing.assert_allclose(found[3], 2 * predicted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("enters", [True, False])
-def test_without_a_strategy_one_device_runs_the_steps(enters):
-    # As `strategy = tf.distribute.get_strategy()` where there is no TPU, or no strategy at all.
-    with dist.get_strategy().scope() if enters else contextlib.nullcontext():
-        found = _trained(Stateful)
-
-    weights, mae, evaluated, predicted = _trained(keras.Sequential)
-    for own, expected in zip(found[0], weights, strict=True):
-        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose([*found[1], found[2]], [*mae, evaluated], rtol=1e-5)
-    np.testing.assert_allclose(found[3], 2 * predicted, rtol=1e-5, atol=1e-6)
 
 
 def _wrapped(function):
@@ -112,12 +110,11 @@ def _wrapped(function):
     [tf.function, tf.function(jit_compile=True), dist.function, lambda f: tf.function(_wrapped(f))],
     ids=["tf.function", "with arguments", "dist.function", "another decorator"],
 )
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_what_is_behind_a_decorator_says_what_the_step_takes(decorate, num_replicas, strategy_of):
+def test_what_is_behind_a_decorator_says_what_the_step_takes(decorate, strategy_of):
     steps = {name: decorate(getattr(Stateful, name)) for name in ("train_step", "test_step")}
     decorated = type("Decorated", (Stateful,), steps)
 
-    found = _trained(decorated, strategy_of(num_replicas), rows=16)
+    found = _trained(decorated, strategy_of(2), rows=16)
 
-    for own, expected in zip(found[0], _trained(keras.Sequential, rows=16)[0], strict=True):
+    for own, expected in zip(found[0], _by_keras(16)[0], strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)

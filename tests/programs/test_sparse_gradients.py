@@ -21,10 +21,6 @@ def _sgd(gradient, table, slots):
     return table - _RATE * gradient, slots
 
 
-def _decayed(gradient, table, slots):
-    return table * 0.999 - _RATE * (gradient + 0.01 * table), slots
-
-
 def _adagrad(gradient, table, slots):
     slot = slots[0] + jnp.square(gradient)
     return table - _RATE * gradient / jnp.sqrt(slot + 1e-7), (slot, *slots[1:])
@@ -41,11 +37,6 @@ def _momentum(gradient, table, slots):
     return table + (0.9 * velocity - _RATE * gradient), (velocity, *slots[1:])
 
 
-def _rmsprop(gradient, table, slots):
-    slot = 0.9 * slots[0] + 0.1 * jnp.square(gradient)
-    return table - _RATE * gradient / (jnp.sqrt(slot) + 1e-7), (slot, *slots[1:])
-
-
 def _adam(gradient, table, slots):
     first = slots[0] + (gradient - slots[0]) * 0.1
     second = slots[1] + (jnp.square(gradient) - slots[1]) * 0.001
@@ -57,15 +48,6 @@ def _clipped_by_norm(gradient, table, slots):
     return table - _RATE * gradient * (0.5 / jnp.maximum(norm, 0.5)), slots
 
 
-def _clipped_by_value(gradient, table, slots):
-    return table - jnp.clip(gradient, -0.5, 0.5), slots
-
-
-def _averaged(gradient, table, slots):
-    new = table - _RATE * gradient
-    return new, (0.9 * slots[0] + 0.1 * new, *slots[1:])
-
-
 def _orthogonal(gradient, table, slots):
     return table - _RATE * gradient @ (gradient.T @ gradient), slots
 
@@ -74,19 +56,15 @@ _UPDATES = {
     update.__name__.strip("_"): update
     for update in (
         _sgd,
-        _decayed,
         _adagrad,
         _adagrad_of_optax,
         _momentum,
-        _rmsprop,
         _adam,
         _clipped_by_norm,
-        _clipped_by_value,
-        _averaged,
         _orthogonal,
     )
 }
-_BY_ROWS = ("sgd", "adagrad", "adagrad_of_optax", "clipped_by_norm", "clipped_by_value")
+_BY_ROWS = ("sgd", "adagrad", "adagrad_of_optax", "clipped_by_norm")
 
 
 def _scattered(ids, rows, mode="drop"):

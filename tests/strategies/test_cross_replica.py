@@ -143,8 +143,7 @@ def test_mean_of_large_floats_does_not_overflow(strategy_of):
     assert strategy_of(2).reduce(MEAN, _per_replica(3e38, 3e38), axis=None) == np.float32(3e38)
 
 
-def test_components_and_values_may_be_nests(strategy_of):
-    strategy = strategy_of(2)
+def test_components_and_values_may_be_nests(strategy):
     value = dist.PerReplica([{"x": jnp.ones(2), "y": 1.0}, {"x": jnp.ones(2), "y": 3.0}])
 
     result = strategy.reduce(MEAN, value, axis=None)
@@ -215,10 +214,8 @@ def test_impossible_reduction_is_refused(op, value, axis, error, message, strate
         strategy_of(2).reduce(op, value, axis=axis)
 
 
-def test_on_read_variable_is_reduced_over_its_components(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable([1.0, 2.0], synchronization=ON_READ)
+def test_on_read_variable_is_reduced_over_its_components(strategy, variable):
+    v = variable([1.0, 2.0], synchronization=ON_READ)
 
     strategy.run(
         lambda: v.assign_add(jnp.ones(2) * dist.get_replica_context().replica_id_in_sync_group)
@@ -257,9 +254,7 @@ GATHERS = {
 
 @pytest.mark.parametrize("call", ["gather", "function"])
 @pytest.mark.parametrize(("components", "axis", "expected"), GATHERS.values(), ids=GATHERS)
-def test_gather_concatenates_in_replica_order(components, axis, expected, call, strategy_of):
-    strategy = strategy_of(2)
-
+def test_gather_concatenates_in_replica_order(components, axis, expected, call, strategy):
     def gather(x):
         return strategy.gather(x, axis=axis)
 
@@ -291,8 +286,7 @@ def test_gather_concatenates_in_replica_order(components, axis, expected, call, 
         ),
     ],
 )
-def test_impossible_gather_is_refused(value, axis, error, message, strategy_of):
-    strategy = strategy_of(2)
+def test_impossible_gather_is_refused(value, axis, error, message, strategy):
     with pytest.raises(error, match=message):
         strategy.gather(value(), axis=axis)
 
@@ -303,8 +297,7 @@ def test_impossible_gather_is_refused(value, axis, error, message, strategy_of):
 # experimental_local_results
 
 
-def test_local_results(strategy_of):
-    strategy = strategy_of(2)
+def test_local_results(strategy):
     per_replica = _per_replica(1.0, 2.0)
     results = strategy.experimental_local_results
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import distributary as dist
 from distributary.errors import UnsupportedError
-from distributary.topology import _jax_private, make_mesh
-from distributary.topology._versions import TESTED, _minor, missing_names, warn_of_untested
+from distributary.topology import _jax_private, make_mesh, warn_of_untested
+from distributary.topology._versions import TESTED, _minor, missing_names
 
 _ROOT = Path(__file__).parents[2]
 _BEYOND = TESTED["jax"][1]
@@ -200,8 +200,7 @@ _SEARCHES = {
 
 @pytest.mark.parametrize("function", _SEARCHES.values(), ids=_SEARCHES)
 @pytest.mark.parametrize("is_looped", [False, True], ids=["once", "in a loop"])
-def test_functions_that_stay_one_equation_can_be_in_steps(function, is_looped, strategy_of):
-    strategy = strategy_of(2)
+def test_functions_that_stay_one_equation_can_be_in_steps(function, is_looped, strategy):
     with strategy.scope():
         count = dist.Variable(jnp.zeros(4), aggregation=dist.VariableAggregation.MEAN)
 
@@ -223,8 +222,7 @@ def test_functions_that_stay_one_equation_can_be_in_steps(function, is_looped, s
         np.testing.assert_allclose(own, expected, rtol=1e-6)
 
 
-def test_the_derivative_of_a_root_is_its_own(strategy_of):
-    strategy = strategy_of(2)
+def test_the_derivative_of_a_root_is_its_own(strategy):
     with strategy.scope():
         weight = dist.Variable(jnp.full(4, 8.0))
 
@@ -238,8 +236,7 @@ def test_the_derivative_of_a_root_is_its_own(strategy_of):
         np.testing.assert_allclose(gradient, np.full(4, 1 / 12), rtol=1e-5)
 
 
-def test_a_variable_read_inside_a_root_is_refused(strategy_of):
-    strategy = strategy_of(2)
+def test_a_variable_read_inside_a_root_is_refused(strategy):
     with strategy.scope():
         weight = dist.Variable(8.0)
 

@@ -10,10 +10,8 @@ SUM = dist.VariableAggregation.SUM
 ON_READ = dist.VariableSynchronization.ON_READ
 
 
-def test_an_assignment_in_a_cached_helper_is_not_lost_under_grad(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(1.0, name="w")
+def test_an_assignment_in_a_cached_helper_is_not_lost_under_grad(strategy, variable):
+    v = variable(1.0, name="w")
 
     @jax.jit
     def helper(x):
@@ -26,10 +24,8 @@ def test_an_assignment_in_a_cached_helper_is_not_lost_under_grad(strategy_of):
     assert v.numpy() == 2.0
 
 
-def test_a_cached_helper_reads_by_the_context_it_is_called_in(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        local = dist.Variable(1.0, synchronization=ON_READ, aggregation=SUM)
+def test_a_cached_helper_reads_by_the_context_it_is_called_in(strategy, variable):
+    local = variable(1.0, synchronization=ON_READ, aggregation=SUM)
     helper = jax.jit(lambda: local.value() * 1)
 
     def step():
@@ -41,10 +37,8 @@ def test_a_cached_helper_reads_by_the_context_it_is_called_in(strategy_of):
     assert [float(x) for x in total.values] == [2.0, 2.0]
 
 
-def test_a_cached_helper_assigns_by_the_context_it_is_called_in(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(0.0, aggregation=SUM)
+def test_a_cached_helper_assigns_by_the_context_it_is_called_in(strategy, variable):
+    v = variable(0.0, aggregation=SUM)
     helper = jax.jit(lambda x: v.assign_add(x))
 
     def step(x):

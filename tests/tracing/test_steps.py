@@ -18,20 +18,6 @@ def _all_reduce(value):
     return dist.get_replica_context().all_reduce("SUM", value)
 
 
-@pytest.fixture
-def strategy(strategy_of):
-    return strategy_of(2)
-
-
-@pytest.fixture
-def variable(strategy):
-    def create(value=0.0, **kwargs):
-        with strategy.scope():
-            return dist.Variable(value, **kwargs)
-
-    return create
-
-
 # No assignment is lost
 
 

@@ -119,21 +119,7 @@ def test_a_training_step_equals_a_model_of_the_same_split(num_rows, num_replicas
     assert model.count.numpy() == num_rows
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 1, 0), (0, 0)])
-def test_strategy_reduce_over_the_rows(sizes, strategy_of):
-    strategy = strategy_of(len(sizes))
-    rows = np.arange(1.0, 1.0 + sum(sizes), dtype=np.float32)
-    (batch,) = strategy.experimental_distribute_dataset([rows])
-
-    squares = strategy.run(lambda x: x * x, (batch,))
-
-    assert strategy.reduce("SUM", squares, axis=0) == (rows**2).sum()
-    if rows.size:
-        np.testing.assert_allclose(strategy.reduce("MEAN", squares, axis=0), (rows**2).mean())
-
-
-def test_several_arguments_uneven_shared_and_even(strategy_of):
-    strategy = strategy_of(2)
+def test_several_arguments_uneven_shared_and_even(strategy):
     uneven = dist.PerReplica([np.ones(2, np.float32), np.ones(1, np.float32)])
     even = dist.PerReplica([np.float32(10.0), np.float32(20.0)])
 
@@ -145,10 +131,8 @@ def test_several_arguments_uneven_shared_and_even(strategy_of):
     assert result.values == (220.0, 220.0)
 
 
-def test_inside_a_compiled_function(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        total = dist.Variable(0.0)
+def test_inside_a_compiled_function(strategy, variable):
+    total = variable(0.0)
 
     @dist.function
     def epoch(batch):
@@ -162,21 +146,6 @@ def test_inside_a_compiled_function(strategy_of):
     assert strategy.experimental_local_results(losses) == (3.0, 3.0)
     np.testing.assert_array_equal(rows, [2, 3, 4])
     assert total.numpy() == 6.0
-
-
-def test_a_shape_is_compiled_once(strategy_of):
-    strategy = strategy_of(2)
-    traces = []
-
-    def step(x):
-        traces.append(x.shape[0])
-        return jnp.sum(x)
-
-    for size in (3, 3, 5, 3, 4, 4):
-        (batch,) = strategy.experimental_distribute_dataset([np.ones(size, np.float32)])
-        strategy.run(step, (batch,))
-
-    assert traces == [2, 1, 3, 2, 2]
 
 
 # Number of rows and of the replica
@@ -262,40 +231,24 @@ def test_inside_scan_with_a_varying_carry(run):
         np.testing.assert_array_equal(each, [6 + i, 12 + 2 * i])
 
 
-def test_inside_while_loop_until_a_reduced_value_is_large(run):
+def test_inside_while_loops_conditions_and_branches(run):
     def step(x):
         def body(state):
             i, total = state
-            return i + 1, total + _all_reduce("SUM", jnp.sum(x))
+            return i + 1, total + _sum_of_all(x)
 
-        return lax.while_loop(lambda state: state[1] < 20.0, body, (0, 0.0))
-
-    assert run(step, (2, 1)) == ((4, 24.0), (4, 24.0))
-
-
-def test_inside_the_condition_of_a_while_loop(run):
-    def step(x):
-        return lax.while_loop(
+        until_large = lax.while_loop(lambda state: state[1] < 20.0, body, (0, 0.0))
+        doubled = lax.while_loop(
             lambda total: _all_reduce("SUM", total) < 50.0, lambda total: total * 2.0, jnp.sum(x)
         )
+        largest = lambda: _all_reduce("MEAN", jnp.max(x))
+        return until_large, doubled, lax.cond(_sum_of_all(x) > 5.0, largest, lambda: 0.0)
 
-    assert run(step, (2, 1)) == (48.0, 48.0)
-
-
-def test_inside_cond_on_a_reduced_value(run):
-    def step(x):
-        total = _all_reduce("SUM", jnp.sum(x))
-        return lax.cond(
-            total > 5.0, lambda: _all_reduce("MEAN", jnp.max(x)), lambda: jnp.float32(0.0)
-        )
-
-    assert run(step, (2, 1)) == (2.5, 2.5)
+    assert run(step, (2, 1)) == (((4, 24.0), 48.0, 2.5),) * 2
 
 
-def test_inside_checkpoint_under_a_tape(strategy_of, run):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(2.0)
+def test_inside_checkpoint_under_a_tape(strategy, variable, run):
+    v = variable(2.0)
 
     def step(x):
         with dist.GradientTape() as tape:
@@ -360,48 +313,6 @@ def test_axis_of_vmap_is_no_axis_of_replicas(sizes, run):
         np.testing.assert_array_equal(same, rows)
 
 
-def test_variables_with_every_aggregation(strategy_of, run):
-    strategy = strategy_of(2)
-    kinds = {
-        "sum": {"aggregation": SUM},
-        "mean": {"aggregation": MEAN},
-        "first": {"aggregation": dist.VariableAggregation.ONLY_FIRST_REPLICA},
-        "own": {"aggregation": SUM, "synchronization": ON_READ},
-    }
-    with strategy.scope():
-        variables = {name: dist.Variable(0.0, **kind) for name, kind in kinds.items()}
-
-    def step(x):
-        for variable in variables.values():
-            variable.assign_add(jnp.sum(x))
-
-    run(step, (2, 1), strategy)
-
-    values = {name: float(variable.numpy()) for name, variable in variables.items()}
-    assert values == {"sum": 6.0, "mean": 3.0, "first": 3.0, "own": 6.0}
-    assert [float(c.numpy()) for c in variables["own"].values] == [3.0, 3.0]
-
-
-def test_reduced_values_may_be_assigned_to_mirrored_variables(strategy_of, run):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        average, steps = dist.Variable(0.0), dist.Variable(0)
-        noise = dist.Variable(jnp.zeros(2))
-
-    def step(x):
-        total = _all_reduce("SUM", [jnp.sum(jax.nn.relu(x)), x.shape[0]])
-        average.assign(jax.nn.relu(total[0] / total[1]))
-        steps.assign_add(1)
-        noise.assign(jax.random.normal(jax.random.fold_in(jax.random.key(0), steps.value()), (2,)))
-        scanned = lax.scan(lambda c, _: (c + _all_reduce("MEAN", jnp.sum(x)), None), 0.0, None, 2)
-        average.assign_add(scanned[0])
-
-    run(step, (2, 1), strategy)
-
-    assert average.numpy() == 2.0 + 6.0
-    assert steps.numpy() == 1
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -416,10 +327,8 @@ def test_reduced_values_may_be_assigned_to_mirrored_variables(strategy_of, run):
     ],
     ids=["rows", "id", "ones", "python", "constant", "loop", "data", "branch"],
 )
-def test_what_differs_between_the_replicas_may_not_be_assigned(value, strategy_of, run):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(0.0, name="v")
+def test_what_differs_between_the_replicas_may_not_be_assigned(value, strategy, variable, run):
+    v = variable(0.0, name="v")
 
     with pytest.raises(ReplicaDivergenceError, match="'v' is mirrored, but the value assigned"):
         run(lambda x: v.assign(value(x)), (2, 1), strategy)
@@ -436,23 +345,30 @@ def test_reducing_a_value_per_example(run):
         run(lambda x: _all_reduce("MEAN", x), (2, 1))
 
 
-def test_a_branch_on_the_batch_size_that_skips_a_collective(run):
-    def step(x):
-        return _all_reduce("SUM", jnp.sum(x)) if x.shape[0] > 1 else jnp.sum(x)
-
-    with pytest.raises(ReplicaMismatchError, match="do not run the same collectives"):
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda x: _sum_of_all(x) if len(x) > 1 else jnp.sum(x), "do not run the same collectives"),
+        (lambda x: _all_gather(x) if len(x) > 1 else x, "do not call all_gather equally often"),
+        (lambda x: x if len(x) > 1 else (x, x), "returns 2 arrays on replica 1 and 1 on"),
+        (
+            lambda x: lax.scan(lambda c, row: (c + _all_reduce("SUM", row), None), 0.0, x)[0],
+            r"has lengths \[2, 1\] on the replicas",
+        ),
+    ],
+    ids=["collective", "gather", "result", "scan over rows"],
+)
+def test_steps_that_depend_on_the_number_of_rows_are_refused(step, message, run):
+    with pytest.raises(ReplicaMismatchError, match=message):
         run(step, (2, 1))
 
 
-def test_a_branch_on_the_batch_size_that_skips_an_all_gather(run):
-    with pytest.raises(ReplicaMismatchError, match="do not call all_gather equally often"):
-        run(lambda x: _all_gather(x) if x.shape[0] > 1 else x, (2, 1))
+def _sum_of_all(x):
+    return _all_reduce("SUM", jnp.sum(x))
 
 
-def test_a_branch_on_the_batch_size_that_skips_an_assignment(strategy_of, run):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(0.0, name="v", aggregation=SUM)
+def test_a_branch_on_the_batch_size_that_skips_an_assignment(strategy, variable, run):
+    v = variable(0.0, name="v", aggregation=SUM)
 
     def step(x):
         if x.shape[0] > 1:
@@ -462,11 +378,6 @@ def test_a_branch_on_the_batch_size_that_skips_an_assignment(strategy_of, run):
         run(step, (2, 1), strategy)
 
 
-def test_a_branch_on_the_batch_size_that_changes_the_result(run):
-    with pytest.raises(ReplicaMismatchError, match="returns 2 arrays on replica 1 and 1 on"):
-        run(lambda x: x if x.shape[0] > 1 else (x, x), (2, 1))
-
-
 def test_one_jitted_gather_of_several_arrays(run):
     # JAX keeps the traced function by the shapes of one replica, which say too little.
     def step(x):
@@ -474,14 +385,6 @@ def test_one_jitted_gather_of_several_arrays(run):
         return gather(x), gather(x[:1])
 
     with pytest.raises(ReplicaMismatchError, match=r"one jax\.jit function with all_gather"):
-        run(step, (2, 1))
-
-
-def test_a_collective_in_a_scan_over_the_rows(run):
-    def step(x):
-        return lax.scan(lambda c, row: (c + _all_reduce("SUM", row), None), 0.0, x)[0]
-
-    with pytest.raises(ReplicaMismatchError, match=r"has lengths \[2, 1\] on the replicas"):
         run(step, (2, 1))
 
 

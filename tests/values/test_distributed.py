@@ -116,9 +116,7 @@ def test_components_of_mirrored_mix_in_arithmetic(mirrored):
     np.testing.assert_array_equal(first + second, [2, 4])
 
 
-def test_random_keys_of_replicas_mix(strategy_of):
-    strategy = strategy_of(2)
-
+def test_random_keys_of_replicas_mix(strategy):
     keys = strategy.experimental_local_results(
         strategy.run(lambda: jax.random.fold_in(jax.random.key(0), _replica_id()))
     )
@@ -204,8 +202,7 @@ def test_components_are_a_list_or_tuple(values):
         dist.PerReplica(values)
 
 
-def test_components_looked_at_first_in_a_step_are_arrays(strategy_of):
-    strategy = strategy_of(2)
+def test_components_looked_at_first_in_a_step_are_arrays(strategy):
     captured = strategy.run(lambda: jnp.ones(2))
 
     first = strategy.run(lambda: captured.values[1] * 2)
@@ -280,9 +277,7 @@ def test_mirrored_is_a_pytree(mirrored):
     np.testing.assert_array_equal(jitted, [2, 4])
 
 
-def test_mirrored_is_the_same_on_all_replicas_of_a_step(mirrored, strategy_of):
-    strategy = strategy_of(2)
-
+def test_mirrored_is_the_same_on_all_replicas_of_a_step(mirrored, strategy):
     result = strategy.run(lambda x: x * 2, (mirrored,))
 
     np.testing.assert_array_equal(result.values, [[2, 4], [2, 4]])

@@ -72,10 +72,8 @@ def test_results_are_merged_leaf_by_leaf(step, expected, expected_alone, strateg
         assert type(result) is type(should_be) or isinstance(result, (dist.PerReplica, jax.Array))
 
 
-def test_returned_variable_comes_back_itself(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(1.0)
+def test_returned_variable_comes_back_itself(strategy, variable):
+    v = variable(1.0)
 
     result = strategy.run(lambda x: {"v": v, "argument": x}, (v,))
 
@@ -118,8 +116,7 @@ def test_result_that_is_no_array_is_refused(result, named, call, strategy_of):
 # Arguments
 
 
-def test_every_replica_receives_its_component(strategy_of):
-    strategy = strategy_of(2)
+def test_every_replica_receives_its_component(strategy):
     nest = {
         "components": dist.PerReplica([np.float32(1), np.float32(2)]),
         "numbers": dist.PerReplica([1, 2]),
@@ -164,8 +161,7 @@ def test_every_replica_receives_its_component(strategy_of):
         }
 
 
-def test_every_replica_receives_its_random_key(strategy_of):
-    strategy = strategy_of(2)
+def test_every_replica_receives_its_random_key(strategy):
     keys = jax.random.split(jax.random.key(3), 2)
     expected = [float(jax.random.uniform(key)) for key in keys]
 

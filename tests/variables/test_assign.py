@@ -188,8 +188,7 @@ def test_assignments_do_what_the_model_does(context, num_replicas):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_refused_assignments_change_nothing(context, strategy_of):
-    strategy = strategy_of(2)
+def test_refused_assignments_change_nothing(context, strategy):
     for case in CASES:
         error = model(case, context, 2)
         if isinstance(error, Outcome):
@@ -234,8 +233,7 @@ def test_equal_values_of_all_replicas_count_once_unless_summed(strategy_of):
 
 
 @pytest.mark.parametrize(("kind", "value"), [("assign", 5.0), ("assign_sub", np.float32(5.0))])
-def test_number_is_refused_where_it_is_not_clear_whether_it_is_summed(kind, value, strategy_of):
-    strategy = strategy_of(2)
+def test_number_is_refused_where_it_is_not_clear_whether_it_is_summed(kind, value, strategy):
     v = _variable(strategy, Case(AUTO, SUM, kind), name="total")
 
     with pytest.raises(
@@ -341,11 +339,9 @@ def _combine_rows(aggregation, rows):
     return {SUM: rows.sum(0), MEAN: rows.mean(0), FIRST: rows[0]}[aggregation]
 
 
-def test_mean_does_not_overflow_where_it_is_finite(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        mirrored = dist.Variable(0.0, dtype=jnp.float16, aggregation=MEAN)
-        local = dist.Variable(0.0, dtype=jnp.float16, aggregation=MEAN, synchronization=ON_READ)
+def test_mean_does_not_overflow_where_it_is_finite(strategy, variable):
+    mirrored = variable(0.0, dtype=jnp.float16, aggregation=MEAN)
+    local = variable(0.0, dtype=jnp.float16, aggregation=MEAN, synchronization=ON_READ)
 
     def step(x):
         mirrored.assign(x)
@@ -373,16 +369,14 @@ def test_mean_does_not_overflow_where_it_is_finite(strategy_of):
     ids=["vector", "scalar", "complex", "text", "None", "slices"],
 )
 def test_value_that_does_not_fit_is_refused(
-    synchronization, context, value, error, message, strategy_of
+    synchronization, context, value, error, message, strategy, variable
 ):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(
-            np.zeros((2, 3), np.float32),
-            name="m",
-            synchronization=synchronization,
-            aggregation=MEAN,
-        )
+    v = variable(
+        np.zeros((2, 3), np.float32),
+        name="m",
+        synchronization=synchronization,
+        aggregation=MEAN,
+    )
 
     def assign():
         v.assign(value)
@@ -434,8 +428,7 @@ def test_value_of_a_narrower_kind_is_converted(dtype, value, expected):
 # Results and sources of assignments
 
 
-def test_assign_returns_the_variable_outside_and_the_value_inside(strategy_of):
-    strategy = strategy_of(2)
+def test_assign_returns_the_variable_outside_and_the_value_inside(strategy):
     v = _variable(strategy, Case(AUTO, NONE, "assign"))
 
     assert v.assign(1.0) is v
@@ -444,8 +437,7 @@ def test_assign_returns_the_variable_outside_and_the_value_inside(strategy_of):
 
 
 @pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ])
-def test_read_value_false_returns_nothing(synchronization, strategy_of):
-    strategy = strategy_of(2)
+def test_read_value_false_returns_nothing(synchronization, strategy):
     v = _variable(strategy, Case(synchronization, MEAN, "assign"))
 
     assert v.assign(1.0, read_value=False) is None
@@ -455,11 +447,9 @@ def test_read_value_false_returns_nothing(synchronization, strategy_of):
     assert v.numpy() == 5.0
 
 
-def test_nest_of_values_computed_in_the_step_can_be_assigned(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable([0.0, 0.0, 0.0])
-        w = dist.Variable(3.0)
+def test_nest_of_values_computed_in_the_step_can_be_assigned(strategy, variable):
+    v = variable([0.0, 0.0, 0.0])
+    w = variable(3.0)
 
     strategy.run(lambda x: v.assign([x, 2.0, w], read_value=False), (np.float32(1.0),))
     inside = v.numpy()
@@ -469,8 +459,7 @@ def test_nest_of_values_computed_in_the_step_can_be_assigned(strategy_of):
     np.testing.assert_array_equal(v.numpy(), [3.0, 3.0, 1.0])
 
 
-def test_variables_and_mirrored_values_can_be_assigned(strategy_of):
-    strategy = strategy_of(2)
+def test_variables_and_mirrored_values_can_be_assigned(strategy):
     v = _variable(strategy, Case(AUTO, NONE, "assign"))
     total = _variable(strategy, Case(ON_READ, SUM, "assign"))
     mirrored = strategy.extended.update(v, lambda v: v.assign(3.0))
@@ -527,8 +516,7 @@ def test_captured_value_per_replica_is_that_of_each_replica(make, is_uneven, in_
         assert sorted({float(c.numpy()) for c in v.values}) == sorted(expected), case
 
 
-def test_value_per_replica_of_an_earlier_step_may_be_captured_in_a_function(strategy_of):
-    strategy = strategy_of(2)
+def test_value_per_replica_of_an_earlier_step_may_be_captured_in_a_function(strategy):
     v = _variable(strategy, Case(AUTO, SUM, "assign"))
 
     @dist.function
@@ -541,8 +529,7 @@ def test_value_per_replica_of_an_earlier_step_may_be_captured_in_a_function(stra
     assert v.numpy() == 3.0
 
 
-def test_captured_value_per_replica_without_aggregation_is_refused(strategy_of):
-    strategy = strategy_of(2)
+def test_captured_value_per_replica_without_aggregation_is_refused(strategy):
     v = _variable(strategy, Case(AUTO, NONE, "assign"), name="w")
 
     with pytest.raises(ReplicaDivergenceError, match="'w' is mirrored"):
@@ -550,8 +537,7 @@ def test_captured_value_per_replica_without_aggregation_is_refused(strategy_of):
 
 
 @pytest.mark.parametrize("values", [[1.0], [1.0, 2.0, 3.0], [1.0, np.ones(2)]], ids=str)
-def test_captured_value_per_replica_must_fit_the_replicas(values, strategy_of):
-    strategy = strategy_of(2)
+def test_captured_value_per_replica_must_fit_the_replicas(values, strategy):
     v = _variable(strategy, Case(AUTO, SUM, "assign"), name="w")
 
     with pytest.raises(ReplicaMismatchError, match=r"'w': assign got a PerReplica .* are 2 "):
@@ -562,8 +548,7 @@ def test_captured_value_per_replica_must_fit_the_replicas(values, strategy_of):
     ("context", "kind"),
     [("scope", "assign"), ("merge_call", "assign_add"), ("function", "assign_sub")],
 )
-def test_value_per_replica_is_refused_in_a_cross_replica_context(context, kind, strategy_of):
-    strategy = strategy_of(2)
+def test_value_per_replica_is_refused_in_a_cross_replica_context(context, kind, strategy):
     v = _variable(strategy, Case(AUTO, NONE, kind), name="w")
     per_replica = dist.PerReplica([jnp.float32(1), jnp.float32(2)])
 
@@ -613,8 +598,7 @@ def test_update_gives_each_copy_of_an_on_read_variable_its_component(strategy_of
 
 
 @pytest.mark.parametrize("group", [True, False])
-def test_update_returns_one_result_per_copy(group, strategy_of):
-    strategy = strategy_of(2)
+def test_update_returns_one_result_per_copy(group, strategy):
     v = _variable(strategy, Case(AUTO, NONE, "assign"))
 
     result = strategy.extended.update(v, lambda v, x: v.assign_add(x), (2.0,), group=group)
@@ -623,8 +607,7 @@ def test_update_returns_one_result_per_copy(group, strategy_of):
     assert [float(c) for c in (result.values if group else result)] == [12.0, 12.0]
 
 
-def test_update_without_a_result_returns_none(strategy_of):
-    strategy = strategy_of(2)
+def test_update_without_a_result_returns_none(strategy):
     v = _variable(strategy, Case(AUTO, NONE, "assign"))
 
     assert strategy.extended.update(v, lambda v: v.assign(2.0, read_value=False)) is None

@@ -25,43 +25,6 @@ def _replica_id():
 # Ways to write a value x to a variable v
 
 
-def _assign(v, x):
-    v.assign(x)
-
-
-def _assign_add(v, x):
-    v.assign_add(x)
-
-
-def _scan_over_values(v, x):
-    lax.scan(lambda c, step: (c, v.assign_add(step)), 0.0, x * jnp.arange(3.0))
-
-
-def _scan_with_carry(v, x):
-    # The value varies from the second round on.
-    lax.scan(lambda c, step: (c + x, v.assign_add(c)), 0.0, None, length=3)
-
-
-def _map(v, x):
-    lax.map(lambda step: v.assign_add(step * x), jnp.arange(3.0))
-
-
-def _cond_by_operand(v, x):
-    lax.cond(v.value() > 0, lambda y: v.assign(y), lambda y: v.assign_add(1.0), x)
-
-
-def _cond_by_predicate(v, x):
-    lax.cond(x > 0, lambda: v.assign(1.0), lambda: v.assign(2.0))
-
-
-def _cond_with_one_writing_branch(v, x):
-    lax.cond(x > 0, lambda: v.assign(1.0), lambda: v.value())
-
-
-def _switch(v, x):
-    lax.switch(x.astype(jnp.int32), [lambda: v.assign(0.0), lambda: v.assign(1.0)])
-
-
 def _while_loop_by_condition(v, x):
     def body(i):
         v.assign_add(1.0)
@@ -78,18 +41,6 @@ def _while_loop_by_carry(v, x):
     lax.while_loop(lambda carry: carry[0] < 3, body, (0, 0.0))
 
 
-def _fori_loop(v, x):
-    lax.fori_loop(0, 3, lambda i, c: c + v.assign_add(x * i), 0.0)
-
-
-def _jit(v, x):
-    jax.jit(lambda y: v.assign(y))(x)
-
-
-def _checkpoint(v, x):
-    jax.checkpoint(lambda y: v.assign(y))(x)
-
-
 def _scan_in_jit_in_cond(v, x):
     scan = jax.jit(lambda y: lax.scan(lambda c, s: (c, v.assign_add(s)), 0.0, y * jnp.ones(2))[0])
     lax.cond(v.value() > 0, scan, lambda y: y, x)
@@ -101,29 +52,35 @@ def _through_another_variable(v, x):
     v.assign(v * 2)
 
 
-def _update(v, x):
-    v.distribute_strategy.extended.update(v, lambda v, y: v.assign(y), (x,))
-
-
-WRITES = [
-    _assign,
-    _assign_add,
-    _scan_over_values,
-    _scan_with_carry,
-    _map,
-    _cond_by_operand,
-    _cond_by_predicate,
-    _cond_with_one_writing_branch,
-    _switch,
-    _while_loop_by_condition,
-    _while_loop_by_carry,
-    _fori_loop,
-    _jit,
-    _checkpoint,
-    _scan_in_jit_in_cond,
-    _through_another_variable,
-    _update,
-]
+WRITES = {
+    "assign": lambda v, x: v.assign(x),
+    "assign add": lambda v, x: v.assign_add(x),
+    "scan over values": lambda v, x: lax.scan(
+        lambda c, step: (c, v.assign_add(step)), 0.0, x * jnp.arange(3.0)
+    ),
+    "scan with carry": lambda v, x: lax.scan(
+        lambda c, step: (c + x, v.assign_add(c)), 0.0, None, length=3
+    ),
+    "map": lambda v, x: lax.map(lambda step: v.assign_add(step * x), jnp.arange(3.0)),
+    "cond by operand": lambda v, x: lax.cond(
+        v.value() > 0, lambda y: v.assign(y), lambda y: v.assign_add(1.0), x
+    ),
+    "cond by predicate": lambda v, x: lax.cond(x > 0, lambda: v.assign(1.0), lambda: v.assign(2.0)),
+    "cond with one writing branch": lambda v, x: lax.cond(
+        x > 0, lambda: v.assign(1.0), lambda: v.value()
+    ),
+    "switch": lambda v, x: lax.switch(
+        x.astype(jnp.int32), [lambda: v.assign(0.0), lambda: v.assign(1.0)]
+    ),
+    "while loop by condition": _while_loop_by_condition,
+    "while loop by carry": _while_loop_by_carry,
+    "fori loop": lambda v, x: lax.fori_loop(0, 3, lambda i, c: c + v.assign_add(x * i), 0.0),
+    "jit": lambda v, x: jax.jit(lambda y: v.assign(y))(x),
+    "checkpoint": lambda v, x: jax.checkpoint(lambda y: v.assign(y))(x),
+    "scan in jit in cond": _scan_in_jit_in_cond,
+    "through another variable": _through_another_variable,
+    "update": lambda v, x: v.distribute_strategy.extended.update(v, lambda v, y: v.assign(y), (x,)),
+}
 
 
 def _name(function):
@@ -136,7 +93,7 @@ def mirrored(strategy_of):
         return dist.Variable(1.0, name="w")
 
 
-@pytest.mark.parametrize("write", WRITES, ids=_name)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_value_that_differs_between_replicas_is_refused(write, mirrored):
     strategy = mirrored.distribute_strategy
 
@@ -155,7 +112,7 @@ def test_reduced_values_are_written_alike_on_all_replicas(strategy_of):
             variables = [dist.Variable(1.0) for _ in WRITES]
 
         def step():
-            for write, variable in zip(WRITES, variables, strict=True):
+            for write, variable in zip(WRITES.values(), variables, strict=True):
                 write(variable, value_of())
 
         strategy.run(step)
@@ -164,8 +121,8 @@ def test_reduced_values_are_written_alike_on_all_replicas(strategy_of):
     both = written(strategy_of(2), lambda: _context().all_reduce("sum", _replica_id()))
     alone = written(dist.OneDeviceStrategy("CPU:0"), lambda: jnp.float32(1.0))
 
-    for write, copies, (expected,) in zip(WRITES, both, alone, strict=True):
-        assert [float(c.numpy()) for c in copies] == [expected.numpy()] * 2, _name(write)
+    for name, copies, (expected,) in zip(WRITES, both, alone, strict=True):
+        assert [float(c.numpy()) for c in copies] == [expected.numpy()] * 2, name
 
 
 def test_assignment_is_named_by_its_line(mirrored):
@@ -180,58 +137,14 @@ def test_assignment_is_named_by_its_line(mirrored):
 # Where a difference comes from
 
 
-def _from_replica_id(x, local):
-    return _replica_id()
-
-
-def _from_axis_index(x, local):
-    return lax.axis_index("replica") * 1.0
-
-
-def _from_argument(x, local):
-    return x
-
-
-def _from_on_read_variable(x, local):
-    return local[0]
-
-
-def _from_rows_of_on_read_variable(x, local):
-    return local.sparse_read([0])[0]
-
-
 def _from_random_numbers_per_replica(x, local):
     key = jax.random.fold_in(jax.random.key(0), _context().replica_id_in_sync_group)
     return jax.random.uniform(key)
 
 
-def _from_selection(x, local):
-    return jnp.where(_replica_id() == 0, 1.0, 2.0)
-
-
 def _from_own_part_of_a_gather(x, local):
     everything = _context().all_gather(x[None], 0)
     return everything[_context().replica_id_in_sync_group]
-
-
-def _from_scattered_sum(x, local):
-    return lax.psum_scatter(jnp.ones(2), "replica")
-
-
-def _from_host_callback(x, local):
-    return jax.pure_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32))
-
-
-def _from_function_of_another_library(x, local):
-    return jax.ffi.ffi_call("nobody_registered_it", jax.ShapeDtypeStruct((), jnp.float32))()
-
-
-def _from_random_numbers_of_the_device(x, local):
-    return lax.rng_uniform(jnp.float32(0), jnp.float32(1), ())
-
-
-def _from_memory_nobody_wrote(x, local):
-    return lax.empty((), jnp.float32)
 
 
 def _from_reference(x, local):
@@ -251,30 +164,6 @@ def _from_reference_written_in_a_loop(x, local):
     return jax.freeze(reference)
 
 
-def _from_sum_over_an_axis_of_vmap(x, local):
-    return jax.vmap(lambda y: lax.psum(y * x, "rows"), axis_name="rows")(jnp.ones(3))[0]
-
-
-def _from_sum_over_a_dim(x, local):
-    return lax.psum(x * jnp.ones(3), (0,))
-
-
-def _from_maximum_over_no_axis(x, local):
-    return lax.pmax(x, ())
-
-
-def _from_sum_of_each_group(x, local):
-    return lax.psum(x, "replica", axis_index_groups=[[0], [1]])
-
-
-def _from_permutation(x, local):
-    return lax.ppermute(x, "replica", [(0, 1), (1, 0)])
-
-
-def _from_all_to_all(x, local):
-    return lax.all_to_all(x * jnp.arange(2.0), "replica", 0, 0).sum()
-
-
 def _from_ragged_all_to_all(x, local):
     one_each, numbers = jnp.ones(2, jnp.int32), jnp.arange(2)
     return lax.ragged_all_to_all(
@@ -282,60 +171,44 @@ def _from_ragged_all_to_all(x, local):
     ).sum()
 
 
-def _from_merge_call(x, local):
-    return _context().merge_call(lambda strategy, y: y, (x,))
-
-
-def _from_gradient(x, local):
-    return jax.grad(lambda y: y * x)(1.0)
-
-
-DIFFERENT = [
-    _from_replica_id,
-    _from_axis_index,
-    _from_argument,
-    _from_on_read_variable,
-    _from_rows_of_on_read_variable,
-    _from_random_numbers_per_replica,
-    _from_selection,
-    _from_own_part_of_a_gather,
-    _from_scattered_sum,
-    _from_host_callback,
-    _from_function_of_another_library,
-    _from_random_numbers_of_the_device,
-    _from_memory_nobody_wrote,
-    _from_reference,
-    _from_reference_written_in_a_loop,
-    _from_sum_over_an_axis_of_vmap,
-    _from_sum_over_a_dim,
-    _from_maximum_over_no_axis,
-    _from_sum_of_each_group,
-    _from_permutation,
-    _from_all_to_all,
-    _from_ragged_all_to_all,
-    _from_merge_call,
-    _from_gradient,
-]
-
-
-def _of_constant(x, local):
-    return 3.0
+DIFFERENT = {
+    "replica id": lambda x, local: _replica_id(),
+    "axis index": lambda x, local: lax.axis_index("replica") * 1.0,
+    "argument": lambda x, local: x,
+    "on read variable": lambda x, local: local[0],
+    "rows of on read variable": lambda x, local: local.sparse_read([0])[0],
+    "random numbers per replica": _from_random_numbers_per_replica,
+    "selection": lambda x, local: jnp.where(_replica_id() == 0, 1.0, 2.0),
+    "own part of a gather": _from_own_part_of_a_gather,
+    "scattered sum": lambda x, local: lax.psum_scatter(jnp.ones(2), "replica"),
+    "host callback": lambda x, local: jax.pure_callback(
+        lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32)
+    ),
+    "function of another library": lambda x, local: jax.ffi.ffi_call(
+        "nobody_registered_it", jax.ShapeDtypeStruct((), jnp.float32)
+    )(),
+    "random numbers of the device": lambda x, local: lax.rng_uniform(
+        jnp.float32(0), jnp.float32(1), ()
+    ),
+    "memory nobody wrote": lambda x, local: lax.empty((), jnp.float32),
+    "reference": _from_reference,
+    "reference written in a loop": _from_reference_written_in_a_loop,
+    "sum over an axis of vmap": lambda x, local: jax.vmap(
+        lambda y: lax.psum(y * x, "rows"), axis_name="rows"
+    )(jnp.ones(3))[0],
+    "sum over a dim": lambda x, local: lax.psum(x * jnp.ones(3), (0,)),
+    "maximum over no axis": lambda x, local: lax.pmax(x, ()),
+    "sum of each group": lambda x, local: lax.psum(x, "replica", axis_index_groups=[[0], [1]]),
+    "permutation": lambda x, local: lax.ppermute(x, "replica", [(0, 1), (1, 0)]),
+    "all to all": lambda x, local: lax.all_to_all(x * jnp.arange(2.0), "replica", 0, 0).sum(),
+    "ragged all to all": _from_ragged_all_to_all,
+    "merge call": lambda x, local: _context().merge_call(lambda strategy, y: y, (x,)),
+    "gradient": lambda x, local: jax.grad(lambda y: y * x)(1.0),
+}
 
 
 def _of_sum(x, local):
     return _context().all_reduce("sum", x)
-
-
-def _of_mean(x, local):
-    return _context().all_reduce("mean", local[1])
-
-
-def _of_gather(x, local):
-    return _context().all_gather(x[None], 0).max()
-
-
-def _of_psum(x, local):
-    return lax.psum(x, "replica")
 
 
 def _of_psum_over_an_axis_of_vmap_too(x, local):
@@ -343,45 +216,29 @@ def _of_psum_over_an_axis_of_vmap_too(x, local):
     return sums[0]
 
 
-def _of_largest(x, local):
-    return lax.pmax(x, "replica") + lax.pmin(x, "replica")
-
-
 def _of_gradient_of_a_branch(x, local):
     total = lax.psum(x, "replica")
     return jax.grad(lambda y: lax.cond(y > 0, lambda z: z * z, lambda z: z, y))(total)
 
 
-def _of_reduce_in_merge_call(x, local):
-    return _context().merge_call(lambda strategy, y: strategy.reduce("sum", y, axis=None), (x,))
-
-
-def _of_on_read_variable_in_merge_call(x, local):
-    return _context().merge_call(lambda strategy: local[0])
-
-
-def _of_random_numbers(x, local):
-    return jax.random.uniform(jax.random.key(0))
-
-
-def _of_loop(x, local):
-    return lax.fori_loop(0, 3, lambda i, c: c + _of_sum(x, local), 0.0)
-
-
-EQUAL = [
-    _of_constant,
-    _of_sum,
-    _of_mean,
-    _of_gather,
-    _of_psum,
-    _of_psum_over_an_axis_of_vmap_too,
-    _of_largest,
-    _of_gradient_of_a_branch,
-    _of_reduce_in_merge_call,
-    _of_on_read_variable_in_merge_call,
-    _of_random_numbers,
-    _of_loop,
-]
+EQUAL = {
+    "constant": lambda x, local: 3.0,
+    "sum": _of_sum,
+    "mean": lambda x, local: _context().all_reduce("mean", local[1]),
+    "gather": lambda x, local: _context().all_gather(x[None], 0).max(),
+    "psum": lambda x, local: lax.psum(x, "replica"),
+    "psum over an axis of vmap too": _of_psum_over_an_axis_of_vmap_too,
+    "largest": lambda x, local: lax.pmax(x, "replica") + lax.pmin(x, "replica"),
+    "gradient of a branch": _of_gradient_of_a_branch,
+    "reduce in merge call": lambda x, local: _context().merge_call(
+        lambda strategy, y: strategy.reduce("sum", y, axis=None), (x,)
+    ),
+    "on read variable in merge call": lambda x, local: _context().merge_call(
+        lambda strategy: local[0]
+    ),
+    "random numbers": lambda x, local: jax.random.uniform(jax.random.key(0)),
+    "loop": lambda x, local: lax.fori_loop(0, 3, lambda i, c: c + _of_sum(x, local), 0.0),
+}
 
 
 @pytest.fixture
@@ -405,16 +262,16 @@ def run_with(strategy_of):
     return run
 
 
-@pytest.mark.parametrize("compute", DIFFERENT, ids=_name)
+@pytest.mark.parametrize("compute", DIFFERENT.values(), ids=DIFFERENT)
 def test_every_source_of_difference_is_seen(compute, run_with):
     with pytest.raises(ReplicaDivergenceError, match="'w' is mirrored"):
         run_with(compute)
 
 
 def test_equal_values_are_accepted(run_with):
-    for compute, v in zip(EQUAL, run_with(*EQUAL), strict=True):
+    for name, v in zip(EQUAL, run_with(*EQUAL.values()), strict=True):
         copies = [float(c.numpy()) for c in v.values]
-        assert copies[0] == copies[1] != 1.0, _name(compute)
+        assert copies[0] == copies[1] != 1.0, name
 
 
 def test_arguments_all_replicas_share_are_equal(mirrored):
@@ -579,10 +436,10 @@ def _in_while_loop(collective, v, x):
     ],
     ids=_name,
 )
-def test_collective_some_replicas_would_skip_is_refused(control_flow, collective, strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(1.0, aggregation=SUM)
+def test_collective_some_replicas_would_skip_is_refused(
+    control_flow, collective, strategy, variable
+):
+    v = variable(1.0, aggregation=SUM)
 
     with pytest.raises(ContextError, match=r"collective .*control flow.*waiting forever"):
         strategy.run(lambda: control_flow(collective, v, _replica_id()))
@@ -594,11 +451,9 @@ def test_collective_some_replicas_would_skip_is_refused(control_flow, collective
 @pytest.mark.parametrize("control_flow", [_in_cond, _in_switch, _in_while_loop], ids=_name)
 @pytest.mark.parametrize("by_rows", [True, False])
 def test_collective_some_replicas_would_skip_is_refused_where_each_is_traced(
-    by_rows, control_flow, strategy_of
+    by_rows, control_flow, strategy, variable
 ):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(1.0, aggregation=SUM)
+    v = variable(1.0, aggregation=SUM)
     rows = strategy.experimental_distribute_values_from_function(
         lambda context: jnp.ones(1 + (by_rows and context.replica_id_in_sync_group))
     )
@@ -644,10 +499,10 @@ def _loop_over_rows_beside_a_sum(x):
         (_loop_over_rows_beside_a_sum, 6.0),
     ],
 )
-def test_sums_in_control_flow_of_an_uneven_batch_may_be_assigned(function, expected, strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(0.0)
+def test_sums_in_control_flow_of_an_uneven_batch_may_be_assigned(
+    function, expected, strategy, variable
+):
+    v = variable(0.0)
     rows = dist.PerReplica([jnp.ones(2), jnp.ones(1)])
 
     strategy.run(lambda x: v.assign(function(x)), args=(rows,))
@@ -666,10 +521,8 @@ def test_sums_in_control_flow_of_an_uneven_batch_may_be_assigned(function, expec
         lambda x: lax.cond(_sum(x) > 0, lambda: _sum(x) / len(x), lambda: 0.0),
     ],
 )
-def test_what_differs_in_control_flow_with_a_sum_may_not_be_assigned(function, strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(0.0)
+def test_what_differs_in_control_flow_with_a_sum_may_not_be_assigned(function, strategy, variable):
+    v = variable(0.0)
     rows = dist.PerReplica([jnp.ones(2), jnp.ones(1)])
 
     with pytest.raises(ReplicaDivergenceError, match="can differ between replicas"):
@@ -685,10 +538,8 @@ def _own(x):
 
 
 @pytest.mark.parametrize("control_flow", [_in_cond, _in_switch, _in_while_loop], ids=_name)
-def test_collectives_all_replicas_reach_alike_are_accepted(control_flow, strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(1.0, aggregation=SUM)
+def test_collectives_all_replicas_reach_alike_are_accepted(control_flow, strategy, variable):
+    v = variable(1.0, aggregation=SUM)
 
     def step(x):
         return [control_flow(collective, v, x) for collective in COLLECTIVES]
@@ -734,13 +585,11 @@ _ROUNDS = {
 @pytest.mark.parametrize("num_rows", [3, 1])
 @pytest.mark.parametrize("repeated", _ROUNDS, ids=_name)
 def test_what_a_body_makes_of_its_rows_does_not_count_for_its_other_assignments(
-    repeated, num_rows, strategy_of
+    repeated, num_rows, strategy, variable
 ):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        count, average = dist.Variable(0.0), dist.Variable(1.0)
-        metric = dist.Variable(0.0, synchronization=ON_READ, aggregation=SUM)
-        largest = dist.Variable(0.0, synchronization=ON_READ, aggregation=SUM)
+    count, average = variable(0.0), variable(1.0)
+    metric = variable(0.0, synchronization=ON_READ, aggregation=SUM)
+    largest = variable(0.0, synchronization=ON_READ, aggregation=SUM)
 
     def step(x):
         total = _sum(x)
@@ -764,56 +613,41 @@ def test_what_a_body_makes_of_its_rows_does_not_count_for_its_other_assignments(
     assert metric.numpy() == _ROUNDS[repeated] * rows.sum()
 
 
-def _counted_by_rows(x, own, v):
-    lax.scan(lambda c, row: (c, [own.assign(row), v.assign_add(1.0)][0]), 0.0, x)
-
-
-def _of_own_rows(x, own, v):
-    lax.scan(lambda c, _: (c, [own.assign(len(x)), v.assign_add(len(x))][0]), 0.0, None, 2)
-
-
 def _through_another(x, own, v):
     lax.scan(lambda c, _: (c, [own.assign_add(len(x)), v.assign(own)][0]), 0.0, None, 2)
 
 
-def _through_another_in_a_loop_within(x, own, v):
-    lax.scan(lambda c, _: (c, _through_another(x, own, v)), 0.0, None, 2)
+OF_OWN_ROWS = {
+    "counted by rows": lambda x, own, v: lax.scan(
+        lambda c, row: (c, [own.assign(row), v.assign_add(1.0)][0]), 0.0, x
+    ),
+    "of own rows": lambda x, own, v: lax.scan(
+        lambda c, _: (c, [own.assign(len(x)), v.assign_add(len(x))][0]), 0.0, None, 2
+    ),
+    "through another": _through_another,
+    "through another in a loop within": lambda x, own, v: lax.scan(
+        lambda c, _: (c, _through_another(x, own, v)), 0.0, None, 2
+    ),
+    "while own rows": lambda x, own, v: lax.while_loop(
+        lambda i: i < len(x), lambda i: [v.assign_add(1.0), i + 1][1], 0
+    ),
+    "of a decision": lambda x, own, v: lax.cond(
+        own.value() > 1, lambda: [v.assign_add(1.0), 0][1], lambda: 0
+    ),
+}
 
 
-def _while_own_rows(x, own, v):
-    lax.while_loop(lambda i: i < len(x), lambda i: [v.assign_add(1.0), i + 1][1], 0)
-
-
-def _of_a_decision(x, own, v):
-    lax.cond(own.value() > 1, lambda: [v.assign_add(1.0), 0][1], lambda: 0)
-
-
-@pytest.mark.parametrize(
-    "assign",
-    [
-        _counted_by_rows,
-        _of_own_rows,
-        _through_another,
-        _through_another_in_a_loop_within,
-        _while_own_rows,
-        _of_a_decision,
-    ],
-    ids=_name,
-)
-def test_what_a_body_assigns_from_its_own_rows_is_refused(assign, strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v, own = dist.Variable(0.0, name="v"), dist.Variable(0.0, synchronization=ON_READ)
+@pytest.mark.parametrize("assign", OF_OWN_ROWS.values(), ids=OF_OWN_ROWS)
+def test_what_a_body_assigns_from_its_own_rows_is_refused(assign, strategy, variable):
+    v, own = variable(0.0, name="v"), variable(0.0, synchronization=ON_READ)
     rows = dist.PerReplica([jnp.ones(2), jnp.ones(1)])
 
     with pytest.raises(ReplicaDivergenceError, match="'v' is mirrored"):
         strategy.run(lambda x: assign(x, own, v), args=(rows,))
 
 
-def test_what_a_branch_passes_on_is_not_of_the_decision(strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        v = dist.Variable(1.0)
+def test_what_a_branch_passes_on_is_not_of_the_decision(strategy, variable):
+    v = variable(1.0)
     rows = dist.PerReplica([jnp.ones(2), jnp.full(2, 3.0)])
 
     def step(x):

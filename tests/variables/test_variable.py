@@ -404,8 +404,7 @@ _MAKE_OPERAND = {
     ("kind", "where"),
     [("plain", "eager"), ("mirrored", "run"), ("on read", "run"), ("Mirrored", "run")],
 )
-def test_operators_take_variables_on_either_side(where, kind, strategy_of):
-    strategy = strategy_of(2)
+def test_operators_take_variables_on_either_side(where, kind, strategy):
     with (dist.get_strategy() if kind == "plain" else strategy).scope():
         make = _MAKE_OPERAND.get(kind, dist.Variable)
         left = {a.dtype: make(a) for a in (_LEFT, _BITS_LEFT)}

@@ -46,9 +46,15 @@ def _num_barriers(closed):
 
 
 # Fewer units than features, and more: the smaller operand of the product is transposed.
-@pytest.mark.parametrize("kernel", [KERNEL, WIDE_KERNEL])
 @pytest.mark.parametrize(
-    "loss", [_loss, jax.jit(_loss), _checkpointed, _scanned, _branching, _einsum]
+    ("loss", "kernel"),
+    [
+        (_loss, WIDE_KERNEL),
+        *[
+            (loss, KERNEL)
+            for loss in (jax.jit(_loss), _checkpointed, _scanned, _branching, _einsum)
+        ],
+    ],
 )
 def test_gradients_of_kernels_are_fast_products(loss, kernel):
     gradient = jax.grad(loss)
@@ -60,8 +66,9 @@ def test_gradients_of_kernels_are_fast_products(loss, kernel):
     np.testing.assert_allclose(actual, gradient(kernel, X), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(4, 6, 2, 3), (4, 6, 5, 7)])
-@pytest.mark.parametrize("precision", [None, "highest", ("highest", "default")])
+@pytest.mark.parametrize(
+    ("shape", "precision"), [((4, 6, 2, 3), None), ((4, 6, 5, 7), ("highest", "default"))]
+)
 def test_products_of_half_precision_keep_their_type_and_order(shape, precision):
     x, y = (jnp.asarray(RNG.standard_normal(s), jnp.bfloat16) for s in ((4, 6, 2, 8), shape))
 
@@ -108,13 +115,12 @@ def test_other_programs_stay_the_same_object(function, args):
 
 
 # Fails when XLA does not do that any more: then the rule can go.
-@pytest.mark.parametrize("kernel", [KERNEL, WIDE_KERNEL])
-def test_xla_transposes_both_operands_otherwise(kernel):
+def test_xla_transposes_both_operands_otherwise():
     both_transposed = "lhs_contracting_dims={0}, rhs_contracting_dims={1}"
     gradient = jax.grad(_loss)
 
     def compiled(function):
-        return jax.jit(function).lower(kernel, X).compile().as_text()
+        return jax.jit(function).lower(KERNEL, X).compile().as_text()
 
     assert both_transposed in compiled(gradient)
     assert both_transposed not in compiled(with_cpu_rewrites(gradient, None))
@@ -126,9 +132,8 @@ def test_programs_of_other_platforms_stay_as_they_are():
     assert with_cpu_rewrites(gradient, AbstractMesh((2,), ("replica",))) is gradient
 
 
-@pytest.mark.parametrize("kernel", [KERNEL, WIDE_KERNEL])
-def test_they_can_be_switched_off(kernel, monkeypatch):
-    gradient = jax.grad(_loss)
+def test_they_can_be_switched_off(monkeypatch):
+    gradient, kernel = jax.grad(_loss), KERNEL
     closed = jax.make_jaxpr(gradient)(kernel, X)
     rewritten = with_cpu_rewrites(gradient, None)
     assert _num_barriers(rewritten_for_cpus(closed)) == 1
@@ -161,9 +166,7 @@ def compiled_programs():
     watch_programs(None)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_steps_of_run_are_rewritten(strategy_of, compiled_programs, num_replicas):
-    strategy = strategy_of(num_replicas)
+def test_steps_of_run_are_rewritten(strategy, compiled_programs):
     with strategy.scope():
         kernel = dist.Variable(KERNEL)
 
@@ -174,33 +177,8 @@ def test_steps_of_run_are_rewritten(strategy_of, compiled_programs, num_replicas
     strategy.run(step, args=(jnp.asarray(X),))
 
     assert sum(text.count("optimization_barrier") for text in compiled_programs) == 1
-    expected = KERNEL - num_replicas * jax.grad(_loss)(KERNEL, X)
+    expected = KERNEL - 2 * jax.grad(_loss)(KERNEL, X)
     np.testing.assert_allclose(kernel.numpy(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_steps_of_run_stay_as_they_are_if_switched_off(strategy_of, compiled_programs, monkeypatch):
-    monkeypatch.setenv("DISTRIBUTARY_CPU_REWRITES", "0")
-    strategy = strategy_of(2)
-
-    def step(x):
-        return dist.get_replica_context().all_reduce("SUM", jax.grad(_loss)(KERNEL, x))
-
-    result = strategy.run(step, args=(jnp.asarray(X),))
-
-    assert not any("optimization_barrier" in text for text in compiled_programs)
-    expected = 2 * jax.grad(_loss)(KERNEL, X)
-    np.testing.assert_allclose(result.values[0], expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_steps_of_fit_are_rewritten(strategy_of, compiled_programs, num_replicas):
-    with strategy_of(num_replicas).scope():
-        model = keras.Sequential([keras.Input((6, 8)), keras.layers.Dense(5, use_bias=False)])
-        model.compile("sgd", "mse")
-
-    model.fit(X, np.zeros((4, 6, 5), np.float32), batch_size=4, verbose=0)
-
-    assert any("optimization_barrier" in text for text in compiled_programs)
 
 
 def _names(closed):
@@ -222,12 +200,9 @@ def _gradient_of_convolution(kernel, x, **options):
     [
         ((64, 32, 32, 3), (3, 3), {"padding": "VALID"}),
         ((130, 33, 34, 2), (3, 2), {"padding": "SAME"}),
-        ((6, 9, 9, 3), (1, 1), {"padding": "VALID"}),
         ((6, 9, 9, 3), (1, 1), {"window_strides": (2, 3), "padding": "VALID"}),
         ((130, 68, 102, 2), (3, 3), {"window_strides": (2, 3), "padding": "SAME"}),
-        ((64, 64, 96, 3), (3, 3), {"window_strides": (2, 3), "padding": "VALID"}),
         ((130, 34, 34, 2), (3, 3), {"rhs_dilation": (2, 1), "padding": ((3, 0), (1, 4))}),
-        ((60, 12, 14, 14, 2), (3, 2, 3), {"padding": "SAME"}),
         ((4, 6, 7, 8, 2), (3, 2, 3), {"padding": "SAME"}),  # small, of three dimensions
     ],
 )
@@ -253,13 +228,10 @@ def test_gradients_of_kernels_of_convolutions_are_products(images, kernel, optio
     ("images", "kernel", "options"),
     [
         ((20, 12, 12, 128), (3, 3), {"padding": "VALID"}),
-        ((2, 47, 30, 128), (3, 3), {"padding": "SAME"}),
         ((9, 21, 22, 128), (5, 4), {"window_strides": (2, 3), "padding": "SAME"}),
         ((8, 19, 20, 128), (3, 3), {"window_strides": (1, 2), "padding": ((2, -1), (0, 3))}),
         ((7, 21, 20, 128), (3, 3), {"rhs_dilation": (2, 3), "padding": "VALID"}),
         ((96, 40, 128), (5,), {"padding": "SAME"}),
-        ((96, 81, 128), (5,), {"window_strides": (2,), "padding": "VALID"}),
-        ((2, 16, 16, 192), (7, 7), {"padding": "SAME"}),
     ],
 )
 def test_depthwise_convolutions_and_their_gradients_are_sums(images, kernel, options):
@@ -308,9 +280,7 @@ def test_gradients_of_small_depthwise_kernels_stay_as_they_are(images, kernel):
     assert names.count("conv_general_dilated") == 1  # the forward one is rewritten
 
 
-@pytest.mark.parametrize(
-    ("window_strides", "kernel"), [((1, 1), (3, 3)), ((2, 3), (3, 4)), ((3, 1), (5, 1))]
-)
+@pytest.mark.parametrize(("window_strides", "kernel"), [((1, 1), (3, 3)), ((2, 3), (3, 4))])
 def test_convolutions_without_padding_get_a_row(window_strides, kernel):
     x = RNG.standard_normal((8, 33, 16, 32)).astype(np.float32)
     weights = RNG.standard_normal((*kernel, 32, 33)).astype(np.float32)
@@ -374,17 +344,16 @@ def _gradient_of_pooling(x, errors, size, strides, padding, kind):
     return jax.vjp(pool, x)[1](errors)[0]
 
 
-@pytest.mark.parametrize("kind", [lax.max, lax.min])
 @pytest.mark.parametrize(
-    ("size", "strides", "padding"),
+    ("size", "strides", "padding", "kind"),
     [
-        ((1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
-        ((1, 3, 3, 1), (1, 2, 2, 1), "VALID"),
-        ((1, 3, 3, 1), (1, 2, 2, 1), "SAME"),
-        ((1, 2, 3, 1), (1, 1, 2, 1), "VALID"),
-        ((1, 2, 2, 1), (1, 3, 3, 1), "VALID"),
-        ((1, 3, 3, 1), (1, 3, 3, 1), ((0, 0), (2, 1), (1, 2), (0, 0))),
-        ((2, 1, 2, 2), (1, 1, 2, 2), "VALID"),
+        ((1, 2, 2, 1), (1, 2, 2, 1), "VALID", lax.max),
+        ((1, 3, 3, 1), (1, 2, 2, 1), "SAME", lax.max),
+        ((1, 3, 3, 1), (1, 2, 2, 1), "SAME", lax.min),
+        ((1, 2, 3, 1), (1, 1, 2, 1), "VALID", lax.max),
+        ((1, 2, 2, 1), (1, 3, 3, 1), "VALID", lax.min),
+        ((1, 3, 3, 1), (1, 3, 3, 1), ((0, 0), (2, 1), (1, 2), (0, 0)), lax.max),
+        ((2, 1, 2, 2), (1, 1, 2, 2), "VALID", lax.max),
     ],
 )
 def test_gradients_of_max_pooling_choose_as_xla_does(size, strides, padding, kind):
@@ -492,10 +461,7 @@ def test_xla_makes_arrays_of_indices_for_max_pooling_otherwise():
     assert indices not in compiled(with_cpu_rewrites(gradient, None))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_fit_of_a_small_cnn_learns_as_without_a_strategy(
-    strategy_of, compiled_programs, num_replicas
-):
+def test_fit_of_a_small_cnn_learns_as_without_a_strategy(strategy, compiled_programs):
     def build():
         keras.utils.set_random_seed(3)
         model = keras.Sequential(
@@ -515,7 +481,7 @@ def test_fit_of_a_small_cnn_learns_as_without_a_strategy(
     y = RNG.standard_normal((20, 3)).astype(np.float32)
     alone = build()
     alone.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
-    with strategy_of(num_replicas).scope():
+    with strategy.scope():
         model = build()
 
     model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)

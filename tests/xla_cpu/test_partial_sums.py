@@ -44,11 +44,6 @@ def _mlp(w, x):
     return _mean(jnp.tanh(x @ w["w"] + w["b"]) @ w["v"])
 
 
-def _classes(w, x, y):
-    logs = jax.nn.log_softmax(jnp.tanh(x @ w["w"]) @ w["v"])
-    return -jnp.mean(jnp.take_along_axis(logs, y[:, None] % 3, 1))
-
-
 def _convolved(kernel, x, padding="SAME", groups=1):
     numbers = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(
@@ -107,10 +102,6 @@ def _embedding(table, ids, x):
     return _mean(jnp.tanh(table[ids] * x[:, None, :]))
 
 
-def _in_cond(w, x):
-    return lax.cond(jnp.sum(w["b"]) > 100, lambda w, x: jnp.sum(w["w"]), _mlp, w, x)
-
-
 def _cond_of_rows(w, x):
     return lax.cond(jnp.sum(x) > 0, lambda: _mlp(w, x), lambda: 2 * _mlp(w, -x))
 
@@ -123,10 +114,6 @@ def _blocks(w, x):
     for _ in range(3):
         x = block(w, x)
     return _mean(x)
-
-
-def _layers(stacked, x):
-    return _mean(lax.scan(lambda x, w: (jnp.tanh(x @ w @ w.T), None), x, stacked)[0])
 
 
 def _half(w, x):
@@ -143,11 +130,6 @@ def _cancelling(w, x):
     return (low.T @ ones).T.astype(jnp.float32), lax.reduce_sum(low, (0,))
 
 
-def _all_pairs(w, x):
-    h = x @ w
-    return _mean(jax.nn.softmax(h @ h.T) @ h)
-
-
 def _mixed_rows(w, x):
     h = jnp.tanh(x @ w).T.reshape(-1, 4)
     return _mean(h @ h.T[:, :3])
@@ -156,12 +138,6 @@ def _mixed_rows(w, x):
 def _weighted(w, x, weights):
     rows = jnp.square(jnp.tanh(x @ w)).sum(-1)
     return jnp.sum(rows * weights) / jnp.maximum(jnp.sum(weights), 1e-3)
-
-
-def _clipped(w, x):
-    loss, gradients = jax.value_and_grad(_mlp)(w, x)
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in gradients.values()))
-    return loss, {name: w[name] - g / jnp.maximum(norm, 0.1) for name, g in gradients.items()}
 
 
 def _while_loop(w, x):
@@ -247,7 +223,6 @@ def _various(x, y):
 _DENSE = {"w": W, "b": B, "v": V}
 STEPS = {
     "dense": (_trained(_mlp), [_DENSE], [_x]),
-    "classes": (_trained(_classes), [_DENSE], [_x, "ids"]),
     "convolution": (_trained(_conv), [KERNEL], [lambda n: _x(n, 8, 8, 4)]),
     "without_padding": (_trained(_conv_without_padding), [WIDE], [lambda n: _x(n, 16, 16, 32)]),
     "depthwise": (_trained(_depthwise), [DEPTHWISE], [lambda n: _x(n, 12, 12, 128)]),
@@ -255,15 +230,11 @@ STEPS = {
     "attention": (_trained(_attention), [ATTENTION], [lambda n: _x(n, 5, 8)]),
     "batchnorm": (_trained(_batchnorm), [_DENSE], [_x]),
     "embedding": (_trained(_embedding), [TABLE], [lambda n: RNG.integers(0, 20, (n, 4)), _x]),
-    "cond": (_trained(_in_cond), [_DENSE], [_x]),
     "cond_of_rows": (_trained(_cond_of_rows), [_DENSE], [_x]),
     "checkpoint": (_trained(_blocks), [_DENSE], [_x]),
-    "layers": (_trained(_layers), [_normal(3, 6, 6)], [_x]),
     "bfloat16": (_trained(_half), [_DENSE], [_x]),
-    "pairs": (_trained(_all_pairs), [W], [_x]),
     "mixed_rows": (_trained(_mixed_rows), [W], [lambda n: _x(n, 4, 6)]),
     "weighted": (_trained(_weighted), [W], [_x, lambda n: np.abs(_normal(n))]),
-    "clipped": (_clipped, [_DENSE], [_x]),
     "while": (_while_loop, [W], [_x]),
     "accumulated": (_accumulated, [W], [_x]),
     "counts": (_counts, [], [_x, "ids"]),
@@ -349,12 +320,12 @@ def test_results_are_those_of_one_device(name):
     _check(step, args, dims, _mesh(2), 1e-2 if name == "bfloat16" else 2e-5)
 
 
-@pytest.mark.parametrize("num_rows", [3, 6])  # some devices have no row; the last ones have fewer
 @pytest.mark.parametrize(
-    "name",
+    ("name", "num_rows"),
     [
-        *("classes", "convolution", "without_padding", "depthwise", "embedding"),
-        *("weighted", "counts", "orders", "various"),
+        # Some devices have no row.
+        *[(name, 3) for name in ("convolution", "embedding", "weighted", "counts", "various")],
+        ("orders", 6),  # the last ones have fewer
     ],
 )
 def test_rows_that_do_not_divide_count_once(name, num_rows):
@@ -388,15 +359,12 @@ def _collectives(program):
     ("name", "expected"),
     [
         ("dense", 1),
-        ("classes", 1),
         ("attention", 1),
         ("convolution", 1),
         ("embedding", 1),
         ("lstm", 1),
         ("steps", 2),  # in every step, and of the losses after it
-        ("layers", 1),
         ("checkpoint", 1),
-        ("clipped", 1),
         ("bfloat16", 1),
         ("batchnorm", 5),  # two statistics that need each other, and their gradients
     ],
