@@ -15,6 +15,7 @@ from distributary.servers._certificates import Credentials, make_certificates
 from distributary.servers._grpc import GrpcLink, GrpcServer
 from distributary.servers._links import InProcessLink
 from distributary.servers._messages import Message
+from tests.servers.processes import Cluster
 
 _PEER = Path(__file__).parent / "programs" / "peer.py"
 
@@ -73,6 +74,13 @@ def certificates(tmp_path_factory):
     folder = tmp_path_factory.mktemp("certificates") / "certs"
     make_certificates(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def cluster(certificates):
+    """Processes of two workers and two servers; a test that ends some starts them again."""
+    with contextlib.ExitStack() as stack:
+        yield Cluster(stack, certificates)
 
 
 @pytest.fixture

@@ -1,15 +1,13 @@
 """What a task might be sent by somebody who means no good."""
 
-import contextlib
 import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.servers._messages import Message, encode, split
+from distributary.servers._messages import Message
 from distributary.servers._programs import export_jaxpr
-from tests.servers.frames import damaged_frames
 
 _KINDS_OF_ALL = ["alive", "hello", "identify", "nothing"]
 _KINDS = {
@@ -80,29 +78,3 @@ def _damaged(program, generator):
     for _ in range(generator.choice([1, 2, 30])):
         damaged[generator.randrange(len(damaged))] = generator.randrange(256)
     return bytes(damaged)
-
-
-@contextlib.contextmanager
-def strange_streams(link):
-    """A function that sends the i-th input, and returns whether the task has refused it."""
-    grpc = link._grpc
-    frames = list(damaged_frames(1000))
-    good = b"".join(encode(Message("identify")))
-    generator = random.Random(3)
-    with link._channel() as channel:
-        talk = channel.stream_stream("/distributary.Link/Talk")
-
-        def send(i):
-            frame = frames[i % len(frames)] or b"\0"
-            if i % 3 == 0:
-                chunks = [generator.randbytes(generator.randrange(60))]
-            else:
-                chunks = [*split(i, [good if i % 5 == 0 else frame])]
-            call = talk(iter(chunks), timeout=60)
-            with contextlib.suppress(grpc.RpcError):
-                list(call)
-            code = call.code()
-            assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT), call.details()
-            return code != grpc.StatusCode.OK
-
-        yield send

@@ -1,6 +1,5 @@
 """Checkpoints that servers write and read."""
 
-import contextlib
 import json
 import threading
 from pathlib import Path
@@ -90,26 +89,6 @@ def test_shards_on_devices_are_saved_as_a_whole(tmp_path):
     table.assign(0 * TABLE)
     Checkpoint(table=table).restore(whole.save(tmp_path / "whole"))
     np.testing.assert_array_equal(table.numpy(), TABLE)
-
-
-def test_values_of_replicas_are_combined(tmp_path):
-    def total(strategy):
-        with strategy.scope():
-            return dist.Variable(
-                np.zeros(2, np.float32),
-                synchronization=dist.VariableSynchronization.ON_READ,
-                aggregation=dist.VariableAggregation.SUM,
-            )
-
-    mirrored = dist.MirroredStrategy(["CPU:0", "CPU:1"])
-    saved = total(mirrored)
-    mirrored.run(lambda: saved.assign_add([1.0, 2.0]))
-    path = Checkpoint(total=saved).save(tmp_path / "ckpt")
-    restored = total(_strategy(2))
-
-    Checkpoint(total=restored).restore(path)
-
-    np.testing.assert_array_equal(restored.numpy(), [2, 4])
 
 
 def test_values_do_not_travel(tmp_path):
@@ -339,32 +318,3 @@ def test_the_error_of_a_step_is_not_lost(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     checkpoint.save(tmp_path / "ckpt")
     assert latest_checkpoint(tmp_path)
-
-
-def test_keras_backs_up_and_restores(tmp_path):
-    x = RNG.normal(size=(40, 3)).astype(np.float32)
-
-    def fit(strategy, *callbacks):
-        keras.utils.set_random_seed(0)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-            model.compile(keras.optimizers.Adagrad(0.1), "mse")
-        with contextlib.suppress(InterruptedError):
-            model.fit(x, x[:, :2], epochs=3, shuffle=False, verbose=0, callbacks=[*callbacks])
-        return model
-
-    def interrupt(epoch, logs):
-        if epoch == 2:
-            raise InterruptedError
-
-    expected = fit(_strategy(2, cluster=local_cluster(1, 2)))
-    backup = keras.callbacks.BackupAndRestore(tmp_path)
-    callback = keras.callbacks.LambdaCallback(on_epoch_begin=interrupt)
-    stopped = fit(_strategy(2, cluster=local_cluster(1, 2)), backup, callback)
-    assert int(stopped.optimizer.iterations) == 4
-
-    backup = keras.callbacks.BackupAndRestore(tmp_path)
-    found = fit(_strategy(1, cluster=local_cluster(1, 1)), backup)
-
-    assert int(found.optimizer.iterations) == 6
-    _check_same(found.get_weights(), expected.get_weights(), rtol=1e-5)

@@ -86,43 +86,6 @@ def test_one_worker_trains_as_one_device_does():
     assert steps.numpy() == 20
 
 
-def test_every_closure_of_several_workers_counts_once():
-    strategy = _strategy(3, 2)
-    w, _, steps, step = _linear(strategy)
-    coordinator = ClusterCoordinator(strategy)
-    iterator = iter(coordinator.create_per_worker_dataset(lambda: _batches() * 100))
-
-    def closure(iterator):
-        return strategy.run(lambda it: step(next(it)), args=(iterator,))
-
-    for _ in range(100):
-        coordinator.schedule(closure, args=(iterator,))
-    coordinator.join()
-    assert coordinator.done()
-    assert steps.numpy() == 100
-    np.testing.assert_allclose(w.numpy(), [1, -2, 3], atol=0.1)
-
-
-def test_batches_of_another_size_are_another_program():
-    strategy = _strategy(2, 1)
-    with strategy.scope():
-        total = dist.Variable(np.float32(0))
-    coordinator = ClusterCoordinator(strategy)
-    data = [np.ones(4, np.float32), np.ones(3, np.float32)]
-    iterator = iter(coordinator.create_per_worker_dataset(lambda: data * 10))
-
-    def closure(iterator, scale):
-        batch = next(iterator)
-        total.assign_add(scale * batch.sum())
-        return batch
-
-    values = [coordinator.schedule(closure, args=(iterator, 2.0)) for _ in range(10)]
-    coordinator.join()
-    sizes = [len(value) for value in coordinator.fetch(values)]
-    assert set(sizes) == {3, 4}
-    assert total.numpy() == 2 * sum(sizes)
-
-
 def test_results_belong_to_the_shapes_of_their_own_batch():
     """A worker's result comes when another worker has needed the program for other shapes."""
     local = local_cluster(2, 1)

@@ -108,8 +108,6 @@ def test_arrays_are_copied_neither_to_be_sent_nor_when_they_have_come():
     ("message", "text"),
     [
         (Message("kind", arrays=[np.array(["a"])]), "dtype <U1 cannot be sent; expected one of"),
-        (Message("kind", arrays=[np.array([object()])]), "dtype object cannot be sent"),
-        (Message("kind", arrays=[np.zeros(1, [("a", "f4")])]), "cannot be sent"),
         (Message("kind", arrays=[np.zeros(1, "M8[s]")]), "cannot be sent"),
         (Message("kind", {"a": b"b"}), "message 'kind' are not JSON: .* bytes is not JSON"),
         (
@@ -151,15 +149,11 @@ _EMPTY = {"kind": "k", "fields": {}, "arrays": [], "blobs": []}
         (_with_header(_EMPTY | {"fields": []}), "another type"),
         (_with_header(_EMPTY | {"arrays": [["object", [1]]]}), "KeyError: 'object'"),
         (_with_header(_EMPTY | {"arrays": [["float32", [-1]]]}), "-1 is not a size"),
-        (_with_header(_EMPTY | {"arrays": [["float32", [True]]]}), "True is not a size"),
-        (_with_header(_EMPTY | {"arrays": [["float32", [1.0]]]}), "1.0 is not a size"),
         (_with_header(_EMPTY | {"arrays": [["float32", [0, 2**40, 2**40]]]}), "is too large"),
         (_with_header(_EMPTY | {"arrays": [["float32", [1] * 33]]}), "is not a shape"),
         (_with_header(_EMPTY | {"arrays": [["float32", 3]]}), "3 is not a shape"),
-        (_with_header(_EMPTY | {"arrays": [[[], [1]]]}), "TypeError"),
         (_with_header(_EMPTY | {"arrays": [["float32", [1 << 40]]]}), "need 4398046511232 bytes"),
         (_with_header(_EMPTY, bytes(64)), "need 128 bytes, but it has 192"),
-        (_with_header(_EMPTY | {"blobs": [1 << 40]}), "need 1099511627904 bytes, but it has 128"),
         (
             _with_header(_EMPTY | {"arrays": [["bool", [2]]]}, b"\1\2" + bytes(62)),
             "neither 0 nor 1",
@@ -180,7 +174,7 @@ def test_a_message_beyond_the_limit_of_the_receiver_is_refused(monkeypatch):
         decode(frame)
 
 
-@pytest.mark.parametrize(("num_frames", "traced"), [(2_000, True), (100_000, False)])
+@pytest.mark.parametrize(("num_frames", "traced"), [(2_000, True), (50_000, False)])
 def test_damaged_frames_are_refused_or_read_and_take_no_memory(num_frames, traced):
     num_refused = 0
     if traced:  # which takes much time

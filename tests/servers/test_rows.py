@@ -8,160 +8,217 @@ import pytest
 import distributary as dist
 from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy, local_cluster
 from distributary.errors import DistributaryWarning
+from distributary.experimental.partitioners import FixedShardsPartitioner
 from distributary.tracing import push
 
 RNG = np.random.default_rng(0)
-TABLE = RNG.normal(size=(60, 3)).astype(np.float32)
-WEIGHT = RNG.normal(size=(3, 2)).astype(np.float32)
-BATCHES = [
-    np.array([[3, 3, 7], [59, 0, 7]], np.int32),
-    np.array([[-1, -60, 58], [60, 1000, -61]], np.int32),  # the last three are out of range
-    np.array([[1, 2, 3, 4]], np.int32),
-]
+TABLES = [RNG.normal(size=(60, width)).astype(np.float32) for width in (3, 2)]
+IDS = np.array([[3, 3], [59, 0], [12, 3]], np.int32)
+OUT = np.array([[3, 60], [-1, -61], [1000, 3]], np.int32)  # some are out of range
 
 
-def sgd(value, slots, gradient):
-    return value - 0.1 * gradient, slots
+class Job:
+    """A worker, servers, and variables on them.
 
+    Attributes:
+        max_rows: The largest dim 0 of arrays between workers and servers.
+    """
 
-def adagrad(value, slots, gradient):
-    total = slots[0] + gradient * gradient
-    return value - 0.1 * gradient / jnp.sqrt(total + 1e-7), [total]
+    def __init__(self, values, num_shards=1):
+        cluster = local_cluster(1, ps=num_shards)
+        cluster.fault = self._look
+        self.max_rows = 0
+        strategy = ParameterServerStrategy(cluster, FixedShardsPartitioner(num_shards))
+        with strategy.scope():
+            self.variables = [
+                dist.Variable(value, name=f"table {i}") for i, value in enumerate(values)
+            ]
+        self._coordinator = ClusterCoordinator(strategy)
 
-
-def row_norms(value, slots, gradient):
-    """Row-wise Adagrad: one number for every row."""
-    total = slots[0] + jnp.square(gradient).sum(axis=1, keepdims=True)
-    return value - 0.1 * gradient * jax.lax.rsqrt(total + 1e-7), [total]
-
-
-def momentum(value, slots, gradient):
-    velocity = 0.9 * slots[0] - 0.1 * gradient
-    return value + velocity, [velocity]
-
-
-def adam(value, slots, gradient):
-    mean = 0.9 * slots[0] + 0.1 * gradient
-    square = 0.99 * slots[1] + 0.01 * gradient * gradient
-    return value - 0.1 * mean / (jnp.sqrt(square) + 1e-7), [mean, square]
-
-
-def clipped_norm(value, slots, gradient):
-    scale = 1.0 / jnp.maximum(1.0, jnp.sqrt((gradient * gradient).sum()))
-    return value - 0.1 * scale * gradient, slots
-
-
-RULES = {
-    sgd: [],
-    adagrad: [(60, 3)],
-    row_norms: [(60, 1)],
-    momentum: [(60, 3)],
-    adam: [(60, 3), (60, 3)],
-    clipped_norm: [],
-}
-
-
-def loss_of(table, weight, ids):
-    rows = jnp.take(table, ids, axis=0)
-    # Rows out of range are NaN.
-    rows = jnp.where(jnp.isnan(rows), 0.5, rows)
-    again = jnp.take(table, ids[:, :1] % 60, axis=0)
-    return jnp.sum((rows.sum(1) @ weight - again[:, 0, :2]) ** 2)
-
-
-class Spy:
-    """Counts the rows of arrays in messages to servers and in their replies."""
-
-    def __init__(self):
-        self.rows = []
-
-    def __call__(self, source, target, message, deliver):
+    def _look(self, source, target, message, deliver):
         reply = deliver(message)
         if source.startswith("worker"):
-            self.rows += [len(a) for a in (*message.arrays, *reply.arrays) if a.ndim]
+            arrays = [a for a in (*message.arrays, *reply.arrays) if a.ndim]
+            self.max_rows = max([self.max_rows, *map(len, arrays)])
         return reply
 
+    def run(self, function, ids):
+        """Assigns what a function of the values and ids returns; also returns its first result."""
 
-def cluster_of():
-    cluster = local_cluster(1, 1)
-    cluster.fault = spy = Spy()
-    return ParameterServerStrategy(cluster), spy
+        def step(ids):
+            result, *new = function([v.value() for v in self.variables], ids)
+            for variable, value in zip(self.variables, new, strict=True):
+                variable.assign(value)
+            return result
+
+        return self._coordinator.schedule(step, args=(ids,)).fetch()
 
 
-def test_rows_of_tables_train_as_whole_tables_do():
-    strategy, spy = cluster_of()
-    with strategy.scope():
-        tables = [dist.Variable(TABLE, name=f"table {i}") for i in range(len(RULES))]
-        slots = [
-            [dist.Variable(np.full(s, 0.1, np.float32)) for s in own] for own in RULES.values()
-        ]
-        weight = dist.Variable(WEIGHT, name="weight")
-        steps = dist.Variable(0, name="steps")
+def _take(table, ids, mode="fill"):
+    return jnp.nan_to_num(jnp.take(table, ids, axis=0, mode=mode))
 
-    def updated(values, gradients):
-        value_and_slots = zip(RULES, *values, gradients, strict=True)
-        return [rule(value, own, gradient) for rule, value, own, gradient in value_and_slots]
 
-    def total(tables, weight, ids):
-        return sum(loss_of(table, weight, ids) for table in tables)
+def twice(tables, ids):
+    return _take(tables[0], ids).sum() ** 2 + (_take(tables[0], ids[:, 0] + 1, "clip") ** 3).sum()
 
-    def step(ids):
-        with dist.GradientTape() as tape:
-            loss = total([table.value() for table in tables], weight.value(), ids)
-        gradients = tape.gradient(loss, [*tables, weight])
-        *gradients, last = dist.get_replica_context().all_reduce("SUM", gradients)
-        values = [t.value() for t in tables], [[s.value() for s in own] for own in slots]
-        for table, own, (new, new_slots) in zip(
-            tables, slots, updated(values, gradients), strict=True
-        ):
-            table.assign(new)
-            for slot, value in zip(own, new_slots, strict=True):
-                slot.assign(value)
-        weight.assign_sub(0.1 * last)
-        steps.assign_add(1)
-        return loss
 
-    coordinator = ClusterCoordinator(strategy)
-    expected = (
-        [jnp.asarray(TABLE)] * len(RULES),
-        [[jnp.full(s, 0.1) for s in r] for r in RULES.values()],
-    )
-    expected_weight = jnp.asarray(WEIGHT)
-    before = [TABLE] * len(RULES)
-    for ids in BATCHES:
-        loss = coordinator.schedule(lambda ids: strategy.run(step, args=(ids,)), args=(ids,))
-        value, gradients = jax.value_and_grad(total, (0, 1))(expected[0], expected_weight, ids)
-        np.testing.assert_allclose(loss.fetch(), value, rtol=1e-5)
-        expected = tuple(zip(*updated(expected, gradients[0]), strict=True))
-        expected_weight = expected_weight - 0.1 * gradients[1]
-        found = [[t.numpy() for t in tables], [[s.numpy() for s in own] for own in slots]]
-        for own, whole in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(own, whole, rtol=1e-5, atol=1e-6)
-        others = np.setdiff1d(np.arange(60), ids % 60)
-        for rule, old, new in zip(RULES, before, found[0], strict=True):
-            is_kept = np.array_equal(old[others], new[others])
-            assert is_kept == (rule not in (momentum, adam))
-        before = found[0]
-    np.testing.assert_allclose(weight.numpy(), expected_weight, rtol=1e-5)
-    assert steps.numpy() == 3
-    assert 0 < max(spy.rows) < 8
+def shared_ids(tables, ids):
+    return (_take(tables[0], ids).sum(-1) * _take(tables[1], ids).sum(-1)).sum()
+
+
+def converted(tables, ids):
+    half = tables[0].astype(jnp.bfloat16) * 2
+    return (half[ids].astype(jnp.float32) ** 2).sum()
+
+
+def normed_rows(tables, ids):
+    unit = tables[0] / jnp.linalg.norm(tables[0], axis=1, keepdims=True)
+    return (unit[ids] * jnp.arange(3)).sum()
+
+
+def by_scan(tables, ids):
+    rows = _take(tables[0], ids)[:, 0]
+    return jax.lax.scan(lambda total, row: (total * 0.5 + row, None), jnp.zeros(3), rows)[0][0]
+
+
+def small_ids(tables, ids):
+    return (tables[0][(ids % 60).astype(jnp.uint8)] ** 2).sum()
+
+
+def checkpointed(tables, ids):
+    return jax.checkpoint(lambda table: (_take(table, ids) ** 2).sum())(tables[0])
+
+
+def vmapped(tables, ids):
+    return jax.vmap(lambda own: (_take(tables[0], own) ** 2).sum())(ids).sum()
+
+
+@pytest.mark.parametrize("ids", [IDS, OUT], ids=["in range", "out of range"])
+@pytest.mark.parametrize(
+    ("loss", "by_norm"),
+    [
+        (twice, False),
+        (shared_ids, True),
+        (converted, False),
+        (normed_rows, False),
+        (by_scan, False),
+        (small_ids, False),
+        (checkpointed, False),
+        (vmapped, False),
+    ],
+)
+def test_only_rows_that_are_looked_up_travel(loss, by_norm, ids):
+    tables = TABLES if loss is shared_ids else TABLES[:1]
+
+    def step(tables, ids):
+        value, gradients = jax.value_and_grad(loss)(tables, ids)
+        norm = jnp.sqrt(sum((g * g).sum() for g in gradients)) if by_norm else 1
+        new = [table - push(g / norm) for table, g in zip(tables, gradients, strict=True)]
+        return value, *new
+
+    job = Job(tables)
+    result = job.run(step, ids)
+
+    expected, *new = jax.jit(step)(tables, ids)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
+    for variable, value in zip(job.variables, new, strict=True):
+        np.testing.assert_allclose(variable.numpy(), value, rtol=1e-5, atol=1e-6)
+    assert 0 < job.max_rows < 20
+
+
+def sgd(w, z, n, g):
+    return w - 0.1 * jnp.clip(g, -1, 1), z, n
+
+
+def adagrad(w, z, n, g):
+    return w - g * jax.lax.rsqrt(n + g**2), z, n + g**2
+
+
+def row_norms(w, z, n, g):
+    """Row-wise Adagrad: one number for every row."""
+    total = z + jnp.square(g).sum(axis=1, keepdims=True)
+    return w - 0.1 * g * jax.lax.rsqrt(total + 1e-7), total, n
+
+
+def kept(w, z, n, g):
+    return w - jnp.tanh(g) * n, jnp.where(n > 0, z, z), n
+
+
+def largest(w, z, n, g):
+    return jnp.where(g > 0, w, w), z, jnp.maximum(n, jnp.abs(g) * 0)
+
+
+def decay(w, z, n, g):
+    return w - 0.1 * (g + 0.01 * w), z, n
+
+
+def adam(w, z, n, g):
+    z, n = 0.9 * z + 0.1 * g, 0.99 * n + 0.01 * g * g
+    return w - 0.1 * z / (jnp.sqrt(n) + 1e-7), z, n
+
+
+def clipped(w, z, n, g):
+    return jnp.clip(w - g / jnp.maximum(1.0, jnp.sqrt((g * g).sum())), -1, 1), z, n
+
+
+def latest(w, z, n, g):
+    return w - g[::-1], g, n
+
+
+def ftrl(w, z, n, g):
+    new_n = n + g * g
+    new_z = z + g - (jnp.sqrt(new_n) - jnp.sqrt(n)) * w
+    return jnp.where(jnp.abs(new_z) > 0.1, -new_z / jnp.sqrt(new_n), 0.0), new_z, new_n
+
+
+def centered(w, z, n, g):
+    return w - g / (1 + g.mean(axis=0)), z, n
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "rules", "changes_all"),
+    [
+        (3, [sgd, adagrad, row_norms, kept], False),
+        (3, [largest, decay, adam, clipped, ftrl], True),
+        (1, [latest, centered], True),
+    ],
+    ids=["rows", "all rows", "rows of others"],
+)
+def test_servers_update_tables_as_one_device_does(num_shards, rules, changes_all):
+    tables = [TABLES[0]] * len(rules)
+    shapes = [(60, 1 if rule is row_norms else 3) for rule in rules]
+    slots = [np.full(shape, value, np.float32) for shape in shapes for value in (0.5, 0.1)]
+
+    def step(values, ids):
+        tables, slots = values[: len(rules)], values[len(rules) :]
+        value, gradients = jax.value_and_grad(
+            lambda tables: sum((_take(t, ids).sum(1) ** 2).sum() for t in tables)
+        )(tables)
+        columns = zip(rules, tables, slots[::2], slots[1::2], map(push, gradients), strict=True)
+        new = [rule(*values) for rule, *values in columns]
+        return value, *(w for w, _, _ in new), *(slot for _, *own in new for slot in own)
+
+    job = Job([*tables, *slots], num_shards)
+    values = [*tables, *slots]
+    for ids in (IDS, OUT):
+        result = job.run(step, ids)
+        expected, *values = jax.jit(step)(values, ids)
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
+    for variable, value in zip(job.variables, values, strict=True):
+        np.testing.assert_allclose(variable.numpy(), value, rtol=1e-5, atol=1e-5)
+    others = np.setdiff1d(np.arange(60), [*IDS.flat, *OUT.flat])
+    for variable in job.variables[: len(rules)]:
+        is_kept = np.array_equal(variable.numpy()[others], TABLES[0][others])
+        assert is_kept or changes_all
+    assert 0 < job.max_rows < 20
 
 
 def test_a_step_may_look_up_nothing():
-    strategy, spy = cluster_of()
-    with strategy.scope():
-        table = dist.Variable(TABLE)
-        steps = dist.Variable(0)
+    job = Job(TABLES[:1])
 
-    def step(ids):
-        steps.assign_add(1)
-        return (jnp.take(table.value(), ids, axis=0) ** 2).sum()
+    loss = job.run(lambda t, ids: (_take(t[0], ids).sum(), t[0]), np.zeros((0,), np.int32))
 
-    loss = ClusterCoordinator(strategy).schedule(step, args=(np.zeros((0,), np.int32),))
-
-    assert loss.fetch() == 0
-    assert steps.numpy() == 1
-    assert max(spy.rows, default=0) == 0
+    assert (loss, job.max_rows) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -174,26 +231,21 @@ def test_a_step_may_look_up_nothing():
     ],
 )
 def test_a_table_of_which_more_is_needed_travels_as_a_whole(read, reason):
-    strategy, spy = cluster_of()
-    with strategy.scope():
-        table = dist.Variable(TABLE, name="big table")
-        offset = dist.Variable(0)
-
-    def step(ids):
-        with dist.GradientTape() as tape:
-            loss = read(table.value(), offset.value(), ids)
-        table.assign_sub(0.1 * push(tape.gradient(loss, table)))
-        return loss
-
-    coordinator = ClusterCoordinator(strategy)
+    job = Job([TABLES[0], np.int32(0)])
     ids = np.array([1, 1, 2], np.int32)
+
+    def step(values, ids):
+        table, offset = values
+        loss, gradient = jax.value_and_grad(read)(table, offset, ids)
+        return loss, table - 0.1 * push(gradient), offset
+
     if reason is None:
-        loss = coordinator.schedule(step, args=(ids,)).fetch()
-        assert max(spy.rows) < 8
+        loss = job.run(step, ids)
+        assert job.max_rows < 8
     else:
-        with pytest.warns(DistributaryWarning, match=f"'big table' are looked up.*{reason}"):
-            loss = coordinator.schedule(step, args=(ids,)).fetch()
-        assert max(spy.rows) == 60
-    value, gradient = jax.value_and_grad(read)(jnp.asarray(TABLE), 0, ids)
-    np.testing.assert_allclose(loss, value, rtol=1e-5)
-    np.testing.assert_allclose(table.numpy(), TABLE - 0.1 * gradient, rtol=1e-5, atol=1e-6)
+        with pytest.warns(DistributaryWarning, match=f"'table 0' are looked up.*{reason}"):
+            loss = job.run(step, ids)
+        assert job.max_rows == 60
+    expected, table, _ = jax.jit(step)([TABLES[0], 0], ids)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(job.variables[0].numpy(), table, rtol=1e-5, atol=1e-6)

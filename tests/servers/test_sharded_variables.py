@@ -139,13 +139,6 @@ def test_a_divided_weight_is_overwritten_with_data():
     np.testing.assert_array_equal(weight, values)
 
 
-def test_a_partitioner_is_a_function():
-    with pytest.raises(TypeError, match="variable_partitioner is 3"):
-        dist.ParameterServerStrategy(local_cluster(1, 1), 3)
-    with pytest.raises(ValueError, match="sparse_update is 'fast'"):
-        dist.ParameterServerStrategy(local_cluster(1, 1), sparse_update="fast")
-
-
 @pytest.mark.parametrize("by_shard", [True, False])
 def test_shards_train_as_the_whole_does(by_shard):
     cluster = local_cluster(workers=1, ps=2)

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 import distributary as dist
+from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy, local_cluster
 from distributary.errors import InvalidValueError, OutOfRangeError
-from distributary.servers._cluster import local_cluster
-from distributary.servers._cluster_coordinator import ClusterCoordinator
-from distributary.servers._statistics import metrics_server
-from distributary.servers._strategy import ParameterServerStrategy
+from distributary.launch import free_addresses
 
 _SECONDS = 60.0  # more than anything takes
 
@@ -136,38 +134,33 @@ def _get(port):
         return reply.read().decode().splitlines()
 
 
-def test_metrics_are_read_over_http(new_job, monkeypatch):
-    monkeypatch.setenv("DISTRIBUTARY_METRICS_PORT", "0")
-    job = new_job(1)
+def test_metrics_are_read_over_http_at_one_port_after_the_other(new_job, monkeypatch):
+    (address,) = free_addresses("127.0.0.1", 1)
+    port = int(address.partition(":")[2])
+    monkeypatch.setenv("DISTRIBUTARY_METRICS_PORT", str(port))
+    job, _ = new_job(1), new_job(1)
     job.run(3)
 
-    lines = _get(job.coordinator._metrics.port)
+    lines = _get(port)
 
     assert "distributary_coordinator_num_done 3" in lines
     assert 'distributary_worker_num_closures{name="worker 0"} 3' in lines
     assert 'distributary_server_num_pushes{name="ps 1"} 3' in lines
     assert all(float(line.split()[-1]) >= 0 for line in lines)
+    assert "distributary_coordinator_num_done 0" in _get(port + 1)
+    job.cluster.kill("ps 1")
+    with pytest.raises(urllib.error.HTTPError, match="503") as caught:
+        _get(port)
+    assert caught.value.read().startswith(b"PSUnavailableError: ps 1 cannot be reached")
+    caught.value.close()
     job.strategy._cluster.close()
     with pytest.raises(urllib.error.URLError):
-        _get(job.coordinator._metrics.port)
-
-
-def test_processes_take_one_port_after_the_other():
-    with contextlib.ExitStack() as stack:
-        first = metrics_server({"DISTRIBUTARY_METRICS_PORT": "0"}, lambda: ["a 1"])
-        stack.callback(first.close)
-        second = metrics_server({"DISTRIBUTARY_METRICS_PORT": str(first.port)}, lambda: 1 / 0)
-        stack.callback(second.close)
-
-        assert second.port > first.port
-        assert _get(first.port) == ["a 1"]
-        with pytest.raises(urllib.error.HTTPError, match="503") as caught:
-            _get(second.port)
-        assert caught.value.read() == b"ZeroDivisionError: division by zero\n"
-        caught.value.close()
+        _get(port)
 
 
 @pytest.mark.parametrize("text", ["many", "-1", "65530"])
-def test_what_is_no_port_is_named(text):
+def test_what_is_no_port_is_named(text, new_job, monkeypatch):
+    monkeypatch.setenv("DISTRIBUTARY_METRICS_PORT", text)
+
     with pytest.raises(InvalidValueError, match=f"DISTRIBUTARY_METRICS_PORT is '{text}'"):
-        metrics_server({"DISTRIBUTARY_METRICS_PORT": text}, list)
+        new_job(1)
