@@ -17,11 +17,8 @@ from distributary.launch import HostOptions, LaunchOptions
 from distributary.launch._hosts import Master, RemoteLink
 from distributary.launch._restarts import (
     Exit,
-    Finished,
     Interrupted,
     Prepare,
-    Ready,
-    Start,
     Tasks,
     TaskState,
 )
@@ -180,22 +177,6 @@ def test_hosts_end_when_the_first_is_killed(start_host, script, pid_of, wait_unt
     wait_until_gone(*pids)
 
 
-def test_links_carry_the_course_of_a_job(master, hosts):
-    master()
-
-    links = [RemoteLink(hosts(rank), None) for rank in (0, 1)]
-    for rank, link in enumerate(links):
-        assert link.address == "127.0.0.1"
-        assert _receive(link) == [Prepare(0)]
-        link.send(Ready(0, [f"h:{rank}"]))
-    for rank, link in enumerate(links):
-        assert _receive(link) == [Start(0, ["h:0", "h:1"], rank)]
-        link.send(Finished(0))
-    for link in links:
-        assert _receive(link) == [Exit(0, last_lines=[])]
-        link.close()
-
-
 def test_host_0_learns_of_the_tasks_of_others(hosts):
     options = LaunchOptions(("true",), hosts=hosts(0), dashboard_port=0)
     master = Master(options, print)
@@ -295,14 +276,6 @@ def test_missing_hosts_are_named_at_the_deadline(master, hosts):
     link.close()
 
 
-def test_a_missing_host_ends_the_others_with_a_message(start_host, script):
-    launcher = start_host(0, "--join-seconds", 0.3, script(""))
-
-    _, stderr = launcher.communicate()
-    assert launcher.returncode == 1
-    assert "host 1 of 2 did not join" in stderr
-
-
 def test_a_missing_master_is_named_at_the_deadline(hosts, address):
     with pytest.raises(
         LaunchError,
@@ -313,16 +286,7 @@ def test_a_missing_master_is_named_at_the_deadline(hosts, address):
 
 @pytest.mark.parametrize(
     "said",
-    [
-        b"HTTP/1.1 400\r\n\r\n",
-        b'{"a": 1}\n',
-        b"",
-        b"[" * 50_000 + b"\n",
-        b"a" * 100_000,
-        b'["welcome", 1, 0]\n',
-        b'["challenge", "x", 0]\n["welcome", 1, 0]\n',
-        b'["challenge", "x", 1000000000]\n',
-    ],
+    [b"HTTP/1.1 400\r\n\r\n", b"", b'["challenge", "x", 0]\n["welcome", 1, 0]\n'],
 )
 def test_another_program_at_the_address_is_recognised(said, hosts, address):
     host, port = address.split(":")
@@ -348,15 +312,7 @@ def test_a_master_without_the_token_is_recognised(hosts, address):
 
 @pytest.mark.parametrize(
     "said",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"[" * 100_000 + b"\n",
-        b"{}\n",
-        b"",
-        b'["hello", null, 0]\n',
-        b'["hello", [{}, "x", 3], 0]\n',
-        b'["hello", [], 1000000000000]\n' + b"x" * 1000,
-    ],
+    [b"GET / HTTP/1.1\r\n\r\n", b"", b'["hello", null, 0]\n', b'["hello", [{}, "x", 3], 0]\n'],
 )
 def test_strangers_do_not_disturb(said, master, hosts, address):
     master()
@@ -369,23 +325,6 @@ def test_strangers_do_not_disturb(said, master, hosts, address):
     assert _receive(links[0]) == [Prepare(0)]
     for link in links:
         link.close()
-
-
-def test_many_strangers_leave_room_for_hosts(master, hosts, address):
-    master()
-    host, port = address.split(":")
-    with contextlib.ExitStack() as stack:
-        strangers = [
-            stack.enter_context(socket.create_connection((host, int(port)), 30)) for _ in range(200)
-        ]
-        for stranger in strangers[:100]:  # the oldest are cut off
-            with contextlib.suppress(ConnectionResetError):
-                assert b"challenge" in stranger.makefile("rb").read()
-        links = [RemoteLink(hosts(rank), None) for rank in (0, 1)]
-
-        assert _receive(links[0]) == [Prepare(0)]
-        for link in links:
-            link.close()
 
 
 def test_a_busy_port_is_named(hosts, address):
@@ -402,9 +341,6 @@ def test_a_busy_port_is_named(hosts, address):
     [
         (dict(host_rank=2), r"host_rank is 2, but the job has 2 hosts"),
         (dict(master="host"), r"'host': the port is missing"),
-        (dict(master="host:0"), r"'host:0': '0' is not a port from 1 to 65535"),
-        (dict(master="host:70000"), r"'70000' is not a port from 1 to 65535"),
-        (dict(master="fd00::1:5"), r"an IPv6 address must be in brackets"),
         (dict(master="0.0.0.0:1234"), r"stands for every address"),
         (dict(token="short"), r"the token has 5 characters, expected 16 or more"),
         (dict(join_seconds=-1), r"join_seconds is -1"),

@@ -127,10 +127,6 @@ def test_a_host_that_is_lost_instead_of_the_first_start_fails():
     assert job.lose(1, "gone") == [(0, Exit(1, "gone", 1))]
 
 
-def test_a_lost_host_without_restarts_ends_the_job():
-    assert _running().lose(1, "gone") == [(0, Exit(1, "gone", 1))]
-
-
 def test_an_interrupted_host_ends_the_job_in_spite_of_restarts():
     job = _running(max_restarts=5)
 

@@ -7,26 +7,19 @@ import sys
 
 import pytest
 
-import distributary as dist
-from distributary.launch import LaunchOptions
+from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.launch import LaunchOptions, run
 
 
 def test_workers_find_themselves_in_tf_config(launch):
-    result = launch('print(name, len(set(config["cluster"]["worker"])))', num_workers=3)
+    result = launch('print(name, *config["cluster"]["worker"])', num_workers=2)
 
     assert result.code == 0
-    assert sorted(result.stdout.splitlines()) == [
-        "[worker 0] worker0 3",
-        "[worker 1] worker1 3",
-        "[worker 2] worker2 3",
-    ]
+    for number, line in enumerate(sorted(result.stdout.splitlines())):
+        address = r"127\.0\.0\.1:(\d+)"
+        match = re.fullmatch(rf"\[worker {number}\] worker{number} {address} {address}", line)
+        assert match[1] != match[2]
     assert "[worker" not in result.stderr
-
-
-def test_addresses_are_on_loopback(launch):
-    result = launch('print(config["cluster"]["worker"])')
-
-    assert re.fullmatch(r"\[worker 0\] \['127\.0\.0\.1:\d+'\]\n", result.stdout)
 
 
 def test_arguments_reach_the_script_as_they_are(launch):
@@ -41,7 +34,6 @@ def test_arguments_reach_the_script_as_they_are(launch):
         ("sys.exit(3)", 3, "worker 1 ended with exit code 3 after"),
         ("raise ValueError('wrong')", 1, "worker 1 ended with exit code 1 after"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "worker 1 was ended by SIGKILL (9) after"),
-        ("os.abort()", 134, "worker 1 was ended by SIGABRT (6) after"),
     ],
 )
 def test_a_failing_worker_ends_the_job_with_its_code(ending, code, text, launch):
@@ -101,20 +93,6 @@ for numbers in ((0, 1, 1), (0, 12, 12), (0, 1, 2)):
     result = launch(script)
 
     assert result.stdout == f"[worker 0] {line.format(0, 1, 2)}\n"
-
-
-def test_a_worker_that_ignores_term_is_killed_after_the_grace_period(launch):
-    script = """
-if name == "worker0":
-    signal.signal(signal.SIGTERM, lambda *_: put("termed"))
-    put("ready")
-    run_forever()
-wait_for("ready")
-sys.exit(5)
-"""
-    result = launch(script, num_workers=2, grace_seconds=0.3)
-
-    assert result.code == 5
 
 
 def test_a_stopped_worker_gets_its_term(launch):
@@ -210,8 +188,6 @@ put("child", child.pid)
 
 
 def test_a_command_that_does_not_exist_is_named(capfd, tmp_path):
-    from distributary.launch import run
-
     code = run(LaunchOptions(("/no/such/program",)))
 
     assert code == 127
@@ -265,16 +241,6 @@ def test_devices_and_settings_are_in_the_environment(launch):
         assert "MALLOC_TOP_PAD_ 67108864\n" in result.stdout
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_workers_of_one_device_share_the_cores(launch, num_workers):
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-
-    result = launch(_PRINT_SETTINGS, num_workers=num_workers)
-
-    expected = {1: "None"}.get(num_cores, str(max(1, num_cores // num_workers)))
-    assert result.stdout.count(f"PJRT_NPROC {expected}\n") == num_workers
-
-
 def test_settings_of_the_user_stay(launch):
     environ = {"JAX_NUM_CPU_DEVICES": "3", "PJRT_NPROC": "5", "MALLOC_TOP_PAD_": "7"}
 
@@ -290,6 +256,15 @@ def test_settings_can_be_switched_off(launch):
 
     assert "MALLOC_TOP_PAD_ None\n" in result.stdout
     assert "PJRT_NPROC None\n" in result.stdout
+
+
+def test_workers_of_one_device_share_the_cores(launch):
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+
+    result = launch(_PRINT_SETTINGS, num_workers=2)
+
+    expected = {1: "None"}.get(num_cores, str(num_cores // 2))
+    assert result.stdout.count(f"PJRT_NPROC {expected}\n") == 2
 
 
 def test_a_tf_config_of_the_user_is_replaced_and_named(launch):
@@ -308,30 +283,18 @@ def test_a_tf_config_of_the_user_is_replaced_and_named(launch):
         (dict(max_restarts=-1), "max_restarts is -1"),
         (dict(grace_seconds=-1), "grace_seconds is -1"),
         (dict(grace_seconds=float("nan")), "grace_seconds is nan"),
+        (dict(num_workers=1.5), r"num_workers is 1\.5"),
     ],
 )
 def test_impossible_options_are_refused(options, match):
-    with pytest.raises(dist.errors.InvalidValueError, match=match):
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=match):
         LaunchOptions(**{"command": ("true",), **options})
 
 
-def test_options_have_types():
-    with pytest.raises(dist.errors.InvalidTypeError, match=r"num_workers is 1\.5"):
-        LaunchOptions(("true",), num_workers=1.5)
-
-
-def test_signal_handlers_are_restored(launch):
-    before = signal.getsignal(signal.SIGTERM)
-
+def test_no_descriptor_and_no_handler_is_left(launch):
     launch("")
-
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_no_descriptor_is_left_open(launch):
-    launch("")
-    before = sorted(os.listdir("/dev/fd"))
+    before = sorted(os.listdir("/dev/fd")), signal.getsignal(signal.SIGTERM)
 
     launch("sys.exit(restart == 0)", num_workers=2, max_restarts=1, evaluator=True)
 
-    assert sorted(os.listdir("/dev/fd")) == before
+    assert (sorted(os.listdir("/dev/fd")), signal.getsignal(signal.SIGTERM)) == before

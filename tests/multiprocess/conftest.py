@@ -109,3 +109,28 @@ def job() -> Iterator[Callable[[int], Job]]:
     yield make
     for one in jobs:
         one.kill()
+
+
+@pytest.fixture
+def launch() -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """A function that runs a program with `distributary launch --workers 2`; it must succeed."""
+
+    def launch(options: list[str], program: str, *args: Any) -> "subprocess.CompletedProcess[str]":
+        environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+        environ |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        command = [sys.executable, "-m", "distributary", "launch", "--workers", "2", *options]
+        ended = subprocess.run(
+            [*command, str(_PROGRAMS / f"{program}.py"), *map(str, args)],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended
+
+    return launch

@@ -4,9 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -106,23 +103,10 @@ def test_workers_with_more_devices_restore_it_and_a_killed_worker_leaves_it_as_i
 
 
 def test_a_signal_to_one_worker_saves_on_all_and_the_restarted_job_ends_on_the_same_weights(
-    tmp_path,
+    launch, tmp_path
 ):
-    program = Path(__file__).parent / "programs" / "checkpoint.py"
-    launch = [sys.executable, "-m", "distributary", "launch", "--workers", "2"]
-    options = ["--max-restarts", "1", "--no-tuning"]
-    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = launch(["--max-restarts", "1", "--no-tuning"], "checkpoint", "0.3", tmp_path)
 
-    ended = subprocess.run(
-        [*launch, *options, str(program), "0.3", str(tmp_path)],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-    assert ended.returncode == 0, ended.stderr
     assert "ended with exit code 42" in ended.stderr, ended.stderr
     lines = re.findall(r"^\[worker \d\] (\{.*\})$", ended.stdout, flags=re.MULTILINE)
     results = [json.loads(line) for line in lines]

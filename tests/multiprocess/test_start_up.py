@@ -1,7 +1,6 @@
 """What goes wrong at the start of a job ends with a sentence on every worker that is there."""
 
 import socket
-import threading
 
 import pytest
 
@@ -53,15 +52,13 @@ def test_a_cluster_with_parameter_servers_is_refused_by_every_task(task_type, ta
         dist.MultiWorkerMirroredStrategy(resolver)
 
 
-@pytest.mark.parametrize("present", [0, 1])
-def test_a_missing_worker_is_named(job, present):
+def test_a_missing_first_worker_is_named(job):
     workers = job(2)
-    workers.start("start", present, "", 2)
+    workers.start("start", 1, "", 2)
 
     ((kind, message),) = _messages(workers.wait())
     assert kind == "ClusterError"
-    missing = 1 - present
-    assert f"worker {missing} at {workers.addresses[missing]}" in message
+    assert f"worker 0 at {workers.addresses[0]}" in message
     assert "2 s" in message
 
 
@@ -84,16 +81,6 @@ def test_a_port_in_use_is_named(job, taken):
 
     assert kind == "ClusterError"
     assert f"worker {taken} at {workers.addresses[taken]}: the port is in use" in message
-
-
-def test_two_processes_with_one_task_are_noticed(job):
-    workers = job(3)
-    workers.start("start", 0, "", 8)
-    workers.start("start", 1, "", 8)
-    workers.start("start", 1, "", 8, key="again")
-
-    messages = [message for _, message in _messages(workers.wait())]
-    assert any("the port is in use" in message for message in messages)
 
 
 def test_workers_with_different_clusters_are_refused(job):
@@ -133,30 +120,3 @@ def test_a_strategy_after_jax_has_started_is_refused(job):
     ((kind, message),) = _messages(workers.wait())
     assert kind == "BackendStartedError"
     assert "before any array or device of JAX is used" in message
-
-
-def test_strangers_do_not_disturb_the_start(job):
-    workers = job(2)
-    host, port = workers.addresses[0].split(":")
-    workers.start("start", 0)
-    connected = threading.Event()
-
-    def disturb():
-        for data in (b"GET / HTTP/1.1\r\n\r\n\n", b"\x00" * 100_000, b'{"worker": "x"}\n', b""):
-            while True:
-                try:
-                    with socket.create_connection((host, int(port))) as stranger:
-                        stranger.sendall(data)
-                    break
-                except OSError:
-                    if connected.is_set():
-                        return
-        connected.set()
-
-    stranger = threading.Thread(target=disturb)
-    stranger.start()
-    assert connected.wait(60)
-    stranger.join()
-    workers.start("start", 1)
-
-    assert [one.code for one in workers.wait()] == [0, 0]

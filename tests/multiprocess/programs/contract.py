@@ -1,7 +1,11 @@
-"""What every synchronous strategy does, printed as JSON: the same for any number of workers."""
+"""What every synchronous strategy does, printed as JSON: the same for any number of workers.
+
+contract.py [training]
+"""
 
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -101,86 +105,86 @@ outside = dist.HierarchicalCopyAllReduce().reduce("SUM", own, destinations=own)
 result["two levels outside"] = plain(outside.value())
 
 
-def of_a_table(x):
-    """Adagrad with a gradient of which a replica has few rows, some of them those of others."""
-    ids = jnp.int32(x[0]) * jnp.arange(4, dtype=jnp.int32)
-    gradient = jax.grad(lambda t: jnp.sum(jnp.take(t, ids, axis=0) ** 2))(large_table.value())
-    gradient, size = dist.get_replica_context().all_reduce("SUM", (gradient, x.sum()))
-    slot.assign_add(gradient**2)
-    large_table.assign_sub(0.1 * gradient / jnp.sqrt(slot.value()))
-    return size
+def train():
+    """Steps with large and sparse gradients, uneven batches, and what stands around steps."""
+
+    def of_a_table(x):
+        """Adagrad with a gradient of which a replica has few rows, some of them those of others."""
+        ids = jnp.int32(x[0]) * jnp.arange(4, dtype=jnp.int32)
+        gradient = jax.grad(lambda t: jnp.sum(jnp.take(t, ids, axis=0) ** 2))(large_table.value())
+        gradient, size = dist.get_replica_context().all_reduce("SUM", (gradient, x.sum()))
+        slot.assign_add(gradient**2)
+        large_table.assign_sub(0.1 * gradient / jnp.sqrt(slot.value()))
+        return size
+
+    strategy.run(of_a_table, (own,))
+    result["large table"] = large_table.numpy()[:16].tolist() + slot.numpy()[:16].tolist()
+    program = extended.lower(of_a_table, (own,)).compile().as_text()
+    result["largest of a table"] = max(found.num_bytes for found in collectives_of(program)) // 1024
+
+    def merged(x):
+        def update(strategy, x):
+            both = strategy.extended.reduce_to("MEAN", x, destinations=mean)
+            strategy.extended.update(mean, lambda v, new: v.assign(v + new.sum()), args=(both,))
+
+        dist.get_replica_context().merge_call(update, args=(x,))
+
+    strategy.run(merged, (own,))
+    result["merge_call"] = float(mean.value())
+
+    # Training, with uneven batches, sparse gradients and a shuffle without a seed.
+    x = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
+    y = (np.arange(23) % 6).astype(np.int32)
+    losses, rows_seen = [], []
+
+    def step(x, rows, number):
+        def loss():
+            embedded = table.sparse_read(rows)
+            return (((x @ w) - 1.0) ** 2).sum() + ((embedded - 1.0) ** 2).sum()
+
+        value, (dense, sparse) = dist.value_and_grad(loss, (w, table))()
+        context = dist.get_replica_context()
+        value, dense, sparse = context.all_reduce("SUM", (value, dense, sparse))
+        w.assign_sub(0.01 * dense)
+        slices = dist.IndexedSlices(-0.1 * sparse.values, sparse.indices, sparse.dense_shape)
+        table.scatter_add(slices)
+        total.assign_add(jnp.float32(x.shape[0]))
+        return value
+
+    data = Dataset.from_tensor_slices((x, y, np.arange(23))).shuffle(23).batch(5)
+    in_order = Dataset.from_tensor_slices((x, y, np.arange(23))).batch(5)
+    for _ in range(2):
+        for batch in strategy.experimental_distribute_dataset(in_order):
+            value = strategy.run(step, batch)
+            losses.append(float(local(value)[0]))
+    result["losses"] = losses
+    result["w"] = w.numpy().tolist()
+    result["table"] = table.numpy().tolist()
+    result["examples"] = float(total.value())
+    for batch in strategy.experimental_distribute_dataset(data):
+        rows_seen += plain(strategy.gather(batch[2], axis=0))
+    result["all rows once"] = sorted(rows_seen) == list(range(23))
+    result["shuffled alike"] = (
+        plain(strategy.reduce("SUM", strategy.run(lambda: jnp.float32(rows_seen[0])), None))
+        == rows_seen[0] * NUM
+    )
+
+    # Assigning outside, and a compiled function around several steps.
+    with strategy.scope():
+        w.assign([1.0, 2.0, 3.0])
+        w.assign_add(w.value())
+    result["assigned"] = w.numpy().tolist()
+
+    @dist.function
+    def two_steps(batch):
+        strategy.run(lambda x: w.assign_add(jnp.ones(3)), args=(batch,))
+        return strategy.reduce("SUM", strategy.run(lambda x: x.sum(), args=(batch,)), axis=None)
+
+    result["function"] = [plain(two_steps(own)), w.numpy().tolist()]
 
 
-strategy.run(of_a_table, (own,))
-result["large table"] = large_table.numpy()[:16].tolist() + slot.numpy()[:16].tolist()
-program = extended.lower(of_a_table, (own,)).compile().as_text()
-result["largest of a table"] = max(found.num_bytes for found in collectives_of(program)) // 1024
-
-
-def merged(x):
-    def update(strategy, x):
-        both = strategy.extended.reduce_to("MEAN", x, destinations=mean)
-        strategy.extended.update(mean, lambda v, new: v.assign(v + new.sum()), args=(both,))
-
-    dist.get_replica_context().merge_call(update, args=(x,))
-
-
-strategy.run(merged, (own,))
-result["merge_call"] = float(mean.value())
-
-# Training, with uneven batches, sparse gradients and a shuffle without a seed.
-x = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
-y = (np.arange(23) % 6).astype(np.int32)
-losses, rows_seen = [], []
-
-
-def step(x, rows, number):
-    def loss():
-        embedded = table.sparse_read(rows)
-        return (((x @ w) - 1.0) ** 2).sum() + ((embedded - 1.0) ** 2).sum()
-
-    value, (dense, sparse) = dist.value_and_grad(loss, (w, table))()
-    context = dist.get_replica_context()
-    value, dense, sparse = context.all_reduce("SUM", (value, dense, sparse))
-    w.assign_sub(0.01 * dense)
-    slices = dist.IndexedSlices(-0.1 * sparse.values, sparse.indices, sparse.dense_shape)
-    table.scatter_add(slices)
-    total.assign_add(jnp.float32(x.shape[0]))
-    return value
-
-
-data = Dataset.from_tensor_slices((x, y, np.arange(23))).shuffle(23).batch(5)
-in_order = Dataset.from_tensor_slices((x, y, np.arange(23))).batch(5)
-for _ in range(2):
-    for batch in strategy.experimental_distribute_dataset(in_order):
-        value = strategy.run(step, batch)
-        losses.append(float(local(value)[0]))
-result["losses"] = losses
-result["w"] = w.numpy().tolist()
-result["table"] = table.numpy().tolist()
-result["examples"] = float(total.value())
-for batch in strategy.experimental_distribute_dataset(data):
-    rows_seen += plain(strategy.gather(batch[2], axis=0))
-result["all rows once"] = sorted(rows_seen) == list(range(23))
-result["shuffled alike"] = (
-    plain(strategy.reduce("SUM", strategy.run(lambda: jnp.float32(rows_seen[0])), None))
-    == rows_seen[0] * NUM
-)
-
-# Assigning outside, and a compiled function around several steps.
-with strategy.scope():
-    w.assign([1.0, 2.0, 3.0])
-    w.assign_add(w.value())
-result["assigned"] = w.numpy().tolist()
-
-
-@dist.function
-def two_steps(batch):
-    strategy.run(lambda x: w.assign_add(jnp.ones(3)), args=(batch,))
-    return strategy.reduce("SUM", strategy.run(lambda x: x.sum(), args=(batch,)), axis=None)
-
-
-result["function"] = [plain(two_steps(own)), w.numpy().tolist()]
+if "training" in sys.argv:
+    train()
 if extended.num_workers > 1:
     import reading
 

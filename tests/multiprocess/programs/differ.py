@@ -81,19 +81,8 @@ def fit(built, **options):
 
 
 @case
-def dtype_of_an_all_reduce():
-    total(np.ones(2, np.int32 if odd else np.float32))
-
-
-@case
 def shape_of_an_all_reduce():
     total(np.ones((2, 3) if odd else (3, 2), np.float32))
-
-
-@case
-def order_in_a_tuple():
-    a, b = np.ones(2, np.float32), np.ones(3, np.float32)
-    total((b, a) if odd else (a, b))
 
 
 @case
@@ -157,11 +146,6 @@ def garbage():
 
 
 @case
-def a_random_constant():
-    total(np.random.default_rng(worker).normal(size=3))
-
-
-@case
 def a_constant_in_a_branch():
     def step(x):
         y = jnp.where(x > 0, 3.0 if odd else 2.0, x)
@@ -181,16 +165,6 @@ def the_length_of_a_loop():
 
 
 @case
-def one_collective_more():
-    def step(x):
-        if odd:
-            x = context().all_reduce(SUM, x)
-        return context().all_reduce(SUM, x)
-
-    strategy.run(step, args=(per_worker(np.ones(2, np.float32)),))
-
-
-@case
 def gather_and_reduce_in_a_step():
     def step(x):
         return context().all_gather(x, 0) if odd else context().all_reduce(SUM, x)
@@ -201,12 +175,6 @@ def gather_and_reduce_in_a_step():
 @case
 def a_python_argument():
     strategy.run(lambda rate: context().all_reduce(SUM, rate), args=(0.2 if odd else 0.1,))
-
-
-@case
-def a_numpy_number():
-    rate = np.float32(0.2 if odd else 0.1)
-    strategy.run(lambda rate: context().all_reduce(SUM, rate), args=(rate,))
 
 
 @case
@@ -251,11 +219,6 @@ def the_shape_of_a_variable():
 
 
 @case
-def the_dtype_of_a_variable():
-    variable(dtype=np.float16 if odd else np.float32)
-
-
-@case
 def the_aggregation_of_a_variable():
     variable(aggregation=dist.VariableAggregation.MEAN if odd else dist.VariableAggregation.SUM)
 
@@ -264,13 +227,6 @@ def the_aggregation_of_a_variable():
 def the_synchronization_of_a_variable():
     on_read = dist.VariableSynchronization.ON_READ
     variable(synchronization=on_read if odd else dist.VariableSynchronization.AUTO)
-
-
-@case
-def the_order_of_variables():
-    names = ["a", "b"]
-    for name in reversed(names) if odd else names:
-        variable(name=name)
 
 
 @case
@@ -419,12 +375,6 @@ def train(skips=(), number=None):
 @case
 def a_skipped_step():
     train(skips=(6,))
-
-
-@case
-def an_extra_step():
-    train(number=10 if odd else 9)
-    variable("next")
 
 
 @case
