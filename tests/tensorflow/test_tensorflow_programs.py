@@ -19,26 +19,10 @@ import pytest
 from distributary.launch._worker import free_addresses
 from tests.tensorflow.programs.run_tensorflow import FOLDER, RECORDED, programs
 
-# These print the same on all workers, with MultiWorkerMirroredStrategy as their strategy.
-ON_WORKERS = (
-    "callbacks_fit",
-    "contrastive",
-    "keras_fit",
-    "mixed_precision",
-    "multi_worker_loop",
-    "recommender",
-    "text_classifier",
-)
-# TensorFlow's workers of servers have one replica. Others but those of workers run with two, too.
-ON_ONE_DEVICE = (
-    "custom_loop",
-    "gradient_accumulation",
-    "parameter_servers",
-    "parameter_servers_closures",
-    "parameter_servers_keras",
-    "replica_branches",
-    "save_and_load",
-)
+# A loop, and two ways to call `fit`: they run on workers, with MultiWorkerMirroredStrategy.
+ON_WORKERS = ("keras_fit", "multi_worker_loop", "text_classifier")
+# TensorFlow's workers of servers have one replica. All others run with two.
+ON_ONE_DEVICE = ("parameter_servers", "parameter_servers_closures", "parameter_servers_keras")
 _SECONDS = 600  # for all programs together; about 60 on an idle core
 _RUN_ALL = """
 import contextlib, io, json, os, runpy, sys, traceback
@@ -66,8 +50,7 @@ _NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 def test_programs_print_what_they_print_with_tensorflow(num_devices, tmp_path):
     names = list(ON_ONE_DEVICE)
     if num_devices == 2:
-        elsewhere = {*ON_WORKERS, *(name for name in programs() if "parameter_servers" in name)}
-        names = [name for name in programs() if name not in elsewhere]
+        names = [name for name in programs() if name not in ON_ONE_DEVICE + ON_WORKERS]
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
 
     started = _Started(names, num_devices, tmp_path)

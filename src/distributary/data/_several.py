@@ -32,13 +32,9 @@ class _OfParts(Node):
     parts: tuple[Node, ...]
 
     def source(self) -> Rows | None:
-        found = []
-        for part in self.parts:
-            source = part.source_in_order()
-            if source is None:
-                return None
-            found.append(source)
-        return self.together(found)
+        sources = [part.source_in_order() for part in self.parts]
+        known = [source for source in sources if source is not None]
+        return self.together(known) if len(known) == len(sources) else None
 
     @abc.abstractmethod
     def together(self, sources: Sequence[Rows]) -> Rows:

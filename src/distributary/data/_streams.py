@@ -111,14 +111,6 @@ class ChainedRows:
         """Returns the number of the first row of a source."""
         return self._ends[which - 1] if which else 0
 
-    def part(self, start: int, count: int) -> Block:
-        """Returns consecutive rows."""
-        which = bisect.bisect_right(self._ends, start)
-        part = getattr(self._sources[which], "part", None)
-        if part is None or start + count > self._ends[which]:
-            return self.rows(np.arange(start, start + count))
-        return part(start - self._start(which), count)
-
     def rows(self, numbers: np.ndarray) -> Block:
         """Returns several elements, stacked."""
         of = np.searchsorted(self._ends, numbers, side="right")

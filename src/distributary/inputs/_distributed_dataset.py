@@ -359,7 +359,8 @@ class DistributedIterator(PassIterator, DistributedInput):
             if depth:
                 once.read_ahead(depth)
         elif depth:
-            self._prefetched = Prefetched(self._steps, depth, source.is_in_memory())
+            in_memory = all(node.trait("in_memory") for node in source.nodes)
+            self._prefetched = Prefetched(self._steps, depth, in_memory)
 
     def _pass_name(self) -> str:
         return f"pass {self._number + 1} of {self._dataset._source.place}"

@@ -43,13 +43,14 @@ class StepData(abc.ABC):
         coworkers: All workers if they see different data, else None.
         place: Name of the data, the same on all workers.
         prefetch_depth: Number of steps that the datasets want to have ready.
+        nodes: The dataset, or one for each replica.
     """
 
     is_global: ClassVar[bool]
     coworkers: Coworkers | None = None
     place: str = ""
     prefetch_depth: int
-    _nodes: list[Node]
+    nodes: list[Node]
     _longest: int
 
     def _say(self, coworkers: Coworkers | None, prepare: Callable[[], _T]) -> list[_T]:
@@ -61,30 +62,26 @@ class StepData(abc.ABC):
 
     def node(self) -> Node:
         """Returns the dataset."""
-        if len(self._nodes) > 1:
+        if len(self.nodes) > 1:
             raise InvalidValueError(
                 "The state of an iterator over one dataset per replica cannot be saved: use"
                 " InputReplicationMode.PER_WORKER."
             )
-        return self._nodes[0]
+        return self.nodes[0]
 
     def set_node(self, node: Node) -> None:
         """Replaces the dataset by one in another order."""
-        self._nodes = [node]
+        self.nodes = [node]
 
     @property
     def once(self) -> OneShot | None:
         """The iterator of a source that cannot start over, or else None."""
-        first = self._nodes[0]
-        return first.items if len(self._nodes) == 1 and isinstance(first, Once) else None
-
-    def is_in_memory(self) -> bool:
-        """Returns whether the data are made of arrays in memory; see `Node`."""
-        return all(node.trait("in_memory") for node in self._nodes)
+        first = self.nodes[0]
+        return first.items if len(self.nodes) == 1 and isinstance(first, Once) else None
 
     def spec(self) -> Nest:
         """Returns a nest of `TensorSpec` that describes a batch, or an element of a replica."""
-        return self._nodes[0].spec()
+        return self.nodes[0].spec()
 
     def cardinality(self) -> int:
         """Returns the number of steps, which is that of the worker with the most."""
@@ -191,7 +188,7 @@ class Elements(StepData):
         def prepare() -> int:
             what = "distribute_datasets_from_function: dataset_fn returned"
             found = [_without_prefetch(_as_node(dataset, what)) for dataset in make()]
-            self._nodes = [node for node, _ in found]
+            self.nodes = [node for node, _ in found]
             self.prefetch_depth = max(depth for _, depth in found)
             return self._own_cardinality()
 
@@ -200,11 +197,11 @@ class Elements(StepData):
         self._longest = combined(self._say(coworkers, prepare))
 
     def _own_cardinality(self) -> int:
-        size = combined([node.cardinality() for node in self._nodes])
-        return size if len(self._nodes) > 1 or size < 0 else -(-size // self._num_replicas)
+        size = combined([node.cardinality() for node in self.nodes])
+        return size if len(self.nodes) > 1 or size < 0 else -(-size // self._num_replicas)
 
     def stream(self, path: tuple[int, ...]) -> Stream:
-        return _ElementSteps([node.stream(path) for node in self._nodes], self._num_replicas)
+        return _ElementSteps([node.stream(path) for node in self.nodes], self._num_replicas)
 
 
 @final

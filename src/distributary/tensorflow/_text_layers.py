@@ -11,6 +11,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
 import jax
@@ -57,6 +58,15 @@ def Input(  # noqa: N802
     """`tf.keras.Input`: also takes `tf.string` as its dtype."""
     is_text = dtype is not None and not isinstance(dtype, str) and np.dtype(dtype) == object
     return _keras.Input(shape, batch_size, "string" if is_text else dtype, *args, **kwargs)
+
+
+@dataclass
+class _Seen:
+    """Tokens that `update_state` has seen: how often, in how many of how many documents."""
+
+    tokens: Counter[Any] = field(default_factory=Counter)
+    documents: Counter[Any] = field(default_factory=Counter)
+    num_documents: int = 0
 
 
 class _Lookup(_Layer):
@@ -114,7 +124,7 @@ class _Lookup(_Layer):
         self.invert, self.output_mode = invert, output_mode
         self._is_static = has_input_vocabulary or vocabulary is not None
         self._num_outputs = vocabulary_size
-        self.reset_state()
+        self._seen = _Seen()
         self._weights: np.ndarray | None = None
         # What a configuration holds: a file's tokens are saved beside it.
         is_file = vocabulary is None or isinstance(vocabulary, (str, os.PathLike))
@@ -198,31 +208,30 @@ class _Lookup(_Layer):
             )
         for row in _rows(self._tokens_of(data)):
             found = plain_values(row)
-            self._counts.update(found)
-            self._documents.update(set(found))
-            self._num_documents += 1
+            self._seen.tokens.update(found)
+            self._seen.documents.update(set(found))
+            self._seen.num_documents += 1
 
     def finalize_state(self) -> None:
         """Makes the vocabulary from what `update_state` has counted."""
-        counts = self._counts
-        if self._is_static or not counts:
+        if self._is_static or not self._seen.tokens:
             return
+        counts = self._seen.tokens
         special = (self.mask_token, self.oov_token)
         found = sorted((t for t in counts if t not in special), key=lambda t: (counts[t], t))
         size = None if self.max_tokens is None else self.max_tokens - self._first
         tokens = found[::-1][:size]
         self._set_tokens(self._as_tokens(tokens))
         if self.output_mode == "tf_idf":
-            num_with = np.array([self._documents[token] for token in tokens])
-            weights = np.log(1 + self._num_documents / (1 + num_with))
+            num_with = np.array([self._seen.documents[token] for token in tokens])
+            weights = np.log(1 + self._seen.num_documents / (1 + num_with))
             self._set_weights(weights, has_special=False)
         self.reset_state()
         self._record_size()
 
     def reset_state(self) -> None:
         """Forgets what `update_state` has counted; the vocabulary stays."""
-        self._counts, self._documents = Counter[Any](), Counter[Any]()
-        self._num_documents = 0
+        self._seen = _Seen()
 
     def set_vocabulary(self, vocabulary: Vocabulary, idf_weights: object = None) -> None:
         """Sets the vocabulary.

@@ -162,7 +162,7 @@ def a_list_that_is_not_used_after_a_return(x):
         return x
     found.append(x)
     found.append(2 * x)
-    return sum(found)
+    return sum(found) + jnp.stack(found)[0]
 
 
 @numbers

@@ -172,70 +172,78 @@ COUNTS = (0, 1, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FLOWS)
-def test_values(name, kind):
-    function, x = FLOWS[name], jax.tree.map(jnp.asarray, KINDS[kind])
+def test_values(kind):
+    x = jax.tree.map(jnp.asarray, KINDS[kind])
+    flows = lambda x, n: {name: f(x, n, _plus, _is_small) for name, f in FLOWS.items()}
 
-    compiled = dist.function(lambda x, n: function(x, n, _plus, _is_small), autograph=True)
+    compiled = dist.function(flows, autograph=True)
 
     for n in COUNTS:
-        expected = function(x, n, _plus, _is_small)
-        got = compiled(x, jnp.int32(n))
+        expected, got = flows(x, n), compiled(x, jnp.int32(n))
         assert jax.tree.structure(got) == jax.tree.structure(expected)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             assert jnp.asarray(a).dtype == jnp.asarray(b).dtype
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", FLOWS)
-def test_gradients(name):
-    function, x = FLOWS[name], jnp.array([0.3, -0.7])
+def test_gradients():
+    x = jnp.array([0.3, -0.7])
     w = dist.Variable(1.25)
 
-    def loss(x, w, n):
-        result = function(x, n, lambda value: jnp.tanh(value * w) + value, _is_small)
-        return jnp.sum(jax.tree.leaves(result)[0] ** 2)
+    def losses(x, w, n):
+        step = lambda value: jnp.tanh(value * w) + value
+        results = [function(x, n, step, _is_small) for function in FLOWS.values()]
+        return [jnp.sum(jax.tree.leaves(result)[0] ** 2) for result in results]
 
     @dist.function(autograph=True)
     def gradients(x, n):
-        with dist.GradientTape() as tape:
+        with dist.GradientTape(persistent=True) as tape:
             tape.watch(x)
-            value = loss(x, w, n)
-        return value, tape.gradient(value, [x, w])
+            values = losses(x, w, n)
+        return values, [tape.gradient(value, [x, w]) for value in values]
 
     for n in COUNTS:
-        value, found = gradients(x, jnp.int32(n))
-        reference = functools.partial(loss, n=n)
-        expected = jax.grad(reference, (0, 1))(x, jnp.float32(1.25))
-        np.testing.assert_allclose(value, reference(x, 1.25), rtol=1e-5)
-        for own, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(0.0 if own is None else own, other, rtol=1e-4, atol=1e-6)
+        values, found = gradients(x, jnp.int32(n))
+        reference = functools.partial(losses, n=n)
+        by_hand = jax.jacobian(reference, (0, 1))(x, jnp.float32(1.25))
+        np.testing.assert_allclose(values, reference(x, 1.25), rtol=1e-5)
+        for name, (of_x, of_w), (own_x, own_w) in zip(FLOWS, by_hand, found, strict=True):
+            for own, other in ((own_x, of_x), (own_w, of_w)):
+                own = 0.0 if own is None else own
+                np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", FLOWS)
-def test_variables_of_replicas(name, strategy_of):
-    function = FLOWS[name]
+def test_variables_of_replicas(strategy_of):
     strategy = strategy_of(2)
     with strategy.scope():
-        own = dist.Variable(0, synchronization=dist.VariableSynchronization.ON_READ)
-        last = dist.Variable(0.0, aggregation=dist.VariableAggregation.MEAN)
-
-    def counted(value):
-        own.assign_add(1)
-        return value * 2 + 1
+        own = {
+            name: dist.Variable(0, synchronization=dist.VariableSynchronization.ON_READ)
+            for name in FLOWS
+        }
+        last = {
+            name: dist.Variable(0.0, aggregation=dist.VariableAggregation.MEAN) for name in FLOWS
+        }
 
     def step(x, n):
-        last.assign(jax.tree.leaves(function(x, n, counted, _is_small))[0])
+        for name, function in FLOWS.items():
+
+            def counted(value, name=name):
+                own[name].assign_add(1)
+                return value * 2 + 1
+
+            last[name].assign(jax.tree.leaves(function(x, n, counted, _is_small))[0])
 
     options = dist.RunOptions(autograph=True)
     numbers, counts = [1.0, -3.0], [1, 3]
     args = dist.PerReplica([jnp.float32(x) for x in numbers]), dist.PerReplica(counts)
     strategy.run(step, args=args, options=options)
 
-    calls, results = [], []
-    for x, n in zip(numbers, counts, strict=True):
-        made = []
-        results.append(function(x, n, lambda v, made=made: made.append(v) or v * 2 + 1, _is_small))
-        calls.append(len(made))
-    assert [int(component.value()) for component in own.values] == calls
-    np.testing.assert_allclose(last, np.mean([jax.tree.leaves(r)[0] for r in results]), rtol=1e-6)
+    for name, function in FLOWS.items():
+        calls, results = [], []
+        for x, n in zip(numbers, counts, strict=True):
+            made = []
+            noted = lambda v, made=made: made.append(v) or v * 2 + 1
+            results.append(jax.tree.leaves(function(x, n, noted, _is_small))[0])
+            calls.append(len(made))
+        assert [int(component.value()) for component in own[name].values] == calls, name
+        np.testing.assert_allclose(last[name], np.mean(results), rtol=1e-6, err_msg=name)
