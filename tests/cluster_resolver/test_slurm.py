@@ -161,6 +161,7 @@ def test_a_cluster_error_is_both_builtins():
             r"^SLURM_STEP_TASKS_PER_NODE is '4', .* each of the 2 nodes in .*'t02n\[13,41\]'",
         ),
         ({"SLURM_STEP_TASKS_PER_NODE": "4,0"}, r"'4,0', expected .* at least one task for each"),
+        ({"SLURM_DISTRIBUTION": "plane=2"}, r"^SLURM_DISTRIBUTION is 'plane=2', expected block or"),
         ({"SLURM_STEP_NODELIST": "a,a"}, r"^SLURM_STEP_NODELIST is 'a,a', which has a node twice"),
         *[
             ({"SLURM_STEP_TASKS_PER_NODE": text}, r"TASKS_PER_NODE is .*such as '4\(x2\),3'")

@@ -29,6 +29,27 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
+@pytest.fixture
+def start_on_terminal(start):
+    """A function that starts the launcher on a terminal; returns it and our end of the terminal."""
+
+    def start_on_terminal(*arguments, environ=None):
+        terminal, end = pty.openpty()
+        launcher = start(
+            *arguments,
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            environ=environ or {},
+            start_new_session=True,
+            before=(sys.executable, "-c", _TAKE_TERMINAL),
+        )
+        os.close(end)
+        return launcher, terminal
+
+    return start_on_terminal
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_the_workers(number, code, script, start, pid_of, wait_until_gone):
     launcher = start("--workers", 2, script(_CHILDREN))
@@ -100,19 +121,12 @@ def test_nohup_is_respected(script, start, pid_of):
     assert "SIGHUP" not in stderr
 
 
-def test_a_closed_terminal_ends_the_job(script, start, pid_of, wait_until_gone):
-    terminal, end = pty.openpty()
-    launcher = start(
+def test_a_closed_terminal_ends_the_job(script, start_on_terminal, pid_of, wait_until_gone):
+    launcher, terminal = start_on_terminal(
         "--workers",
         2,
         script("while True:\n    print('x' * 70)\n    put(f'{name}.0.pid', os.getpid())"),
-        stdin=end,
-        stdout=end,
-        stderr=end,
-        start_new_session=True,
-        before=(sys.executable, "-c", _TAKE_TERMINAL),
     )
-    os.close(end)
     reader = threading.Thread(target=_read_until, args=(terminal, b"[worker 1]"))
     reader.start()
     pids = [pid_of("worker0"), pid_of("worker1")]
@@ -124,9 +138,10 @@ def test_a_closed_terminal_ends_the_job(script, start, pid_of, wait_until_gone):
     wait_until_gone(*pids)
 
 
-def test_ctrl_c_on_the_terminal_reaches_the_launcher_and_workers_may_finish(script, start, pid_of):
-    terminal, end = pty.openpty()
-    launcher = start(
+def test_ctrl_c_on_the_terminal_reaches_the_launcher_and_workers_may_finish(
+    script, start_on_terminal, pid_of
+):
+    launcher, terminal = start_on_terminal(
         script("""
 signal.signal(signal.SIGINT, lambda *_: print("interrupted"))
 def end(*_):
@@ -135,13 +150,7 @@ def end(*_):
 signal.signal(signal.SIGTERM, end)
 run_forever()
 """),
-        stdin=end,
-        stdout=end,
-        stderr=end,
-        start_new_session=True,
-        before=(sys.executable, "-c", _TAKE_TERMINAL),
     )
-    os.close(end)
     pid_of("worker0")
 
     os.write(terminal, b"\x03")
@@ -153,9 +162,8 @@ run_forever()
     assert b"interrupted" not in seen
 
 
-def test_the_terminal_shows_colours_and_a_status_line(script, start, tmp_path):
-    terminal, end = pty.openpty()
-    launcher = start(
+def test_the_terminal_shows_colours_and_a_status_line(script, start_on_terminal, tmp_path):
+    launcher, terminal = start_on_terminal(
         "--workers",
         2,
         script("""
@@ -164,12 +172,8 @@ os.write(int(os.environ["DISTRIBUTARY_STATUS_FD"]), line.encode())
 print("begun")
 wait_for("seen")
 """),
-        stdin=end,
-        stdout=end,
-        stderr=end,
         environ={"TERM": "xterm", "NO_COLOR": ""},
     )
-    os.close(end)
 
     seen = _read_until(terminal, b"worker 1: step 120, 5120 examples/s")
     (tmp_path / "seen").touch()
@@ -183,10 +187,8 @@ wait_for("seen")
     assert seen.endswith(b"\r\x1b[K")  # the line is removed at the end
 
 
-def test_no_color_is_respected(script, start):
-    terminal, end = pty.openpty()
-    start(script("print('plain')"), stdout=end, stderr=end, environ={"NO_COLOR": "1"})
-    os.close(end)
+def test_no_color_is_respected(script, start_on_terminal):
+    _, terminal = start_on_terminal(script("print('plain')"), environ={"NO_COLOR": "1"})
 
     seen = _read_until(terminal, None)
     os.close(terminal)

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import pytest
 
-from distributary.launch._worker import free_addresses
+from distributary.launch import free_addresses
 from tests.forks import Fork
 
 _PROGRAMS = Path(__file__).parent / "programs"

@@ -1,8 +1,8 @@
-"""Describes where a job runs: its tasks, their addresses, and which of them this process is."""
+"""Describes where a job runs: its tasks, their addresses, and which of them this process is.
 
-from typing import TYPE_CHECKING
+Importing it does not import JAX: the command line checks its options without.
+"""
 
-from distributary._late import late_names
 from distributary.cluster_resolver._addresses import join_address, parse_address
 from distributary.cluster_resolver._checks import checked_int
 from distributary.cluster_resolver._cluster_spec import (
@@ -12,20 +12,18 @@ from distributary.cluster_resolver._cluster_spec import (
     Peer,
     multi_worker,
 )
-
-if TYPE_CHECKING:
-    from distributary.cluster_resolver._gce import GCEClusterResolver
-    from distributary.cluster_resolver._gpus import visible_gpus
-    from distributary.cluster_resolver._kubernetes import (
-        KubernetesClusterResolver,
-        KubernetesExecutableLocation,
-    )
-    from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
-    from distributary.cluster_resolver._resolver import ClusterResolver
-    from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
-    from distributary.cluster_resolver._slurm import SlurmClusterResolver
-    from distributary.cluster_resolver._tf_config import TFConfigClusterResolver
-    from distributary.cluster_resolver._tpu import TPUClusterResolver
+from distributary.cluster_resolver._gce import GCEClusterResolver
+from distributary.cluster_resolver._gpus import visible_gpus
+from distributary.cluster_resolver._kubernetes import (
+    KubernetesClusterResolver,
+    KubernetesExecutableLocation,
+)
+from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
+from distributary.cluster_resolver._resolver import ClusterResolver
+from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
+from distributary.cluster_resolver._slurm import SlurmClusterResolver
+from distributary.cluster_resolver._tf_config import TFConfigClusterResolver
+from distributary.cluster_resolver._tpu import TPUClusterResolver
 
 __all__ = [
     "TOKEN_VARIABLE",
@@ -48,21 +46,3 @@ __all__ = [
     "parse_address",
     "visible_gpus",
 ]
-
-
-# Imported on first use: the command line checks its options without JAX.
-if not TYPE_CHECKING:  # or type checkers accept any name
-    __getattr__ = late_names(
-        __name__,
-        {
-            "_gce": "GCEClusterResolver",
-            "_gpus": "visible_gpus",
-            "_kubernetes": "KubernetesClusterResolver KubernetesExecutableLocation",
-            "_mpi": "OpenMPIClusterResolver",
-            "_resolver": "ClusterResolver",
-            "_simple": "SimpleClusterResolver UnionResolver",
-            "_slurm": "SlurmClusterResolver",
-            "_tf_config": "TFConfigClusterResolver",
-            "_tpu": "TPUClusterResolver",
-        },
-    )

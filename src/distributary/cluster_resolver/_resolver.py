@@ -4,7 +4,6 @@ import abc
 
 from distributary.cluster_resolver._checks import checked_str, checked_task_id
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.topology import local_devices_of
 
 
 class ClusterResolver(abc.ABC):
@@ -128,6 +127,8 @@ class ClusterResolver(abc.ABC):
 
     def _accelerators_of_any_task(self) -> dict[str, int]:
         """Returns what `num_accelerators` returns, if it is the same for all tasks."""
+        from distributary.topology import local_devices_of  # which imports JAX
+
         counts = {kind: len(local_devices_of(kind)) for kind in ("GPU", "TPU")}
         return {kind: count for kind, count in counts.items() if count}
 

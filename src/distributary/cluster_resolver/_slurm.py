@@ -76,7 +76,13 @@ class SlurmClusterResolver(RankClusterResolver):
     ) -> None:
         tasks_of = _tasks_per_node(tasks_per_node)
         most = max(tasks_of.values())
-        is_cyclic = os.environ.get("SLURM_DISTRIBUTION", "").lower().startswith("cyclic")
+        distribution = os.environ.get("SLURM_DISTRIBUTION", "").lower()
+        if distribution.startswith("plane"):
+            raise ClusterError(
+                f"SLURM_DISTRIBUTION is {distribution!r}, expected block or cyclic. Start the step"
+                " with srun --distribution=block."
+            )
+        is_cyclic = distribution.startswith("cyclic")
         # By round, node and number on the node: so Slurm assigns the ranks.
         places = sorted(
             (local_rank if is_cyclic else 0, node, local_rank, host)

@@ -3,9 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from typing import final
-
-import jax
+from typing import TYPE_CHECKING, final
 
 from distributary.cluster_resolver._addresses import (
     checked_port,
@@ -18,7 +16,9 @@ from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._ranks import int_variable
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import ClusterError, InvalidValueError, UnsupportedError
-from distributary.topology import Topology, TPUSystemMetadata, local_devices_of
+
+if TYPE_CHECKING:
+    from distributary.tpu.experimental import TPUSystemMetadata
 
 _WHO = "TPUClusterResolver"
 _HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
@@ -127,8 +127,13 @@ class TPUClusterResolver(ClusterResolver):
         """Returns `task_type`."""
         return self.task_type
 
-    def get_tpu_system_metadata(self) -> TPUSystemMetadata:
+    def get_tpu_system_metadata(self) -> "TPUSystemMetadata":
         """Returns the number and places of the job's TPU cores; 0 without a TPU. Starts JAX."""
+        import jax
+
+        from distributary.topology import local_devices_of
+        from distributary.tpu.experimental import Topology, TPUSystemMetadata
+
         devices = tuple(jax.devices("tpu")) if local_devices_of("TPU") else ()
         if not devices:
             return TPUSystemMetadata(0, 0, 0, None, ())
@@ -151,6 +156,8 @@ class TPUClusterResolver(ClusterResolver):
         return self.cluster_spec().task_address(task_type, task_id)
 
     def _accelerators_of_any_task(self) -> dict[str, int]:
+        from distributary.topology import local_devices_of
+
         return {"TPU": len(local_devices_of("TPU"))}
 
     def _current_task_id(self) -> int | None:
