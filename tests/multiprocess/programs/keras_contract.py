@@ -90,6 +90,7 @@ history = model.fit(
     batch_size=12,
     epochs=5,
     validation_data=(x[:24], y[:24]),
+    class_weight={0: 1.0, 1: 2.0},
     verbose=2,
     callbacks=[
         keras.callbacks.CSVLogger(folder / "log.csv"),
@@ -103,6 +104,7 @@ result["predict"] = rounded(model.predict(x, batch_size=12, verbose=0))
 assert keras.ops.sum(model.weights[0]).is_fully_addressable
 
 result["train_on_batch"] = rounded(model.train_on_batch(x[:12], y[:12]))
+result["predict_on_batch"] = rounded(model.predict_on_batch(x[:12]))
 model.save(folder / "shared.keras")
 own = folder / f"of_worker{worker}.weights.h5"
 model.save_weights(own)
