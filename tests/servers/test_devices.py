@@ -142,17 +142,12 @@ def _adagrad(value, slot, gradient):
     return value - 0.1 * gradient / jnp.sqrt(total + 1e-7), total
 
 
-def _momentum(value, slot, gradient):
-    velocity = 0.9 * slot - 0.1 * gradient
-    return value + velocity, velocity
-
-
 def _clipped(value, slot, gradient):
     scale = 1.0 / jnp.maximum(1.0, jnp.sqrt((gradient * gradient).sum()))
     return value - 0.1 * scale * gradient, slot
 
 
-RULES = [_adagrad, _momentum, _clipped]
+RULES = [_adagrad, _clipped]
 IDS = [
     np.array([[3, 3], [7, 59], [0, 7], [3, 1]], np.int32),  # both devices look up 3 and 7
     np.array([[1, 2], [58, 3], [2, 2]], np.int32),  # 2 examples and 1

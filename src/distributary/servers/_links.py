@@ -96,12 +96,12 @@ class Connection:
     Attributes:
         pause: The same.
         has_begun: True once there has been a request, so that a thread serves the connection.
-        has_heard: True once a reply has come.
+        has_reply: True once a reply has come.
     """
 
     def __init__(self, target: str, pause: float = 0) -> None:
         self.pause = pause
-        self.has_begun = self.has_heard = False
+        self.has_begun = self.has_reply = False
         self._target = target
         self._start = time.monotonic() + pause * _random.uniform(0.5, 1)
         self._numbers = itertools.count()
@@ -137,7 +137,7 @@ class Connection:
 
     def reply(self, number: int, message: Message) -> None:
         """Hands a reply that has come to its caller."""
-        self.has_heard = True
+        self.has_reply = True
         with self._lock:
             future = self._calls.pop(number, None)
         if future is None or not future.set_running_or_notify_cancel():  # the caller has given up
@@ -261,7 +261,7 @@ class Link(ABC):
 
     def _replace(self, connection: Connection, error: Exception) -> None:
         """Ends a connection, and makes another one for later calls."""
-        pause = 0 if connection.has_heard else connection.pause
+        pause = 0 if connection.has_reply else connection.pause
         with self._lock:
             # Replaced before the calls end, so that a repeated call uses the new connection.
             if self._connection is connection:
