@@ -40,7 +40,7 @@ class RefusedError(ConnectionLostError):
 
 
 class UnauthenticatedError(ConnectionLostError):
-    """A failed connection: one end does not know the secret of the job."""
+    """A failed connection: one end does not prove that it belongs to the job of the other."""
 
 
 class DeadlineError(DistributaryError, TimeoutError):
@@ -54,8 +54,7 @@ class Peer:
 
     Args:
         role: `"chief"`, `"worker"` or `"ps"`, from the certificate. Without a certificate it is
-            `"local"`: a caller in the same process, one that knows the secret of the job, or
-            anyone if the server is insecure.
+            `"local"`: a caller in the same process, or anyone if the server is insecure.
         identity: Text that identifies the peer in messages: the name in its certificate and its
             address.
     """
