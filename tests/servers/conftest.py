@@ -105,11 +105,12 @@ def serve(service):
 
 
 @pytest.fixture
-def connect(service):
-    """A function that returns a link to a task at an address."""
+def connect(service, certificates):
+    """A function that returns a link to a task at an address, with the certificate of a role."""
     with contextlib.ExitStack() as stack:
 
-        def start(address, credentials=None, task="ps"):
+        def start(address, role=None, task="ps"):
+            credentials = role and Credentials.load(certificates, role)
             link = GrpcLink(address, task, credentials)
             stack.callback(link.close)
             stack.callback(service.go_on.set)
@@ -146,7 +147,7 @@ def link(request, serve, connect):
         case "mtls":
             folder = request.getfixturevalue("certificates")
             address = serve(credentials=Credentials.load(folder, "ps"))
-            return connect(address, Credentials.load(folder, "worker"))
+            return connect(address, "worker")
 
 
 @pytest.fixture

@@ -31,59 +31,10 @@ from distributary.errors import (
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 3)).astype(np.float32)
-Y = (X @ np.array([1.0, -2.0, 3.0], np.float32)).astype(np.float32)
 
 
 def _strategy(workers, ps):
     return ParameterServerStrategy(local_cluster(workers, ps))
-
-
-def _linear(strategy):
-    with strategy.scope():
-        w = dist.Variable(np.zeros(3, np.float32), name="w")
-        b = dist.Variable(np.float32(0), name="b")
-        steps = dist.Variable(0, name="steps")
-
-    def step(batch):
-        x, y = batch
-        with dist.GradientTape() as tape:
-            loss = ((x @ w + b - y) ** 2).mean()
-        gradients = dist.get_replica_context().all_reduce("SUM", tape.gradient(loss, [w, b]))
-        for variable, gradient in zip((w, b), gradients, strict=True):
-            variable.assign_sub(0.1 * gradient)
-        steps.assign_add(1)
-        return loss
-
-    return w, b, steps, step
-
-
-def _batches():
-    return [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 32, 8)]
-
-
-def test_one_worker_trains_as_one_device_does():
-    strategy = _strategy(1, 2)
-    w, b, steps, step = _linear(strategy)
-    coordinator = ClusterCoordinator(strategy)
-    iterator = iter(coordinator.create_per_worker_dataset(lambda: _batches() * 5))
-
-    def closure(iterator):
-        return strategy.run(step, args=(next(iterator),))
-
-    losses = [coordinator.schedule(closure, args=(iterator,)) for _ in range(20)]
-    coordinator.join()
-
-    expected = np.zeros(3), 0.0
-    for (x, y), loss in zip(_batches() * 5, losses, strict=True):
-        error = x @ expected[0] + expected[1] - y
-        np.testing.assert_allclose(loss.fetch(), (error**2).mean(), rtol=1e-4, atol=1e-6)
-        expected = (
-            expected[0] - 0.1 * 2 * (error[:, None] * x).mean(0),
-            expected[1] - 0.1 * 2 * error.mean(),
-        )
-    np.testing.assert_allclose(w.numpy(), expected[0], rtol=1e-4)
-    np.testing.assert_allclose(b.numpy(), expected[1], rtol=1e-3, atol=1e-5)
-    assert steps.numpy() == 20
 
 
 def test_results_belong_to_the_shapes_of_their_own_batch():

@@ -10,6 +10,7 @@ from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy
 from distributary.errors import DistributaryWarning
 from distributary.experimental.partitioners import FixedShardsPartitioner
 from distributary.tracing import push
+from tests.servers.message_faults import spy
 
 RNG = np.random.default_rng(0)
 TABLES = [RNG.normal(size=(60, width)).astype(np.float32) for width in (3, 2)]
@@ -26,8 +27,7 @@ class Job:
 
     def __init__(self, values, num_shards=1):
         cluster = local_cluster(1, ps=num_shards)
-        cluster.fault = self._look
-        self.max_rows = 0
+        self._sizes = spy(cluster)
         strategy = ParameterServerStrategy(cluster, FixedShardsPartitioner(num_shards))
         with strategy.scope():
             self.variables = [
@@ -35,12 +35,9 @@ class Job:
             ]
         self._coordinator = ClusterCoordinator(strategy)
 
-    def _look(self, source, target, message, deliver):
-        reply = deliver(message)
-        if source.startswith("worker"):
-            arrays = [a for a in (*message.arrays, *reply.arrays) if a.ndim]
-            self.max_rows = max([self.max_rows, *map(len, arrays)])
-        return reply
+    @property
+    def max_rows(self):
+        return max(self._sizes, default=0)
 
     def run(self, function, ids):
         """Assigns what a function of the values and ids returns; also returns its first result."""

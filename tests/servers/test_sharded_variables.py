@@ -12,24 +12,11 @@ from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import FixedShardsPartitioner, MinSizePartitioner
 from distributary.tracing import push
+from tests.servers.message_faults import spy
 
 RNG = np.random.default_rng(0)
 TABLE = RNG.normal(size=(50, 4)).astype(np.float32)
 IDS = [np.array([[3, 3], [49, 17]], np.int32), np.array([[16, 33], [34, 0]], np.int32)]
-
-
-def _sizes_of_messages(cluster):
-    """A list that grows by the first dimensions of what workers and servers send each other."""
-    sizes = []
-
-    def look(source, target, message, deliver):
-        reply = deliver(message)
-        if source.startswith("worker"):
-            sizes.extend(len(a) for a in (*message.arrays, *reply.arrays) if a.ndim)
-        return reply
-
-    cluster.fault = look
-    return sizes
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +129,7 @@ def test_a_divided_weight_is_overwritten_with_data():
 @pytest.mark.parametrize("by_shard", [True, False])
 def test_shards_train_as_the_whole_does(by_shard):
     cluster = local_cluster(workers=1, ps=2)
-    sizes = _sizes_of_messages(cluster)
+    sizes = spy(cluster)
     strategy = dist.ParameterServerStrategy(cluster, FixedShardsPartitioner(3))
     with strategy.scope():
         table = dist.Variable(TABLE, name="table")
@@ -204,7 +191,7 @@ def test_an_unmodified_keras_embedding(num_shards, optimizer_class):
     for ids in IDS:
         expected.train_on_batch(ids, labels)
     cluster = local_cluster(workers=1, ps=2)
-    sizes = _sizes_of_messages(cluster)
+    sizes = spy(cluster)
     partitioner = MinSizePartitioner(100, max_shards=num_shards)
     strategy = dist.ParameterServerStrategy(cluster, partitioner)
     with strategy.scope():

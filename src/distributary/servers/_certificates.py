@@ -114,15 +114,16 @@ class Credentials:
 _secrets: list[str] = []
 
 
-def secret_of_this_process(*, make: bool = False) -> str | None:
-    """Returns the secret of servers that share a process with their chief, as in tutorials.
+def credentials_of_this_process(role: str, *, make: bool = False) -> Credentials | None:
+    """Returns the credentials of tasks that share a process with their chief, as in tutorials.
 
     Args:
-        make: Whether to make one if there is none yet.
+        role: `"chief"`, `"worker"` or `"ps"`.
+        make: Whether to make a secret for them if there is none yet.
     """
     if make and not _secrets:
         _secrets.append(secrets.token_hex(32))
-    return _secrets[0] if _secrets else None
+    return Credentials.from_secret(_secrets[0], role) if _secrets else None
 
 
 def credentials_of(role: str, environ: Mapping[str, str]) -> Credentials | None:

@@ -83,7 +83,7 @@ class Session:
         self.at_rest: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._numbers = itertools.count()
         self._copy_numbers = itertools.count()
-        self._told: set[tuple[int, str]] = set()  # servers and the updates that they know
+        self._known_updates: set[tuple[int, str]] = set()  # servers and the updates that they know
         self._finished = 0  # the last number that the servers have been told
         self._next_server = itertools.cycle(range(len(self.servers)))
         self._lock = threading.Lock()
@@ -119,11 +119,11 @@ class Session:
         new = {
             server: Message("update", {"update": astuple(update)}, blobs=[program.content])
             for server, (update, program) in updates.items()
-            if (server, update.name) not in self._told
+            if (server, update.name) not in self._known_updates
         }
         call_all(self.server_links, new)  # at the same time, as each server compiles its program
         # Only now, as other threads rely on it.
-        self._told.update((server, updates[server][0].name) for server in new)
+        self._known_updates.update((server, updates[server][0].name) for server in new)
 
     def finish_many(self, finished: int) -> None:
         """Calls `finish` once enough closures have ended; servers remember them until then."""
@@ -268,7 +268,7 @@ class Cluster:
         session: SessionId | None = None
         while True:
             session = new_session(session)
-            newer = [found for server in self.servers if (found := _greet(server, session))]
+            newer = [found for server in self.servers if (found := _begin_session(server, session))]
             if not newer:
                 break
             # Another machine's clock is ahead, or two coordinators start at the same time.
@@ -313,7 +313,7 @@ def check_numbers(function: str, **numbers: int) -> None:
             raise InvalidValueError(f"{function}: {name} is {number}, expected at least 1.")
 
 
-def _greet(task: Task, session: SessionId) -> SessionId | None:
+def _begin_session(task: Task, session: SessionId) -> SessionId | None:
     """Begins a session on a task; returns the newer session that the task has, if there is one."""
     with contextlib.closing(task.connect()) as link:
         found: SessionId | None = link.call(hello(session)).fields.get("session")

@@ -243,7 +243,7 @@ class ClusterCoordinator:
                 )
                 for value in values
             ]
-            self._workers.tell(("source", number), messages)
+            self._workers.set_up(("source", number), messages)
         return PerWorkerValues(self._of_workers("value", number))
 
     def _new_dataset(self, dataset_fn: object) -> RemoteSource:
@@ -289,7 +289,7 @@ class ClusterCoordinator:
         try:
             fields = {"kind": kind, "number": number, "maker": self._cluster.describe(maker)}
             message = Message("source", fields)
-            reply = self._workers.tell(("source", number), self._for_all(message))
+            reply = self._workers.set_up(("source", number), self._for_all(message))
             if reply.kind == "unknown maker":
                 raise UnknownMakerError(reply.fields["why"])
         except UnknownMakerError as error:

@@ -131,7 +131,8 @@ class GrpcLink(Link):
                     return WireError(f"{self._name} refuses a message: {details}")
                 reason = f"{code.name}: {details}"
         kind = RefusedError if _REFUSED in reason else ConnectionLostError
-        if self._is_stranger(reason):
+        # One end does not prove that it belongs to the job of the other.
+        if (_STRANGER if self._credentials else _STRANGER_TO_INSECURE).search(reason):
             kind = UnauthenticatedError
             reason += (
                 ". Start all tasks of the job with certificates of one authority in"
@@ -139,12 +140,6 @@ class GrpcLink(Link):
                 f" {TOKEN_VARIABLE}"
             )
         return kind(f"No connection to {self._name}: {reason}.")
-
-    def _is_stranger(self, reason: str) -> bool:
-        """Returns whether one end does not prove that it belongs to the job of the other."""
-        if self._credentials is None:
-            return _STRANGER_TO_INSECURE.search(reason) is not None
-        return _STRANGER.search(reason) is not None
 
     def _channel(self) -> Any:
         if self._credentials is None:

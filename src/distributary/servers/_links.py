@@ -40,7 +40,7 @@ class RefusedError(ConnectionLostError):
 
 
 class UnauthenticatedError(ConnectionLostError):
-    """A failed connection: one end does not know the secret of the job."""
+    """A failed connection: one end does not prove that it belongs to the job of the other."""
 
 
 class DeadlineError(DistributaryError, TimeoutError):
@@ -54,8 +54,7 @@ class Peer:
 
     Args:
         role: `"chief"`, `"worker"` or `"ps"`, from the certificate. Without a certificate it is
-            `"local"`: a caller in the same process, one that knows the secret of the job, or
-            anyone if the server is insecure.
+            `"local"`: a caller in the same process, or anyone if the server is insecure.
         identity: Text that identifies the peer in messages: the name in its certificate and its
             address.
     """
@@ -96,12 +95,12 @@ class Connection:
     Attributes:
         pause: The same.
         has_begun: True once there has been a request, so that a thread serves the connection.
-        has_heard: True once a reply has come.
+        has_reply: True once a reply has come.
     """
 
     def __init__(self, target: str, pause: float = 0) -> None:
         self.pause = pause
-        self.has_begun = self.has_heard = False
+        self.has_begun = self.has_reply = False
         self._target = target
         self._start = time.monotonic() + pause * _random.uniform(0.5, 1)
         self._numbers = itertools.count()
@@ -137,7 +136,7 @@ class Connection:
 
     def reply(self, number: int, message: Message) -> None:
         """Hands a reply that has come to its caller."""
-        self.has_heard = True
+        self.has_reply = True
         with self._lock:
             future = self._calls.pop(number, None)
         if future is None or not future.set_running_or_notify_cancel():  # the caller has given up
@@ -261,7 +260,7 @@ class Link(ABC):
 
     def _replace(self, connection: Connection, error: Exception) -> None:
         """Ends a connection, and makes another one for later calls."""
-        pause = 0 if connection.has_heard else connection.pause
+        pause = 0 if connection.has_reply else connection.pause
         with self._lock:
             # Replaced before the calls end, so that a repeated call uses the new connection.
             if self._connection is connection:

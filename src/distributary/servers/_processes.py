@@ -15,7 +15,7 @@ from distributary.job import package_versions
 from distributary.servers._certificates import (
     Credentials,
     credentials_of,
-    secret_of_this_process,
+    credentials_of_this_process,
 )
 from distributary.servers._cluster import Cluster
 from distributary.servers._grpc import GrpcLink
@@ -119,9 +119,7 @@ def connect(
     Raises:
         ClusterError: see `cluster_of`.
     """
-    credentials = credentials_of("chief", environ)
-    if credentials is None and (secret := secret_of_this_process()) is not None:
-        credentials = Credentials.from_secret(secret, "chief")
+    credentials = credentials_of("chief", environ) or credentials_of_this_process("chief")
     tasks = {peer: grpc_task(peer, credentials) for peer in peers}
     replies: dict[Peer, dict[str, Any]] = {}
 

@@ -94,22 +94,20 @@ class RayCluster(Cluster):
         """Waits until Ray has started all tasks, and returns an address for each."""
         calls = {task: actor.address.remote(host) for task, actor in self._actors.items()}
         _, late = self._ray.wait([*calls.values()], num_returns=len(calls), timeout=seconds)
-        names = [f"{task_type} {i}" for (task_type, i), call in calls.items() if call in late]
-        addresses = {}
-        for task, call in calls.items():
-            if call in late:
-                continue
-            try:
-                addresses[task] = self._ray.get(call)
-            except self._ray.exceptions.RayError as error:
-                name = "{} {}".format(*task)
-                raise ClusterError(f"ray_cluster: {name} could not be started: {error}") from error
         if late:
+            names = [f"{task_type} {i}" for (task_type, i), call in calls.items() if call in late]
             raise ClusterError(
                 f"ray_cluster: after {seconds:g} s, Ray has not started {', '.join(names)}. Free"
                 f" are {self._ray.available_resources()}; worker_options and ps_options say what"
                 " every task asks for."
             )
+        addresses = {}
+        for task, call in calls.items():
+            try:
+                addresses[task] = self._ray.get(call)
+            except self._ray.exceptions.RayError as error:
+                name = "{} {}".format(*task)
+                raise ClusterError(f"ray_cluster: {name} could not be started: {error}") from error
         return addresses
 
     def __repr__(self) -> str:

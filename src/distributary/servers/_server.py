@@ -18,7 +18,7 @@ from distributary.errors import ClusterError, ContextError, InvalidTypeError, In
 from distributary.servers._certificates import (
     Credentials,
     credentials_of,
-    secret_of_this_process,
+    credentials_of_this_process,
 )
 from distributary.servers._grpc import GrpcServer
 from distributary.servers._links import Service
@@ -141,9 +141,7 @@ class Server:
         credentials = credentials_of(this.job_name, environ)
         if credentials is None and not self._insecure and "TF_CONFIG" not in environ:
             # Without TF_CONFIG, the chief may be in this process. Another one is refused.
-            secret = secret_of_this_process(make=True)
-            assert secret is not None
-            credentials = Credentials.from_secret(secret, this.job_name)
+            credentials = credentials_of_this_process(this.job_name, make=True)
         if not backends_started():
             # Programs run on CPUs; if JAX saw the GPUs, it would take their memory.
             jax.config.update("jax_platforms", "cpu")

@@ -113,7 +113,7 @@ class SessionService:
         self._name = name
         self._make = make
         self._lock = threading.Lock()
-        self._stay: _Stay | None = None
+        self._current: _SessionState | None = None
 
     def handle(self, message: Message, peer: Peer) -> Message:
         """Handles a message, and returns the reply.
@@ -129,47 +129,47 @@ class SessionService:
             )
         if message.kind == "hello":
             self._begin(asked)
-        stay = self._stay
-        if stay is None or asked > stay.session:
+        state = self._current
+        if state is None or asked > state.session:
             return Message(_UNKNOWN)
-        if asked < stay.session:
-            return Message(_NEWER, {"session": stay.session})
+        if asked < state.session:
+            return Message(_NEWER, {"session": state.session})
         if message.kind == "hello":
-            return Message("ok", {"incarnation": stay.incarnation})
+            return Message("ok", {"incarnation": state.incarnation})
         if message.kind == "alive":
-            stay.ended.wait(float(message.fields["seconds"]))
+            state.ended.wait(float(message.fields["seconds"]))
             return Message("ok")
         try:
-            return stay.handle(message, peer)
+            return state.handle(message, peer)
         except Exception:
-            if stay.ended.is_set():  # the session has ended meanwhile, which explains any error
+            if state.ended.is_set():  # the session has ended meanwhile, which explains any error
                 return self.handle(message, peer)
             raise
 
     def statistics(self) -> dict[str, float]:
         """Returns numbers about the work done in the session, by name."""
-        stay = self._stay
-        return {} if stay is None else stay.tenant.statistics()
+        state = self._current
+        return {} if state is None else state.tenant.statistics()
 
     def close(self) -> None:
         """Ends the session."""
         with self._lock:
-            stay, self._stay = self._stay, None
-        if stay is not None:
-            stay.end()
+            state, self._current = self._current, None
+        if state is not None:
+            state.end()
 
     def _begin(self, session: SessionId) -> None:
         with self._lock:
-            old = self._stay
+            old = self._current
             if old is not None and session <= old.session:
                 return
-            self._stay = _Stay(session, self._make(session))
+            self._current = _SessionState(session, self._make(session))
         if old is not None:
             old.end()
 
 
 @final
-class _Stay:
+class _SessionState:
     """A session on a task."""
 
     def __init__(self, session: SessionId, tenant: Tenant) -> None:

@@ -63,7 +63,7 @@ class Workers:
         for driver in self._drivers:
             driver.start()
 
-    def tell(self, key: Key, messages: Sequence[Message]) -> Message:
+    def set_up(self, key: Key, messages: Sequence[Message]) -> Message:
         """Tells one worker; if it replies "ok", the others are told before they run closures.
 
         Args:
@@ -76,7 +76,7 @@ class Workers:
         Raises:
             Exception: the same errors as `call`.
         """
-        return self._with_some(lambda connection: connection.tell(key, messages))
+        return self._with_some(lambda connection: connection.set_up(key, messages))
 
     def call(self, message: Message) -> Message:
         """Sends a message to any one worker, and returns the reply.
@@ -289,7 +289,7 @@ class _Driver:
             self._past.update(self._tally)
             self._tally = new_tally()
             return False
-        new.told = old.told
+        new.known = old.known
         return True
 
     def _serve(self) -> list[Closure]:
@@ -403,7 +403,7 @@ class _Connection:
 
     Attributes:
         incarnation: Id that changes when the worker has forgotten everything.
-        told: Keys of the setup messages that the worker knows, by message number.
+        known: Keys of the setup messages that the worker knows, by message number.
         error: The reason why the connection was lost, or None.
     """
 
@@ -411,8 +411,8 @@ class _Connection:
         session = workers.session
         task = session.workers[number]
         self._number = number
-        self.told: dict[int, Key] = {}
-        self._version = -1  # of the setup, when the worker was last told all of it
+        self.known: dict[int, Key] = {}
+        self._version = -1  # of the setup, when the worker last got all of it
         self.error: Exception | None = None
         self._setup = workers.setup
         self._queue = workers.queue
@@ -433,16 +433,16 @@ class _Connection:
     def call(self, message: Message) -> Message:
         """Tells the worker what it has to know, then calls it; raises as `Link.call` does."""
         with self._lock:
-            self._tell_all()
+            self._send_setup()
         return self._link.call(message)
 
-    def tell(self, key: Key, messages: Sequence[Message]) -> Message:
+    def set_up(self, key: Key, messages: Sequence[Message]) -> Message:
         """Sends a message, and adds it to the setup of all workers if the reply is "ok"."""
         with self._lock:
-            self._tell_all()
+            self._send_setup()
             reply = self._link.call(messages[self._number])
             if reply.kind == "ok":
-                self.told[self._setup.add(key, messages)] = key
+                self.known[self._setup.add(key, messages)] = key
             return reply
 
     def is_lost(self) -> bool:
@@ -460,16 +460,16 @@ class _Connection:
         self._heartbeat.stop()
         self._link.close()
 
-    def _tell_all(self) -> None:
+    def _send_setup(self) -> None:
         if self._version == self._setup.version:
             return
         version, setup = self._setup.all()
-        if gone := self.told.keys() - setup.keys():
-            self._link.call(Message("forget", {"keys": [self.told[number] for number in gone]}))
+        if gone := self.known.keys() - setup.keys():
+            self._link.call(Message("forget", {"keys": [self.known[number] for number in gone]}))
             for number in gone:
-                del self.told[number]
+                del self.known[number]
         for number, (key, messages) in setup.items():
-            if number in self.told:
+            if number in self.known:
                 continue
             reply = self._link.call(messages[self._number])
             if reply.kind != "ok":
@@ -477,5 +477,5 @@ class _Connection:
                     f"{self._link.name} cannot make the data that another worker has made:"
                     f" {reply.fields['why']}. Run the same script on all workers."
                 )
-            self.told[number] = key
+            self.known[number] = key
         self._version = version
