@@ -85,16 +85,6 @@ def pop_of_a_dict(x):
 
 
 @numbers
-def extend(x):
-    found = [1.0]
-    if x > 0:
-        found.extend([x, x])
-    else:
-        found.extend([1.0, x])
-    return found
-
-
-@numbers
 def add_to_a_list(x):
     found = [1.0]
     if x > 0:
@@ -178,19 +168,6 @@ def a_list_in_a_closure(x):
 
 
 @numbers
-def a_name_of_an_outer_function(x):
-    count = 0
-
-    def add():
-        nonlocal count
-        count += 1
-
-    if x > 0:
-        add()
-    return count
-
-
-@numbers
 def a_name_of_the_module(x):
     global calls
     calls = 0
@@ -261,15 +238,6 @@ def another_dict(x):
     if x > 0:
         one = two
     return one
-
-
-@numbers
-def another_list(x):
-    found = [x, 1.0]
-    if x > 0:
-        found = [2 * x, 4.0]
-    found[0] = found[0] + 1
-    return found
 
 
 @numbers
@@ -416,15 +384,6 @@ def a_list_that_only_grows(xs):
     for x in xs:
         found.append(jax.nn.relu(x) * 2)
     return found
-
-
-@rows
-def a_count_of_a_list_that_grows(xs):
-    found, length = [], 0
-    for x in xs:
-        found += [x, -x]
-        length = len(found)
-    return found, length
 
 
 @rows

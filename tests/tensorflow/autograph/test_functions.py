@@ -29,40 +29,6 @@ COUNTS = [(0,), (1,), (6,)]
 
 
 @case(*NUMBERS)
-def if_else(x):
-    if x > 1:
-        y, z = x, 1.0
-    else:
-        y, z = -x, 2.0
-    return y, z
-
-
-@case(*NUMBERS)
-def elif_chain(x):
-    if x < -1:
-        y = 1
-    elif x < 0.25:
-        y = 2
-    elif x < 1:
-        y = 3
-    else:
-        y = 4
-    return y
-
-
-@case(*NUMBERS)
-def nested_ifs(x):
-    y = 0.0
-    if x > 0:
-        if x > 1:
-            y = x
-        else:
-            y = 10 * x
-        y = y + 1
-    return y
-
-
-@case(*NUMBERS)
 def return_of_a_nest(x):
     if x > 0:
         return {"a": x, "b": [x, 2 * x]}
@@ -111,15 +77,6 @@ def python_decides(x, mode="double"):
 
 
 @case(*NUMBERS)
-def while_loop(x):
-    turns = 0
-    while x < 10:
-        x = x * x + 1
-        turns += 1
-    return x, turns
-
-
-@case(*NUMBERS)
 def while_with_break_and_continue(x):
     turns = kept = 0
     while True:
@@ -151,14 +108,6 @@ def a_number_takes_the_dtype_of_the_loop(x):
         total = total + 0.5
     while x > 1:
         x = x - 1
-        total += x
-    return total
-
-
-@case(*ROWS)
-def for_over_an_array(xs):
-    total = 0.0
-    for x in xs:
         total += x
     return total
 
