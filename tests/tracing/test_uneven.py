@@ -167,6 +167,20 @@ def test_the_number_of_rows_is_that_of_each_replica(run):
         np.testing.assert_array_equal(result[4], [3, 2])
 
 
+def test_a_mean_does_not_overflow(strategy):
+    def step(x):
+        large = 3e38 + 0 * x.sum()
+        context = dist.get_replica_context()
+        mean = lambda strategy, value: strategy.reduce("MEAN", value, axis=None)
+        merged = context.merge_call(mean, args=(large,))
+        return context.all_reduce("MEAN", large), merged
+
+    (batch,) = strategy.experimental_distribute_dataset([np.ones(3, np.float32)])
+    means = strategy.run(step, args=(batch,))
+
+    assert set(map(float, jax.tree.leaves(means))) == {float(np.float32(3e38))}
+
+
 def test_the_replica_id_everywhere(run):
     def step(x):
         def in_scan(carry, _):

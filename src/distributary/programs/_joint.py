@@ -188,6 +188,9 @@ def _reduction(
         dims = tuple([axis for axis in params["axes"] if isinstance(axis, int)])
         values = [reduce(value, dims) for value in values] if dims else values
         _same_shapes(values, "all_reduce")
+        # XLA would take out a common factor, 0.5 x + 0.5 y -> 0.5 (x + y), and the sum of a mean
+        # could then exceed the largest number.
+        values = lax.optimization_barrier(values)
         result = values[0]
         for value in values[1:]:
             result = combine(result, value)
