@@ -148,11 +148,11 @@ def test_a_lost_server_is_named_and_training_goes_on_from_a_checkpoint(tasks, ne
 
 
 def test_tasks_for_which_there_is_no_place_are_named(machines, monkeypatch):
-    monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "1")
     large = {"num_cpus": 1000}
 
     with pytest.raises(ClusterError, match=r"worker \d could not be started: .* not schedulable"):
         ray_cluster(workers=2, ps=1, worker_options=large)
+    monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "1")
     with pytest.raises(ClusterError, match=r"has not started .*worker 0, worker 1\. Free are {"):
         ray_cluster(workers=2, ps=1, worker_options=large, insecure=True)
 
