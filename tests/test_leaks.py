@@ -45,7 +45,7 @@ def test_ten_thousand_steps_leave_nothing_behind(num_replicas, strategy_of):
     grown_bytes = psutil.Process().memory_info().rss - memory
     assert len(strategy.extended.engine.cache) == num_programs
     assert arrays_after <= arrays + 4
-    assert objects_after <= objects + 100
+    assert objects_after <= objects + 1_000  # of 10,000 steps
     # 10,000 steps that kept one of their arrays would hold 160 MB and more.
     assert grown_bytes < 50_000_000
     np.testing.assert_array_equal(w.numpy(), 1.0 + 10_100 * num_replicas)

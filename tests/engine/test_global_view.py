@@ -8,7 +8,7 @@ import pytest
 
 import distributary as dist
 from distributary.engine import StepKind, global_batch
-from distributary.variables import VariableSynchronization
+from distributary.options import VariableSynchronization
 
 _KIND = StepKind("global", "shared", "a step")
 _RANDOM = np.random.default_rng(0)

@@ -138,8 +138,8 @@ put(f"{name}.trained")
     assert result.code == 78
     (line,) = result.stderr.splitlines()
     assert line.startswith(
-        "[launcher] MultiWorkerMirroredStrategy: the cluster has 1 parameter server(s), to which"
-        " this strategy gives nothing to do"
+        "[launcher] MultiWorkerMirroredStrategy: the cluster has 1 parameter server(s), which this"
+        " strategy does not use"
     )
     assert line.endswith("or use ParameterServerStrategy; ending all workers.")
     assert list(tmp_path.glob("*.trained")) == []

@@ -189,8 +189,8 @@ def _reduction(
         values = [reduce(value, dims) for value in values] if dims else values
         _same_shapes(values, "all_reduce")
         # XLA would take out a common factor, 0.5 x + 0.5 y -> 0.5 (x + y), and the sum of a mean
-        # could then exceed the largest number.
-        values = lax.optimization_barrier(values)
+        # could then exceed the largest number. A barrier for each, which keeps their rows apart.
+        values = [lax.optimization_barrier(value) for value in values]
         result = values[0]
         for value in values[1:]:
             result = combine(result, value)
