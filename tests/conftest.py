@@ -52,12 +52,14 @@ _THREAD_END_SECONDS = 1.0  # for a thread that was told to stop and is on its wa
 _FIRST = {"multiprocess", "compat", "test_examples.py", "test_docs.py"}
 
 
-# Tests that start a process (a line for each file), or take more than two seconds.
+# Tests that start a process (a line for each file), or take more than a second beside others.
 _SLOW = Path(__file__).with_name("slow.txt")
-_SLOW_SECONDS = 2.0
+_SLOW_SECONDS = 1.0
 # One real test of two workers, of servers and of a TensorFlow program: in the fast tier, too.
 _NEVER_SLOW = {
-    "tests/multiprocess/test_multi_worker.py::test_workers_compute_what_one_process_computes[2-1]",
+    "tests/multiprocess/test_multi_worker.py::test_workers_compute_what_one_process_computes[2-2]",
+    "tests/servers/test_servers.py::test_training_equals_numpy",
+    "tests/tensorflow/test_examples.py::test_programs_of_one_process",
 }
 _num_processes = 0
 
@@ -67,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: starts a process, or takes more than two seconds")
+    config.addinivalue_line("markers", "slow: starts a process, or takes more than a second")
     if config.getoption("--record-slow"):
         config.pluginmanager.register(_SlowTests())
     # `&` of a shell, and `nohup`, let a program and all that it starts ignore these.
