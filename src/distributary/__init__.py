@@ -172,7 +172,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             ),
             "distributary.tpu": "tpu",
             "distributary.values": "DistributedValues IndexedSlices Mirrored PerReplica",
-            "distributary.variables": ("ShardedVariable Variable embedding_lookup"),
+            "distributary.variables": "ShardedVariable Variable embedding_lookup",
         },
         OF_MODULE,
     )

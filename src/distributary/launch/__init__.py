@@ -10,6 +10,7 @@ from distributary._late import late_names
 from distributary.launch._options import HostOptions, LaunchOptions
 
 if TYPE_CHECKING:
+    from distributary.launch._http import Answer, HttpServer
     from distributary.launch._numbers import Numbers, finite, numbers_of, rates
     from distributary.launch._status import refuse_job, report, report_progress, size_of_job
     from distributary.launch._supervisor import run
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALLOCATOR_SETTINGS",
+    "Answer",
     "HostOptions",
+    "HttpServer",
     "LaunchOptions",
     "Numbers",
     "finite",
@@ -36,6 +39,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
+            "_http": "Answer HttpServer",
             "_numbers": "Numbers finite numbers_of rates",
             "_status": "refuse_job report report_progress size_of_job",
             "_supervisor": "run",

@@ -15,6 +15,7 @@ import jax
 
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, multi_worker
 from distributary.errors import ClusterError, ContextError, InvalidTypeError, InvalidValueError
+from distributary.launch import HttpServer
 from distributary.servers._certificates import (
     Credentials,
     credentials_of,
@@ -26,7 +27,7 @@ from distributary.servers._messages import JSON
 from distributary.servers._permissions import RoleCheck
 from distributary.servers._processes import connect_seconds, grpc_task, tasks_of
 from distributary.servers._sources import find, is_reimporting
-from distributary.servers._statistics import MetricsServer, lines_of, metrics_server
+from distributary.servers._statistics import lines_of, metrics_server
 from distributary.servers._worker import new_service
 from distributary.topology import backends_started, prepare_local_devices
 
@@ -114,7 +115,7 @@ class Server:
         self._insecure = insecure
         self._find: Callable[[JSON], Callable[[], Any]] = find
         self._server: GrpcServer | None = None
-        self._metrics: MetricsServer | None = None
+        self._metrics: HttpServer | None = None
         if start:
             self.start()
 

@@ -1,17 +1,15 @@
 """Statistics of asynchronous training, which are always collected, and a server that shows them."""
 
-import errno
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, final
 
-from distributary.dispatch import start_thread
 from distributary.errors import InvalidValueError
+from distributary.launch import Answer, HttpServer
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +19,6 @@ _TOTALS: Final = (
     *(f"{phase}_seconds" for phase in ("data", "pull", "compute", "push")),
     *("received_bytes", "sent_bytes"),
 )
-_REQUEST_SECONDS = 10.0
 _NUM_PORTS = 100  # one for each process of a job on this machine
 
 
@@ -120,59 +117,15 @@ def timed(tally: dict[str, Any], phase: str) -> Iterator[None]:
         tally[f"{phase}_seconds"] += time.monotonic() - start
 
 
-@final
-class MetricsServer:
-    """An HTTP server that shows metrics to this machine, in a thread.
-
-    Args:
-        port: The first port to try, as another process of the job may have it; 0 takes a free one.
-        collect: Returns the lines of the answer.
-
-    Attributes:
-        port: Port on which it listens.
-    """
-
-    def __init__(self, port: int, collect: Callable[[], Iterable[str]]) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            timeout = _REQUEST_SECONDS
-
-            def do_GET(self) -> None:
-                try:
-                    status, text = 200, "".join(f"{line}\n" for line in collect())
-                except Exception as error:
-                    status, text = 503, f"{type(error).__name__}: {error}\n"
-                self.send_response(status)
-                self.send_header("Content-Type", "text/plain; version=0.0.4")
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, format: str, *args: object) -> None:
-                _log.debug(format, *args)
-
-        for number in range(port, port + _NUM_PORTS):
-            try:
-                self._server = ThreadingHTTPServer(("127.0.0.1", number), Handler)
-                break
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or number == port + _NUM_PORTS - 1:
-                    raise
-        self.port: int = self._server.server_address[1]
-        self._thread = start_thread(
-            self._server.serve_forever, self._server.shutdown, "distributary metrics"
-        )
-        _log.info("Metrics at http://127.0.0.1:%d/metrics", self.port)
-
-    def close(self) -> None:
-        """Stops the server and ends its thread."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
 def metrics_server(
     environ: Mapping[str, str], collect: Callable[[], Iterable[str]]
-) -> MetricsServer | None:
-    """Starts a server at the port that `DISTRIBUTARY_METRICS_PORT` has; without it, there is none.
+) -> HttpServer | None:
+    """Starts an HTTP server that shows metrics to this machine.
+
+    Args:
+        environ: The environment. `DISTRIBUTARY_METRICS_PORT` is the first port to try, as another
+            process of the job may have it; 0 takes any free port. Without it, there is no server.
+        collect: Returns the lines of the answer.
 
     Raises:
         InvalidValueError: if it is not a port.
@@ -185,7 +138,14 @@ def metrics_server(
             f"{METRICS_VARIABLE} is {text!r}, expected the number of a port: the first of"
             f" {_NUM_PORTS}, of which every process of the job on this machine takes one."
         )
-    return MetricsServer(int(text), collect)
+
+    def respond(path: str) -> Answer:
+        lines = "".join(f"{line}\n" for line in collect())
+        return Answer(lines.encode(), "text/plain; version=0.0.4")
+
+    server = HttpServer("127.0.0.1", int(text), respond, "distributary metrics", _NUM_PORTS)
+    _log.info("Metrics at http://127.0.0.1:%d/metrics", server.port)
+    return server
 
 
 def lines_of(prefix: str, statistics: Any, labels: str = "") -> list[str]:

@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import distributary as dist
-from distributary.tools.monitoring import _server
-from distributary.tools.monitoring._server import Answer, HttpServer
+from distributary.launch import Answer, HttpServer, _http
 
 _SECONDS = 60.0  # more than anything takes
 
@@ -44,7 +43,7 @@ def _read(client):
 
 
 def test_clients_that_never_end_a_request_delay_nobody_and_are_cut_off(monkeypatch):
-    monkeypatch.setattr(_server, "_REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(_http, "_REQUEST_SECONDS", 0.5)
     with _server_of_paths() as server, contextlib.ExitStack() as stack:
         clients = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), _SECONDS))

@@ -23,9 +23,8 @@ from distributary.errors import (
     pip_install,
     shown,
 )
-from distributary.launch import Numbers, finite, numbers_of, rates
+from distributary.launch import Answer, HttpServer, Numbers, finite, numbers_of, rates
 from distributary.tools.monitoring._closing import Closing
-from distributary.tools.monitoring._server import Answer, HttpServer
 from distributary.topology import short_name
 
 if TYPE_CHECKING:

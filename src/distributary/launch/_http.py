@@ -1,16 +1,20 @@
-"""A server of pages, by default only for this machine."""
+"""The HTTP server by which processes show their numbers: a page, or metrics."""
 
+import errno
 import ipaddress
 import logging
 import socket
+import socketserver
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TypeAlias, final
 
 from distributary.dispatch import start_thread
 
 _log = logging.getLogger(__name__)
+_BACKLOG = 128
+_POLL_SECONDS = 0.1  # so long `close` waits at most
 _REQUEST_SECONDS = 10.0  # for each part of a request and of an answer
 
 
@@ -47,18 +51,21 @@ class HttpServer:
 
     Args:
         address: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
+        port: The first port to try; 0 takes a free one.
         respond: Returns the answer for a path with its query; None if there is no such page.
         name: Name of the thread.
+        num_ports: Number of ports, from the first one on, to try if they are taken.
 
     Attributes:
         port: Port on which it listens.
 
     Raises:
-        OSError: if the port is not available.
+        OSError: if none of the ports is available.
     """
 
-    def __init__(self, address: str, port: int, respond: _Respond, name: str) -> None:
+    def __init__(
+        self, address: str, port: int, respond: _Respond, name: str, num_ports: int = 1
+    ) -> None:
         hosts = {"localhost", address.lower(), socket.gethostname().lower()}
 
         class Handler(BaseHTTPRequestHandler):
@@ -84,15 +91,26 @@ class HttpServer:
             def log_message(self, format: str, *args: object) -> None:
                 _log.debug(format, *args)
 
-        class Server(ThreadingHTTPServer):
+        # Not `http.server.HTTPServer`, which looks up the name of the address when it starts.
+        class Server(socketserver.ThreadingTCPServer):
             address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            allow_reuse_address = daemon_threads = True
+            request_queue_size = _BACKLOG
 
             def handle_error(self, request: object, client_address: object) -> None:
                 _log.debug("A request from %s failed.", client_address, exc_info=True)
 
-        self._server = Server((address, port), Handler)
+        for number in range(port, port + num_ports):
+            try:
+                self._server = Server((address, number), Handler)
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or number == port + num_ports - 1:
+                    raise
         self.port: int = self._server.server_address[1]
-        self._thread = start_thread(self._server.serve_forever, self._server.shutdown, name)
+        self._thread = start_thread(
+            lambda: self._server.serve_forever(_POLL_SECONDS), self._server.shutdown, name
+        )
 
     def close(self) -> None:
         """Stops the server and ends its thread."""
