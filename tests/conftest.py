@@ -138,6 +138,23 @@ def strategy_of() -> Callable[[int], dist.MirroredStrategy]:
 
 
 @pytest.fixture
+def strategy(strategy_of: Callable[[int], dist.MirroredStrategy]) -> dist.MirroredStrategy:
+    """A `MirroredStrategy` of two replicas."""
+    return strategy_of(2)
+
+
+@pytest.fixture
+def variable(strategy: dist.MirroredStrategy) -> Callable[..., dist.Variable]:
+    """A function that creates a variable in the scope of `strategy`."""
+
+    def create(*args: Any, **kwargs: Any) -> dist.Variable:
+        with strategy.scope():
+            return dist.Variable(*args, **kwargs)
+
+    return create
+
+
+@pytest.fixture
 def impostor() -> Iterator[Callable[[str, str], str]]:
     """A function that lets another program listen at a host, at the port of an address.
 

@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 
 import distributary as dist
-from tests.two_replicas import strategy, variable  # noqa: F401
 
 
 @pytest.fixture

@@ -48,11 +48,6 @@ def _check(strategy, source, expected=None):
     jax.tree.map(np.testing.assert_allclose, *weights)
 
 
-@pytest.fixture
-def strategy(strategy_of):
-    return strategy_of(2)
-
-
 # TensorFlow changes the environment when it is imported.
 @pytest.fixture(scope="module")
 def tf():

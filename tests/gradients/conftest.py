@@ -41,9 +41,3 @@ def traced(request, strategy_of) -> Place:
 @pytest.fixture
 def run(strategy_of) -> Place:
     return Place(strategy_of(2), "run")
-
-
-@pytest.fixture
-def strategy(strategy_of) -> dist.MirroredStrategy:
-    """Two replicas."""
-    return strategy_of(2)

@@ -150,9 +150,3 @@ def assert_same_evaluation() -> Callable[..., None]:
 
 def _values(model: Any) -> list[np.ndarray]:
     return [np.array(v.value) for v in model.variables]
-
-
-@pytest.fixture
-def strategy(strategy_of) -> dist.MirroredStrategy:
-    """Two replicas."""
-    return strategy_of(2)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Fork
-from tests.two_replicas import strategy  # noqa: F401
 
 _TIMEOUT_SECONDS = 90
 _CLEARED = ("NPROC", "PJRT_NPROC", "XLA_FLAGS")
