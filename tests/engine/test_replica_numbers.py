@@ -119,15 +119,21 @@ def test_a_variable_that_would_differ_is_refused(strategy, variable):
         strategy.run(step)
 
 
-@pytest.mark.parametrize("autograph", [None, False])
-def test_collectives_that_not_all_replicas_call_are_refused(autograph, strategy):
+@pytest.mark.parametrize(
+    ("kind", "autograph", "message"),
+    [
+        (jnp.asarray, None, "control flow"),
+        (int, None, "replica 0 waits in psum, replica 1 ends"),
+        (int, False, "replica 0 waits in psum, replica 1 ends"),
+    ],
+)
+def test_collectives_that_not_all_replicas_call_are_refused(kind, autograph, message, strategy):
     def step(x):
-        if int(_number()) == 0:
+        if kind(_number()) == 0:
             x = dist.get_replica_context().all_reduce("SUM", x)
         return x
 
     options = dist.RunOptions(autograph=autograph)
-    message = "control flow" if autograph is None else "replica 0 waits in psum, replica 1 ends"
     with pytest.raises((ContextError, ReplicaMismatchError), match=message):
         strategy.run(step, args=(jnp.ones(3),), options=options)
 

@@ -4,53 +4,56 @@ import re
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import distributary as dist
 from distributary.dispatch import fetch_whole
-from distributary.programs._sharded import sharded_map
-from distributary.topology import make_mesh, put_sharded, shard_spec, stored_shards, whole_shards
+from distributary.topology import make_mesh, put_sharded, shard_spec
 
 N = 4
-ROWS, WHOLE = P("replica"), P()
 X = np.arange(N * 5, dtype=np.float32).reshape(N, 5) / 10
 W = np.linspace(-1, 1, 5).astype(np.float32)
 M = np.full(5, 0.5, np.float32)
 
 
-@pytest.fixture
-def mesh():
-    return make_mesh(jax.devices()[:N])
-
-
 def _update(gradient, w, m):
-    m = 0.9 * m + gradient / jnp.linalg.norm(gradient)
-    return w - m, m
+    def assign(strategy):  # the same on all replicas
+        m.assign(0.9 * m.value + gradient / jnp.linalg.norm(gradient))
+        w.assign(w.value - m.value)
+
+    dist.get_replica_context().merge_call(assign)
 
 
 def _plain(w, m, x):
-    return (*_update(lax.psum(x[0] * w, "replica"), w, m), x * 2)
+    loss, gradient = lax.psum((x.sum(), x * w.value), "replica")
+    _update(gradient, w, m)
+    return loss, x * 2
 
 
 def _sum_is_looked_at(w, m, x):
-    total = lax.psum(x[0] * w, "replica")
-    return (*_update(total, w, m), x * total)
+    total = lax.psum(x * w.value, "replica")
+    _update(total, w, m)
+    return x * total
 
 
 def _sum_in_groups(w, m, x):
-    pairs = lax.psum(x[0] * w, "replica", axis_index_groups=[[0, 1], [2, 3]])
-    total = lax.psum(pairs, "replica", axis_index_groups=[[0, 2], [1, 3]])
-    return (*_update(total, w, m), x)
+    pairs = lax.psum(x * w.value, "replica", axis_index_groups=[[0, 1], [2, 3]])
+    _update(lax.psum(pairs, "replica", axis_index_groups=[[0, 2], [1, 3]]), w, m)
 
 
 def _state_is_looked_at(w, m, x):
-    return (*_update(lax.psum(x[0] * m, "replica"), w, m), x - m)
+    before = m.value
+    _update(lax.psum(x * before, "replica"), w, m)
+    return x - before
 
 
 def _state_is_reduced(w, m, x):
-    return w, lax.psum(x[0] + m, "replica"), x
+    total = lax.psum(x + m.value, "replica")
+    dist.get_replica_context().merge_call(lambda strategy: m.assign(total))
 
 
 @pytest.mark.parametrize(
@@ -63,29 +66,27 @@ def _state_is_reduced(w, m, x):
         (_state_is_reduced, 0),
     ],
 )
-def test_results_are_those_of_whole_state(body, num_scattered, mesh):
-    in_specs, out_specs = (WHOLE, WHOLE, ROWS), (WHOLE, WHOLE, ROWS)
-    expected = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    )(W, M, X)
-    layout = NamedSharding(mesh, ROWS)
-    divided = sharded_map(
-        body, mesh, in_specs, out_specs, (WHOLE, ROWS, WHOLE), (WHOLE, ROWS, WHOLE)
-    )
+def test_results_are_those_of_whole_state(body, num_scattered):
+    def run(is_divided):
+        strategy = dist.MirroredStrategy(
+            [f"CPU:{i}" for i in range(N)], experimental_shard_optimizer_state=is_divided
+        )
+        with strategy.scope():
+            w = keras.Variable(W)
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            optimizer.build([w])
+        (m,) = optimizer.momentums
+        m.assign(M)
+        step, batch = lambda x: body(w, m, x), dist.PerReplica(list(X))
+        hlo = strategy.extended.lower(step, (batch,)).compile().as_text()
+        results = strategy.experimental_local_results(strategy.run(step, (batch,)))
+        return m._value, hlo, [results, w.numpy(), m.numpy()]
 
-    @jax.jit
-    def step(w, m, x):
-        w, m, y = divided(w, whole_shards(m, M.shape, layout), x)
-        return w, stored_shards(m, layout), y
+    stored, hlo, divided = run(True)
 
-    stored = put_sharded(M, layout)
-    w, m, y = step(W, stored, X)
-
-    assert m.sharding == layout
-    assert [shard.data.shape for shard in m.addressable_shards] == [(2,)] * N
-    for got, wanted in zip((w, fetch_whole(m, M.shape), y), expected, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-6)
-    hlo = step.lower(W, stored, X).compile().as_text()
+    *_, whole = run(False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), divided, whole)
+    assert [shard.data.shape for shard in stored.addressable_shards] == [(2,)] * N
     assert len(re.findall(r" reduce-scatter\(", hlo)) == num_scattered
 
 
@@ -108,9 +109,9 @@ def test_the_dim_with_the_least_padding_is_divided(shape, num_shards, expected):
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (3, 8), (5, 3), (2,)])
-def test_what_is_put_is_fetched(shape, mesh):
+def test_what_is_put_is_fetched(shape):
     value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    layout = NamedSharding(mesh, shard_spec(shape, N))
+    layout = NamedSharding(make_mesh(jax.devices()[:N]), shard_spec(shape, N))
 
     stored = put_sharded(value, layout)
 

@@ -47,7 +47,9 @@ class ReplicaContext:
 
         The step is traced once for all replicas, so this is a traced value. If its Python code
         needs the number, as an index or a seed, the step is traced for every replica, which takes
-        longer to compile; all replicas have to call the same collectives in the same order.
+        longer to compile; all replicas have to call the same collectives in the same order. A text
+        needs it as `int(number)`; that of the traced value, as of every array in a step, has only
+        its type.
         Outside of `run` it is the Python int 0.
         """
         if callable(self._replica_id):

@@ -1,5 +1,9 @@
 """One path for every step: from a function over a traced program to an executable."""
 
+# Not public: what it imports is what other packages use.
+# ruff: noqa: F401
+# mypy: implicit-reexport
+
 from distributary.engine._arguments import (
     is_dynamic,
     placed_struct_of,
@@ -25,34 +29,3 @@ from distributary.engine._global_batch import GlobalBatch, global_batch
 from distributary.engine._placement import Placement
 from distributary.engine._several_steps import several_steps
 from distributary.engine._step import RUN, RUNS, UPDATE, StepKind, mode_of
-
-__all__ = [
-    "RUN",
-    "RUNS",
-    "UPDATE",
-    "Collective",
-    "Engine",
-    "Function",
-    "GlobalBatch",
-    "Placement",
-    "ProgramCache",
-    "Programs",
-    "StepKind",
-    "collectives_of",
-    "collectives_of_step",
-    "counted",
-    "format_bytes",
-    "function",
-    "global_batch",
-    "is_dynamic",
-    "mode_of",
-    "moved_activations",
-    "num_aliased_outputs",
-    "placed_struct_of",
-    "several_steps",
-    "short_groups",
-    "signature_of",
-    "split_result",
-    "struct_of",
-    "total_bytes",
-]

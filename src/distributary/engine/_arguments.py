@@ -25,20 +25,6 @@ from distributary.values import (
 )
 from distributary.variables import Variable
 
-__all__ = [
-    "argument_error",
-    "changes_refused",
-    "check_static",
-    "inside_jax",
-    "is_dynamic",
-    "own_arrays",
-    "placed_struct_of",
-    "signature_of",
-    "split_result",
-    "struct_of",
-    "traced",
-]
-
 # The key of one argument in the cache: cheap to make and to compare.
 
 # Types of arrays that are not tracers. JAX checks in Python whether an object is an array.

@@ -41,8 +41,6 @@ from distributary.xla_cpu import (
     with_partial_sums,
 )
 
-__all__ = ["Engine", "Programs"]
-
 # Several steps in one program; they get a list of elements.
 _STEPS = StepKind()
 _RUN_STEPS = repeat("extended.run_steps")  # for messages

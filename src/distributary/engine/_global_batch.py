@@ -10,8 +10,6 @@ from distributary._types import Nest
 from distributary.engine._placement import Placement
 from distributary.topology import local_copy, local_devices, num_local_replicas, put_rows
 
-__all__ = ["GlobalBatch", "global_batch"]
-
 
 @final
 @jax.tree_util.register_pytree_node_class

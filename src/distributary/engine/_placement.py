@@ -20,8 +20,6 @@ from distributary.topology import (
 )
 from distributary.values import PerReplica
 
-__all__ = ["Placement"]
-
 
 @final
 @dataclass(frozen=True, eq=False)

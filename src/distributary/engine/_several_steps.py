@@ -7,8 +7,6 @@ from jax import lax
 
 from distributary._types import Nest
 
-__all__ = ["several_steps"]
-
 
 def several_steps(step: Callable[[Nest], Nest], keep_all: bool = False) -> Callable[[Nest], Nest]:
     """Returns a step that runs `step` on stacked batches, one after the other, in one program.

@@ -25,8 +25,6 @@ from distributary.programs import GlobalProgram, ReplicaProgram, Results
 from distributary.tracing import Subject, current_scope
 from distributary.values import Mirrored, PerReplica, in_order, key_order
 
-__all__ = ["RUN", "RUNS", "UPDATE", "Step", "StepKind", "call_on_replica", "picked"]
-
 
 @final
 @dataclass(frozen=True, eq=False, slots=True)

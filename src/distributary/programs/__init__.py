@@ -1,5 +1,9 @@
 """Turns the jaxpr of a step into the program of all replicas."""
 
+# Not public: what it imports is what other packages use.
+# ruff: noqa: F401
+# mypy: implicit-reexport
+
 from distributary.programs._global import GlobalProgram
 from distributary.programs._joint import evaluate_jointly
 from distributary.programs._logical_devices import constrained, spec_of_split
@@ -16,27 +20,3 @@ from distributary.programs._row_wise import (
 )
 from distributary.programs._sparse_gradients import with_sparse_gradients
 from distributary.programs._stages import cut, cut_around_mesh, is_in_first_stage, without_calls
-
-__all__ = [
-    "FunctionProgram",
-    "GlobalProgram",
-    "OneDeviceProgram",
-    "ReplicaProgram",
-    "Results",
-    "adds_rows",
-    "bind_rows",
-    "constrained",
-    "cut",
-    "cut_around_mesh",
-    "evaluate_jointly",
-    "is_in_first_stage",
-    "numbers_of_other_rows",
-    "replica_dim",
-    "row_operands",
-    "rows_between",
-    "spec_of_split",
-    "takes_rows",
-    "with_rows",
-    "with_sparse_gradients",
-    "without_calls",
-]

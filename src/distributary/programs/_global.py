@@ -18,17 +18,17 @@ from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec as P
 
-from distributary.check import Line, check_collectives
-from distributary.programs._replica_program import description_of
+from distributary.check import check_collectives
+from distributary.programs._logical_devices import laid_out
+from distributary.programs._program import Program, description_of
 from distributary.programs._stages import cut, uncut
 from distributary.topology import REPLICA_AXIS, shard_dim, shard_spec
 from distributary.tracing import (
     Array,
     Handle,
-    Pure,
     Subject,
     computed_from,
     purify,
@@ -42,7 +42,7 @@ RewriteWhole: TypeAlias = Callable[[ClosedJaxpr, Sequence[int | None]], Callable
 
 
 @final
-class GlobalProgram:
+class GlobalProgram(Program):
     """A step that sees the whole batch, as a function of global arrays.
 
     Args:
@@ -57,13 +57,8 @@ class GlobalProgram:
             then comes after it, once; see `cut_around_mesh`. None leaves everything to the mesh.
         rewrite: Makes the function run faster.
         subject: What its user knows the function as.
-
-    Attributes:
-        describe: Returns the lines of the program, for a comparison with other workers.
-        is_rewritten: Whether it has the forms that its devices run fast.
     """
 
-    describe: Callable[[], list[Line]]
     is_rewritten = True
 
     def __init__(
@@ -83,7 +78,7 @@ class GlobalProgram:
         self.describe = description_of([closed])
         check_collectives(closed.jaxpr)
         pure = purify(closed, scope, avals, axis_env, 0)
-        self._pure: Pure = pure
+        super().__init__([pure])
         self._rewrite = rewrite
         self._mesh = None if mesh is None or (mesh.size == 1 and data is None) else mesh
         self._keeps_rows = keeps_rows
@@ -95,19 +90,6 @@ class GlobalProgram:
         if data is not None:
             varying = [*[False] * num_given, *data]
             self._stages = cut(pure.jaxpr, varying, max(2, self.num_replicas))
-        self.handles = pure.handles
-        self.written = pure.written
-        self.read_only = [handle for handle in self.handles if handle not in self.written]
-        self.num_outs = pure.num_outs
-        self.captures = [pure.captures]
-        self.has_effects = pure.has_effects
-        self.checks = pure.checks
-
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """The step on the whole batch."""
-        jaxpr: Jaxpr = self._pure.jaxpr
-        return jaxpr
 
     @property
     def num_replicas(self) -> int:
@@ -117,9 +99,7 @@ class GlobalProgram:
     @property
     def has_first_output_everywhere(self) -> bool:
         """True if every device computes the whole first result."""
-        jaxpr = self.jaxpr
-        is_made = any(jaxpr.outvars[0] in eqn.outvars for eqn in jaxpr.eqns)
-        return is_made and not self._keeps_rows
+        return self.makes_first_output and not self._keeps_rows
 
     def __call__(
         self,
@@ -128,18 +108,8 @@ class GlobalProgram:
         read_only: Sequence[Array],
         args: Sequence[Array],
     ) -> tuple[list[Array], list[Array]]:
-        """Runs the step.
-
-        Args:
-            captures: Arrays the function captured.
-            written: State of `self.written`.
-            read_only: State of `self.read_only`.
-            args: The arguments, padded to a multiple of the number of replicas.
-
-        Returns:
-            The new state of `self.written`, and the results.
-        """
-        pure, stages = self._pure, self._stages
+        """Runs the step; the arguments are padded to a multiple of the number of replicas."""
+        (pure,), stages = self.pures, self._stages
         state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
         given = [_read(handle, state[handle]) for handle in pure.handles]
         num_given = len(pure.captures) + len(given)
@@ -158,7 +128,8 @@ class GlobalProgram:
             is_divided = not divided.isdisjoint(variables_of([pure.jaxpr.outvars[k]]))
             if is_divided and shard_dim(handle.parts) is None:
                 # XLA then gathers new weights and not the state they are computed from.
-                value = self._constrained(value, shard_spec(jnp.shape(value), self.num_replicas))
+                spec = shard_spec(jnp.shape(value), self.num_replicas)
+                value = laid_out(value, self._mesh, spec)
             new.append(_written(handle, value))
         return new, outs
 
@@ -167,29 +138,23 @@ class GlobalProgram:
             return value
         if value.shape != aval.shape:
             value = lax.slice_in_dim(value, 0, aval.shape[dim], axis=dim)
-        return self._constrained(value, P(*[None] * dim, REPLICA_AXIS))
+        return laid_out(value, self._mesh, P(*[None] * dim, REPLICA_AXIS))
 
     def _result(self, value: Any) -> Array:
         value = jnp.asarray(value)  # some constants of JAX are no arrays
         if not self._keeps_rows or not value.ndim or value.shape[0] % self.num_replicas:
             return self._whole(value)
-        return self._constrained(value, P(REPLICA_AXIS))
+        return laid_out(value, self._mesh, P(REPLICA_AXIS))
 
     def _whole(self, value: Any) -> Array:
-        return self._constrained(jnp.asarray(value), P())
-
-    def _constrained(self, value: Array, spec: P) -> Array:
-        if self._mesh is None:
-            return value
-        constrained: Array = lax.with_sharding_constraint(value, NamedSharding(self._mesh, spec))
-        return constrained
+        return laid_out(jnp.asarray(value), self._mesh, P())
 
     def _computed_from_parts(self) -> set[Any]:
         """Returns what depends on state of which every device holds a part."""
-        jaxpr, first = self.jaxpr, len(self._pure.captures)
+        jaxpr, first = self.jaxpr, len(self.captures[0])
         parts = [
             jaxpr.invars[first + i]
-            for i, handle in enumerate(self._pure.handles)
+            for i, handle in enumerate(self.handles)
             if shard_dim(handle.parts) is not None
         ]
         return set(computed_from(jaxpr.eqns, parts)) if parts else set()

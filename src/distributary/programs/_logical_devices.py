@@ -59,6 +59,13 @@ def constrained(x: Array, mesh: Mesh, spec: P) -> Array:
     return constraint_p.bind(x, sharding=NamedSharding(mesh, spec))
 
 
+def laid_out(value: Array, mesh: Mesh | None, spec: P) -> Array:
+    """Returns a global array with a sharding that XLA must give it; unchanged without a mesh."""
+    if mesh is None:
+        return value
+    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+
+
 def spec_of_split(mesh: Mesh, shape: Sequence[int], parts: Sequence[int]) -> P:
     """Returns the axes of logical devices that split each dim of an array into `parts` pieces.
 
@@ -122,7 +129,7 @@ def whole_on_cores(arrays: Sequence[Array], mesh: Mesh | None, of_one: bool) -> 
         return list(arrays)
     if of_one:
         return [constrained(x, mesh, P()) for x in arrays]
-    return [jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())) for x in arrays]
+    return [laid_out(x, mesh, P()) for x in arrays]
 
 
 def check_on_cores(jaxpr: Jaxpr, mesh: Mesh | None) -> None:

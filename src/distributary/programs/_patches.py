@@ -31,23 +31,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import ShapedArray
 
-from distributary.programs._row_wise import with_rows
+from distributary.programs._row_wise import bind_rows
 from distributary.tracing import Equation, evaluate_one, shape_of
-
-__all__ = [
-    "WITH_ROWS",
-    "Added",
-    "Base",
-    "Computed",
-    "Patch",
-    "Replaced",
-    "RowIds",
-    "Stored",
-    "Term",
-    "Zeros",
-    "joined_terms",
-    "results_in_rows",
-]
 
 # XLA:CPU sorts an id in the time in which it fills as many elements with zeros.
 _ELEMENTS_PER_SORTED_ID = 256
@@ -243,17 +228,12 @@ class Computed:
         """Evaluates the equation on rows."""
         if self._in_rows is None or self._in_rows[0] is not ids:
             operands = [x.in_rows(ids) if isinstance(x, WITH_ROWS) else x for x in self._operands]
-            self._in_rows = ids, results_in_rows(self._eqn, operands, ids.size)[self._index]
+            self._in_rows = ids, bind_rows(self._eqn, operands, ids.size)[self._index]
         return self._in_rows[1]
 
 
 Base: TypeAlias = Zeros | Stored | Computed
 """The value of a patch outside of its rows, computed only as far as it is needed."""
-
-
-def results_in_rows(eqn: Equation, operands: Sequence[Array], num_rows: int) -> list[Array]:
-    """Returns the results of a row-by-row equation for operands with `num_rows` rows."""
-    return evaluate_one(eqn.replace(params=with_rows(eqn, num_rows)), operands)
 
 
 @final

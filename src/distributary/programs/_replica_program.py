@@ -19,20 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
-from jax.sharding import (
-    Mesh,
-    PartitionSpec as P,
-)
+from jax.sharding import Mesh, PartitionSpec as P
 
-from distributary.check import (
-    Line,
-    Numbering,
-    check_collectives,
-    describe_jaxpr,
-    refuse_collectives,
-    varying_outputs,
-)
-from distributary.dispatch import job_programs
+from distributary.check import Numbering, check_collectives, refuse_collectives, varying_outputs
 from distributary.errors import (
     ContextError,
     ReplicaDivergenceError,
@@ -40,8 +29,18 @@ from distributary.errors import (
     TracedValueError,
 )
 from distributary.programs._joint import evaluate_jointly
-from distributary.programs._logical_devices import check_on_cores, eval_on_replica, whole_on_cores
-from distributary.programs._sharded import sharded_map
+from distributary.programs._logical_devices import (
+    check_on_cores,
+    eval_on_replica,
+    laid_out,
+    whole_on_cores,
+)
+from distributary.programs._program import Program, description_of
+from distributary.programs._sharded import (
+    complete_in_parts,
+    scattered,
+    without_scattered_sums,
+)
 from distributary.programs._stages import Stages, cut, uncut
 from distributary.topology import REPLICA_AXIS, shard_dim
 from distributary.tracing import (
@@ -76,13 +75,6 @@ def _check_merge_calls(counts: Sequence[int]) -> None:
                 " branches on the replica id or on the size of an uneven batch decide whether it"
                 " runs."
             )
-
-
-def description_of(traced: Sequence[Any]) -> Callable[[], list[Line]]:
-    """Returns a function that describes jaxprs with markers; [] if no other process compares."""
-    if job_programs.enter is None:
-        return list
-    return lambda: [line for closed in traced for line in describe_jaxpr(closed)]
 
 
 def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_replicas: int) -> None:
@@ -137,7 +129,7 @@ def _outputs(pure: Pure) -> list[Any]:
 
 
 @final
-class ReplicaProgram:
+class ReplicaProgram(Program):
     """The program of all replicas, as a function of global arrays.
 
     Args:
@@ -157,13 +149,7 @@ class ReplicaProgram:
         rewrite: Called with the code of one replica, a function of arrays, the jaxprs that it
             evaluates, and the mesh; returns what to run in its place. Without a mesh, no replicas
             meet: there is one, or all of them run side by side.
-
-    Attributes:
-        describe: Returns the lines of the program, for a comparison with other workers.
     """
-
-    describe: Callable[[], list[Line]]
-    is_rewritten = False  # see `GlobalProgram`
 
     def __init__(
         self,
@@ -184,47 +170,37 @@ class ReplicaProgram:
         self._mesh: Any = mesh
         self.uneven = len(avals) > 1
         self._axis_env = [(REPLICA_AXIS, num_replicas)]
-        self.pures = self._trace(function, avals)
+        super().__init__(self._trace(function, avals))
         self._subject = None  # a program does not keep its function alive
-        first = self.pures[0]
-        self.handles = list(dict.fromkeys(handle for pure in self.pures for handle in pure.handles))
-        self.written = list(dict.fromkeys(handle for pure in self.pures for handle in pure.written))
-        self.read_only = [handle for handle in self.handles if handle not in self.written]
-        self.num_outs = first.num_outs
         # For every output, whether it has a part for every replica.
         self.split_outs = [
             results != "shared" or any(pure.varying[k] for pure in self.pures if pure.varying)
             for k in range(self.num_outs)
         ]
-        # One list for each replica that was traced.
-        self.captures = [pure.captures for pure in self.pures]
         self._staged = data is not None
+        self._on_mesh = num_replicas > 1 and not self.uneven
+        # Whether every device updates a part of the state, as `_sharded` describes.
+        self._divides = self._on_mesh and any(
+            shard_dim(handle.parts) is not None for handle in self.written
+        )
+        if self._divides and data is None:
+            data = [False] * len(self._varying_args)
         self._stages = [
             uncut(pure.jaxpr) if data is None else self._cut(pure, data) for pure in self.pures
         ]
-
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """The program of the first replica."""
-        jaxpr: Jaxpr = self.pures[0].jaxpr
-        return jaxpr
+        self._cut_specs = [P()] * self._stages[0].num_cut
+        if self._divides:
+            self._stages[0], self._cut_specs = without_scattered_sums(
+                self._stages[0], self._out_parts(), num_replicas
+            )
 
     @property
     def has_first_output_everywhere(self) -> bool:
         """True if every device computes its own first result."""
-        jaxpr = self.jaxpr
-        is_made = any(jaxpr.outvars[0] in eqn.outvars for eqn in jaxpr.eqns)
-        return not self.uneven and (self.split_outs[0] or is_made)
+        return not self.uneven and (self.split_outs[0] or self.makes_first_output)
 
-    @property
-    def has_effects(self) -> bool:
-        """True if it does more than computing its outputs, such as calling the host."""
-        return any(pure.has_effects for pure in self.pures)
-
-    @property
-    def checks(self) -> list[list[Exception]]:
-        """The errors with which each check of values in it has failed."""
-        return [failed for pure in self.pures for failed in pure.checks]
+    def _out_parts(self) -> list[P]:
+        return [*[P()] * self.num_outs, *(handle.parts for handle in self.pures[0].written)]
 
     def _cut(self, pure: Pure, data: Sequence[bool]) -> Stages:
         varying = [
@@ -348,9 +324,9 @@ class ReplicaProgram:
         """Runs all replicas.
 
         Args:
-            captures: Arrays the function captured.
-            written: State of `self.written`.
-            read_only: State of `self.read_only`.
+            captures: As for `Program`.
+            written: As for `Program`.
+            read_only: As for `Program`.
             args: The arguments. One that varies is `[replica, *shape]`, or on an uneven batch a
                 list with one array per replica.
 
@@ -360,15 +336,23 @@ class ReplicaProgram:
             it is the array itself.
         """
         state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
-        on_mesh = self._num_replicas > 1 and not self.uneven
-        run = self._run_on_mesh if on_mesh else self._run_jointly
+        run = self._run_on_mesh if self._on_mesh else self._run_jointly
         made = run(captures, state, args)
-        stages, first = self._stages[0], self.pures[0]
-        results = stages.complete([*captures[0], *(state[h] for h in first.handles), *args], made)
+        stages, handles = self._stages[0], self.pures[0].handles
+        values = [*captures[0], *(state[h] for h in handles), *args]
+        if self._divides:
+            in_parts = [*[P()] * len(captures[0]), *(h.parts for h in handles), *[P()] * len(args)]
+            results = complete_in_parts(
+                stages, values, made, self._cut_specs, in_parts, self._out_parts(), self._mesh
+            )
+        else:
+            results = stages.complete(values, made)
         if self._num_replicas > 1:
             for k in stages.update_outputs:
                 if k < self.num_outs and self.split_outs[k]:
                     results[k] = self._parts_joined([results[k]] * self._num_replicas)
+                    if self._divides:
+                        results[k] = laid_out(results[k], self._mesh, P(REPLICA_AXIS))
         new = [results[self.num_outs + i] for i in range(len(self.written))]
         return new, [results[k] for k in range(self.num_outs)]
 
@@ -388,19 +372,13 @@ class ReplicaProgram:
         out_split = self._outputs_split()
         out_specs = [
             *(split if out_split[i] else whole for i in stages.replica_outputs),
-            *[whole] * stages.num_cut,
+            *self._cut_specs,
         ]
-        if any(shard_dim(handle.parts) is not None for handle in self.written):
-            parts = [whole] * len(captures[0]) + [h.parts for h in pure.handles]
-            parts += [whole] * len(args)
-            new_parts = [whole] * self.num_outs + [handle.parts for handle in pure.written]
-            in_parts = tuple([parts[i] for i in stages.replica_inputs])
-            out_parts = [new_parts[i] for i in stages.replica_outputs]
-            return sharded_map(
-                self._run_replica, self._mesh, in_specs, out_specs, in_parts, out_parts
-            )(*own)
+        body: Callable[..., list[Array]] = self._run_replica
+        if not self._divides:
+            body = self._rewrite(body, [stages.replica.jaxpr], self._mesh)
         return jax.shard_map(
-            self._rewrite(self._run_replica, [stages.replica.jaxpr], self._mesh),
+            body,
             mesh=self._mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -444,6 +422,8 @@ class ReplicaProgram:
             if out_split[i]:
                 # `asarray`, because some constants of JAX are no arrays.
                 outs[k] = jnp.asarray(outs[k])[None]
+        taken = zip(outs[len(outputs) :], self._cut_specs, strict=True)
+        outs[len(outputs) :] = [scattered(x, spec, self._num_replicas) for x, spec in taken]
         return outs
 
     def _start_of_sum(self, value: Array, replica_id: Array) -> Array:
@@ -540,7 +520,7 @@ class ReplicaProgram:
 
 
 @final
-class FunctionProgram:
+class FunctionProgram(Program):
     """The body of a `distributary.function`, as a function of global arrays.
 
     Args:
@@ -551,12 +531,7 @@ class FunctionProgram:
 
     Attributes:
         strategies: The strategies whose replicas run in the function.
-        has_effects: Whether it does more than computing its outputs, such as calling the host.
-        checks: The errors with which each check of values in it has failed.
-        describe: Returns the lines of the program, for a comparison with other workers.
     """
-
-    is_rewritten = False  # see `GlobalProgram`
 
     def __init__(
         self,
@@ -568,17 +543,13 @@ class FunctionProgram:
         with fed_by(feeds):
             closed, scope = trace(function, avals, "function", [], subject=subject)
         feeds.put_back(feeds.position)
-        self._pure = purify(closed, scope, avals, [])
+        super().__init__([purify(closed, scope, avals, [])])
         self.describe = description_of([closed])
-        self._fed = feeds.handles
         self.strategies = scope.strategies
+        self._fed = feeds.handles
         fed = set(self._fed)
-        self.handles = [handle for handle in self._pure.handles if handle not in fed]
-        self.written = self._pure.written
-        self.read_only = [handle for handle in self.handles if handle not in self.written]
-        self.captures = [self._pure.captures]
-        self.has_effects = self._pure.has_effects
-        self.checks = self._pure.checks
+        self.handles = [handle for handle in self.handles if handle not in fed]
+        self.read_only = [handle for handle in self.read_only if handle not in fed]
 
     def __call__(
         self,
@@ -588,7 +559,7 @@ class FunctionProgram:
         args: Sequence[Array],
     ) -> tuple[list[Array], list[Array]]:
         """Runs the body; returns the new state of `self.written` and the outputs."""
-        pure = self._pure
+        (pure,) = self.pures
         fed = args[len(args) - len(self._fed) :]
         args = args[: len(args) - len(self._fed)]
         handles = (*self.written, *self.read_only, *self._fed)

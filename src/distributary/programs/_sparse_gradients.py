@@ -55,11 +55,12 @@ from jax import Array, lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.lax import GatherScatterMode
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from distributary._types import Nest
 from distributary.check import is_sum_of_replicas
 from distributary.collectives import all_reduce_of_vectors
+from distributary.programs._logical_devices import laid_out
 from distributary.programs._patches import (
     WITH_ROWS,
     Added,
@@ -72,10 +73,10 @@ from distributary.programs._patches import (
     Term,
     Zeros,
     joined_terms,
-    results_in_rows,
 )
 from distributary.programs._row_wise import (
     adds_rows,
+    bind_rows,
     known_result,
     number_of,
     real_number,
@@ -91,10 +92,9 @@ from distributary.tracing import (
     plain_call_of,
     shape_of,
     walk,
+    with_jaxprs,
     with_pass,
 )
-
-__all__ = ["with_sparse_gradients"]
 
 # Measured, see docs/design/tracing.md.
 _MAX_SHARE_OF_ROWS = 1 / 4
@@ -258,9 +258,9 @@ class _Rewriting:
     def _with_rewritten_bodies(self, eqn: Equation) -> Equation:
         """Returns a loop or branch with its own gradients of tables as rows."""
 
-        def rewritten(body: ClosedJaxpr) -> ClosedJaxpr:
+        def rewritten(body: Any) -> ClosedJaxpr:  # closed, as in all loops and branches
             if not self.concerns(body.jaxpr):
-                return body
+                return body  # type: ignore[no-any-return]
             # Its arrays are others than those outside.
             own = _Rewriting(self._num_replicas, self._is_in_any_order, self._mesh)
             made: ClosedJaxpr = jax.make_jaxpr(lambda *args: own.run(body, args))(*body.in_avals)
@@ -271,14 +271,7 @@ class _Rewriting:
             ]
             return made if kinds[0] == kinds[1] else body
 
-        def of_param(value: object) -> Any:
-            if isinstance(value, ClosedJaxpr):
-                return rewritten(value)
-            if isinstance(value, tuple) and any(isinstance(x, ClosedJaxpr) for x in value):
-                return tuple(map(of_param, value))
-            return value
-
-        return eqn.replace(params={key: of_param(value) for key, value in eqn.params.items()})
+        return eqn.replace(params=with_jaxprs(eqn, rewritten))
 
     def _scattered(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
         """Returns the result of a scatter that adds rows to zeros."""
@@ -305,18 +298,12 @@ class _Rewriting:
             # Every device adds the rows for itself, so that the copies would differ. Here each sum
             # is made by one device, which has some of the columns.
             of_rows = self._row_ids_of([term], shape[0])
-            sums = self._constrained(of_rows.sums([term]), P(None, REPLICA_AXIS))
+            sums = laid_out(of_rows.sums([term]), self._mesh, P(None, REPLICA_AXIS))
             term = Term(of_rows.distinct, self._whole(sums), is_unique=True)
         return [Added(zeros, [term])]
 
     def _whole(self, array: Array) -> Array:
-        return self._constrained(array, P())
-
-    def _constrained(self, array: Array, spec: P) -> Array:
-        if self._mesh is None:
-            return array
-        constrained: Array = lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
-        return constrained
+        return laid_out(array, self._mesh, P())
 
     def _all_reduced(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
         """Returns sums over the replicas, those of patches and vectors by themselves."""
@@ -412,7 +399,7 @@ class _Rewriting:
             ((place, patch),) = sums
             for term in patch.terms:
                 own = [term.rows if i == place else _dense(x) for i, x in enumerate(operands)]
-                (rows,) = results_in_rows(eqn, own, term.rows.shape[0])
+                (rows,) = bind_rows(eqn, own, term.rows.shape[0])
                 terms.append(replace(term, rows=rows))
         else:
             return None

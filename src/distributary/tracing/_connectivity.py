@@ -34,7 +34,6 @@ from distributary.tracing._jaxprs import (
     Atom,
     Equation,
     aval_of,
-    contains,
     open_jaxpr,
     plain_call_of,
     sub_jaxprs,
@@ -200,11 +199,11 @@ class _Flow:
         if eqn.primitive is grad_p:
             for handle in eqn.params["handles"]:
                 mask |= state.get(handle, 0)
-        elif contains(eqn, (read_p, sparse_read_p)):
-            for read in walk([eqn]):
-                if read.primitive in (read_p, sparse_read_p):
-                    self._note_read(read.params["handle"], None)
-                    mask |= state.get(read.params["handle"], 0)
+            return mask
+        for read in walk([eqn]):
+            if read.primitive in (read_p, sparse_read_p):
+                self._note_read(read.params["handle"], None)
+                mask |= state.get(read.params["handle"], 0)
         return mask
 
     def _note_read(self, handle: Handle, num_rows: int | None) -> None:

@@ -11,6 +11,7 @@ loop, this function is compiled.
 """
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, final
@@ -199,10 +200,10 @@ class _Program:
                 count += 1
             self._steps.append((operation.call, operands, results))
         self._ends = [place_of(target) for target in targets]
-        keys = [operation.key for operation in path]
+        keys = tuple([operation.key for operation in path])
         what = tuple([(tuple(places), str(results)) for _, places, results in self._steps])
         dtypes = tuple([getattr(x, "dtype", type(x)) for x in (*sources, *self.constants)])
-        self.key = None if None in keys else (tuple(keys), what, dtypes, tuple(self._ends))
+        self.key = None if None in keys else (keys, what, dtypes, tuple(self._ends))
 
     def again(self, *sources: Any, constants: Sequence[Any] | None = None) -> list[Any]:
         """Returns the targets."""
@@ -219,16 +220,8 @@ class _Program:
         """Returns a function of sources, constants and weights of the targets."""
 
         def function(sources: Nest, constants: Nest, weights: Nest) -> Any:
-            def of_wanted(*given: Any) -> Any:
-                rest = iter(given)
-                inputs = [
-                    next(rest) if is_wanted else source
-                    for source, is_wanted in zip(sources, wanted, strict=True)
-                ]
-                return self.again(*inputs, constants=constants)
-
-            given = [s for s, is_wanted in zip(sources, wanted, strict=True) if is_wanted]
-            return jax.vjp(of_wanted, *given)[1](weights)
+            again = functools.partial(self.again, constants=constants)
+            return [*itertools.compress(jax.vjp(again, *sources)[1](weights), wanted)]
 
         return function
 

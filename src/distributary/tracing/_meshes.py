@@ -18,8 +18,6 @@ import jax.extend.core as jex_core
 
 from distributary.tracing._jaxprs import AnyJaxpr, open_jaxpr, with_jaxprs
 
-__all__ = ["without_meshes"]
-
 
 def without_meshes(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     """Returns a jaxpr whose types name no mesh; the same one if its constants lie on none."""

@@ -359,9 +359,9 @@ def explained(
     """
     advise(error)
     if isinstance(error, DistributaryError) and not hasattr(error, "__notes__"):
-        place = _place(error)
-        if place.where != _UNKNOWN and str(subject or place.name) not in str(error):
-            error.add_note(f"In {subject or place.name}, at {place.where}.")
+        name, where = _place(error, subject)
+        if where != _UNKNOWN and name not in str(error):
+            error.add_note(f"In {name}, at {where}.")
     before: BaseException | None = error
     while before is not None and not isinstance(before, DistributaryError):
         made = _explained(before, subject, kind, tracers)
@@ -389,11 +389,11 @@ def _explained(
     error: BaseException, subject: Subject | None, kind: Kind, tracers: Sequence[Any]
 ) -> Exception | None:
     if isinstance(error, jax.errors.UnexpectedTracerError):
-        place = _place(error)
+        name, where = _place(error, subject)
         leaked = re.search(r"when the value leaked was (.+?) traced for", str(error))
         made = "" if leaked is None else f" (made in {leaked[1]})"
         return ContextError(
-            f"{subject or place.name}: {place.where} uses a value that an earlier step has left in"
+            f"{name}: {where} uses a value that an earlier step has left in"
             f" a list, an attribute or a global variable{made}. Values of a"
             " step exist only while it is traced. Return what you need later, or assign it to a"
             " distributary.Variable."
@@ -405,8 +405,7 @@ def _explained(
     for mistake in _MISTAKES:
         groups = mistake.groups(error)
         if groups is not None:
-            place, value = _place(error), _value_of(error, subject)
-            text = mistake.text(groups, str(subject or place.name), place.where, value, kind)
+            text = mistake.text(groups, *_place(error, subject), _value_of(error, subject), kind)
             return mistake.raised(text).with_traceback(error.__traceback__)
     return None
 
@@ -428,31 +427,16 @@ def leaked_at(tracer: object) -> str:
     return "" if step is None else f" (made in {step})"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Place:
-    name: str
-    where: str
-
-
-def _place(error: BaseException) -> _Place:
-    """Returns the innermost line of the user's code that an error has passed through."""
-    frames = [
-        (frame, lineno)
-        for frame, lineno in traceback.walk_tb(error.__traceback__)
-        if not is_internal(frame)
-    ]
-    own = [
-        (frame, lineno)
-        for frame, lineno in frames
-        if not any(part in frame.f_code.co_filename for part in _LIBRARIES)
-    ]
+def _place(error: BaseException, subject: Subject | None) -> tuple[str, str]:
+    """Returns the name of the step, and the user's innermost line that an error has passed."""
+    frames = [(f, n) for f, n in traceback.walk_tb(error.__traceback__) if not is_internal(f)]
     if not frames:
-        return _Place("the step", _UNKNOWN)
+        return str(subject or "the step"), _UNKNOWN
+    in_libraries = lambda file: any(part in file for part in _LIBRARIES)
+    own = [(f, n) for f, n in frames if not in_libraries(f.f_code.co_filename)]
     frame, lineno = (own or frames)[-1]
-    file = frame.f_code.co_filename
-    name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
-    return _Place(name, f"{os.path.basename(file)}:{lineno}")
+    name = str(subject or frame.f_code.co_qualname.rpartition("<locals>.")[2])
+    return name, f"{os.path.basename(frame.f_code.co_filename)}:{lineno}"
 
 
 def is_internal(frame: types.FrameType) -> bool:

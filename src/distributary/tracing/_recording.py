@@ -12,11 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from distributary._libraries import libraries
-from distributary.errors import (
-    ContextError,
-    TracedValueError,
-    UnsupportedError,
-)
+from distributary.errors import ContextError, TracedValueError, UnsupportedError
 from distributary.topology import REPLICA_AXIS, without_high_primitives
 from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._feeds import current_feeding
@@ -280,16 +276,8 @@ def purify(
         if eqn.primitive is write_p
     }
     # Constants the interpreter introduced become captures as well.
-    return Pure(
-        opened(jaxpr),
-        [*jaxpr.consts, *consts],
-        handles,
-        written,
-        num_outs,
-        where,
-        [],
-        scope.checks,
-    )
+    captures = [*jaxpr.consts, *consts]
+    return Pure(opened(jaxpr), captures, handles, written, num_outs, where, [], scope.checks)
 
 
 def _struct(aval: Any) -> Any:

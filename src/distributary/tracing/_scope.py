@@ -7,7 +7,6 @@ an addition and a write, and the record knows where the write came from:
     scope.writes == {1: (w, (("script.py", 7), ...))}
 """
 
-import functools
 import itertools
 import os
 import sys
@@ -67,19 +66,6 @@ class Known:
     may_create: bool = True
 
 
-@functools.cache
-def _without_text(kind: Any) -> Any:
-    """Returns a class of tracers like another one, whose text is not that of a tracer.
-
-    A file or a seed whose name has the replica's number in it needs the number.
-    """
-
-    def refuse(self: Any, spec: str = "") -> str:
-        raise TypeError(f"unsupported format string passed to {kind.__name__}.__format__")
-
-    return type(kind.__name__, (kind,), {"__slots__": (), "__str__": refuse, "__format__": refuse})
-
-
 @final
 class TraceScope:
     """One trace of one function.
@@ -105,7 +91,7 @@ class TraceScope:
     ) -> None:
         self.kind = kind
         self.replica = replica
-        self.reads_replica_id = False
+        self._replica_ids: list[Array] = []
         self.num_replicas = num_replicas
         self._jax_trace: Any = None
         self.uneven = uneven
@@ -151,13 +137,19 @@ class TraceScope:
 
     def replica_id(self) -> Array | np.generic:
         """Returns the replica's number, int32 `[]`."""
-        self.reads_replica_id = True
         if self.replica is not None:
             return np.int32(self.replica)
-        number = read_p.bind(handle=REPLICA_ID, aval=REPLICA_ID.aval(True))
-        kind: Any = type(number)
-        number.__class__ = _without_text(kind)
-        return number
+        self._replica_ids.append(read_p.bind(handle=REPLICA_ID, aval=REPLICA_ID.aval(True)))
+        return self._replica_ids[-1]
+
+    @property
+    def reads_replica_id(self) -> bool:
+        """True if the code has asked for the replica's number, and got a traced one."""
+        return bool(self._replica_ids)
+
+    def is_replica_id(self, value: object) -> bool:
+        """Returns whether a value is what `replica_id` has returned, and is traced."""
+        return any(value is number for number in self._replica_ids)
 
     def sparse_read(self, handle: Handle, ids: Array) -> Array:
         """Returns the rows `ids` of a variable, `[*ids.shape, *row]`."""

@@ -361,8 +361,11 @@ def _next(iterator: Any, *default: Any) -> Any:
 
 
 def _int(value: Any = 0, *base: Any) -> Any:
-    value = plain(value)
-    return _number(value.astype(int)) if is_traced(value) else builtins.int(value, *base)
+    value, scope = plain(value), current_scope()
+    # Python's own `int` makes every replica be traced with its number, which a text then has.
+    if not is_traced(value) or (scope is not None and scope.is_replica_id(value)):
+        return builtins.int(value, *base)
+    return _number(value.astype(int))
 
 
 def _float(value: Any = 0.0) -> Any:

@@ -1,0 +1,86 @@
+"""The state and the captures of traced functions that have become programs of global arrays."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+from distributary.check import Line, describe_jaxpr
+from distributary.dispatch import job_programs
+from distributary.tracing import Pure
+
+
+class Program:
+    """One or more traced functions without markers, as a function of global arrays.
+
+    Args:
+        pures: The functions; the programs of the replicas, if there are several.
+
+    Attributes:
+        handles: The variables that it needs.
+        written: Those that it assigns.
+        read_only: Those that it does not.
+        num_outs: Number of results.
+        captures: For each function, the arrays that it captured.
+        has_effects: Whether it does more than computing its outputs, such as calling the host.
+        checks: The errors with which each check of values in it has failed.
+        describe: Returns the lines of the program, for a comparison with other workers.
+        is_rewritten: Whether it has the forms that its devices run fast.
+    """
+
+    describe: Callable[[], list[Line]]
+    is_rewritten = False
+
+    def __init__(self, pures: list[Pure]) -> None:
+        self.pures = pures
+        self.handles = list(dict.fromkeys(handle for pure in pures for handle in pure.handles))
+        self.written = list(dict.fromkeys(handle for pure in pures for handle in pure.written))
+        self.read_only = [handle for handle in self.handles if handle not in self.written]
+        self.num_outs = pures[0].num_outs
+        self.captures = [pure.captures for pure in pures]
+        self.has_effects = any(pure.has_effects for pure in pures)
+        self.checks = [failed for pure in pures for failed in pure.checks]
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The first function."""
+        jaxpr: Jaxpr = self.pures[0].jaxpr
+        return jaxpr
+
+    @property
+    def makes_first_output(self) -> bool:
+        """Whether the first result is computed, not an input."""
+        jaxpr = self.jaxpr
+        return any(jaxpr.outvars[0] in eqn.outvars for eqn in jaxpr.eqns)
+
+    @property
+    def has_first_output_everywhere(self) -> bool:
+        """True if every device computes its own first result."""
+        return False
+
+    def __call__(
+        self,
+        captures: Sequence[Sequence[Any]],
+        written: Sequence[Any],
+        read_only: Sequence[Any],
+        args: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs it.
+
+        Args:
+            captures: `self.captures`.
+            written: State of `self.written`.
+            read_only: State of `self.read_only`.
+            args: The arguments.
+
+        Returns:
+            The new state of `self.written`, and the results.
+        """
+        raise NotImplementedError
+
+
+def description_of(traced: Sequence[Any]) -> Callable[[], list[Line]]:
+    """Returns a function that describes jaxprs with markers; [] if no other process compares."""
+    if job_programs.enter is None:
+        return list
+    return lambda: [line for closed in traced for line in describe_jaxpr(closed)]
