@@ -27,5 +27,4 @@ from distributary.engine._engine import Engine, Programs
 from distributary.engine._function import Function, function
 from distributary.engine._global_batch import GlobalBatch, global_batch
 from distributary.engine._placement import Placement
-from distributary.engine._several_steps import several_steps
-from distributary.engine._step import RUN, RUNS, UPDATE, StepKind, mode_of
+from distributary.engine._step import RUN, RUNS, UPDATE, StepKind, mode_of, several_steps

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from distributary.engine._placement import Placement
 from distributary.engine._staged import StagedProgram
 from distributary.inputs import StepCounts
 from distributary.job import copies
-from distributary.programs import FunctionProgram, GlobalProgram, ReplicaProgram
+from distributary.programs import Program
 from distributary.topology import (
     REPLICA_AXIS,
     ProgramKind,
@@ -34,15 +34,13 @@ from distributary.tracing import Handle, aval_of
 from distributary.variables import StateList, Variable, joined
 from distributary.xla_cpu import with_cpu_rewrites
 
-Program: TypeAlias = ReplicaProgram | GlobalProgram | FunctionProgram
-
 
 class VariableGoneError(Exception):
     """Raised if a variable of a cached program was collected; the caller traces again."""
 
 
-# An output of at most this size may be kept until the program that made it has finished.
-_MAX_TOKEN_BYTES = 1 << 16
+# An output of at most this size may be kept until the program that made it has finished, and
+# variables up to this size are copied together.
 _MAX_SMALL_BYTES = 1 << 16
 
 
@@ -61,34 +59,6 @@ class Executable:
             moves it to the devices, for a third of the cost of `device_put`. None for other
             arguments, and in place of the list if there are only others.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_avals",
-        "_call",
-        "_captures",
-        "_checks",
-        "_compiling",
-        "_dispatcher",
-        "_event",
-        "_has_collectives",
-        "_has_own_variables",
-        "_is_of_job",
-        "_is_python",
-        "_num_single_runs",
-        "_numbers",
-        "_read_only",
-        "_rebuild",
-        "_replicated",
-        "_shardings",
-        "_states",
-        "_title",
-        "_token_of",
-        "_written",
-        "picks",
-        "program",
-        "runs",
-    )
 
     def __init__(
         self,
@@ -403,11 +373,10 @@ def _holder_of(handle: Handle) -> Callable[[], Any]:
 
 def _has_small_first_output(program: Program) -> bool:
     """Returns whether the first output is small, on all devices, and made by the program itself."""
-    if isinstance(program, FunctionProgram) or not program.num_outs:
+    if not program.num_outs or not program.has_first_output_everywhere:
         return False
     aval = aval_of(program.jaxpr.outvars[0])
-    is_small = aval.size * aval.dtype.itemsize <= _MAX_TOKEN_BYTES
-    return is_small and program.has_first_output_everywhere
+    return aval.size * aval.dtype.itemsize <= _MAX_SMALL_BYTES
 
 
 def _first_output(result: Any) -> Any:

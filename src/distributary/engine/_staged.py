@@ -1,8 +1,7 @@
 """Programs whose variables are on one device and whose replicas compute on others."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.extend.core as jex_core
@@ -12,15 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from distributary.engine._arguments import struct_of
 from distributary.engine._host_memory import update_in_parts
 from distributary.engine._placement import Placement
-from distributary.programs import FunctionProgram, GlobalProgram, ReplicaProgram, cut_around_mesh
+from distributary.programs import FunctionProgram, Program, ReplicaProgram, cut_around_mesh
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import Array
 from distributary.xla_cpu import with_cpu_rewrites
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """The place of an input of a program, or the place where an output is wanted.
 
     Attributes:
@@ -77,11 +74,8 @@ class Staged:
         ]
         self._on_mesh = self._consts(closed, first, self._replicated)
         self._at_home = self._consts(closed, second, home)
-        self._returned = [
-            k
-            for k, i in enumerate(self._stages.replica_outputs)
-            if self._outputs[i].sharding is storage
-        ]
+        made = enumerate(self._stages.replica_outputs)
+        self._returned = [k for k, i in made if self._outputs[i].sharding is storage]
         self._first = self._compiled_first(mesh, is_rewritten)
         self._second = self._compiled_second()
 
@@ -107,7 +101,7 @@ class Staged:
             run if is_rewritten else with_cpu_rewrites(run, mesh),
             in_shardings=[self._replicated if s is self._storage else s for s in places],
             out_shardings=[
-                *(None if s is self._storage else s for s in wanted),
+                *[None if s is self._storage else s for s in wanted],
                 *[None] * stages.num_cut,
                 token,
             ],
@@ -213,7 +207,7 @@ class StagedProgram:
 
     def __init__(
         self,
-        program: ReplicaProgram | GlobalProgram | FunctionProgram,
+        program: Program,
         placement: Placement,
         shardings: Sequence[NamedSharding | None] | None,
     ) -> None:
@@ -250,14 +244,12 @@ class StagedProgram:
         is_function = isinstance(program, FunctionProgram)
         leaves = jax.tree.leaves(values[2])
         inputs = [
-            *[
-                Place(stacked, is_data=True) if handle.per_replica else Place(storage)
-                for handle in (*program.written, *program.read_only)
-            ],
-            *[
-                Place(sharding, is_data=is_function and jnp.ndim(x) > 0)
-                for x, sharding in zip(leaves, self._shardings or [None] * len(leaves), strict=True)
-            ],
+            Place(stacked, is_data=True) if handle.per_replica else Place(storage)
+            for handle in (*program.written, *program.read_only)
+        ]
+        inputs += [
+            Place(sharding, is_data=is_function and jnp.ndim(x) > 0)
+            for x, sharding in zip(leaves, self._shardings or [None] * len(leaves), strict=True)
         ]
         outputs = [
             Place(stacked if handle.per_replica else storage, replaces=i)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary._libraries import converted
+from distributary._types import Nest
 from distributary.context import Mode, ReplicaContext, entered
 from distributary.engine._arguments import (
     changes_refused,
@@ -145,41 +146,36 @@ class Step:
         self._slots: list[_Slot] = []
         self.varying: list[bool] = []
         self.dims: list[int | None] = []
-        self.avals: list[list[Any]] = []
-        num_rows: list[int | None] = []
+        leaves = jax.tree.leaves((args, kwargs))
         picks: list[Any] = []
+        columns: list[list[Any]] = []  # for every array, its shape on one or all replicas
         position = 0
         for leaf in outer:
             flat, inner_tree = jax.tree.flatten(leaf)
             slot = _slot_of(leaf, len(flat), inner_tree, num_replicas)
             self._slots.append(slot)
             for i in range(slot.count):
+                num_rows = slot.num_rows[i] if slot.kind == "rows" else None
+                dim = None if num_rows is None else slot.dim
+                places = [position + i]
                 if slot.kind == "uneven":
-                    picks.append([position + r * slot.count + i for r in range(num_replicas)])
-                else:
-                    picks.append(position + i)
+                    places = [position + r * slot.count + i for r in range(num_replicas)]
+                picks.append(places if slot.kind == "uneven" else position + i)
                 self.varying.append(slot.kind in ("split", "uneven"))
-                num_rows.append(slot.num_rows[i] if slot.kind == "rows" else None)
-                self.dims.append(None if num_rows[-1] is None else slot.dim)
+                self.dims.append(dim)
+                is_stacked = slot.kind == "split"
+                columns.append([_aval_of(leaves[k], is_stacked, dim, num_rows) for k in places])
             position += len(flat)
-        flat_leaves = jax.tree.leaves((args, kwargs))
         # The program moves the NumPy arrays among these to the replicas' devices.
         self._on_host = [
-            isinstance(pick, int) and isinstance(flat_leaves[pick], np.ndarray) for pick in picks
+            isinstance(pick, int) and isinstance(leaves[pick], np.ndarray) for pick in picks
         ]
-        identity = picks == list(range(len(flat_leaves)))
-        self.picks = None if identity else picks
+        self.picks = None if picks == list(range(len(leaves))) else picks
         uneven = any(slot.kind == "uneven" for slot in self._slots)
-        for replica in range(num_replicas if uneven else 1):
-            self.avals.append(
-                [
-                    _aval_of(flat_leaves, pick, replica, varies, dim, count)
-                    for pick, varies, dim, count in zip(
-                        picks, self.varying, self.dims, num_rows, strict=True
-                    )
-                ]
-            )
-
+        self.avals: list[list[Any]] = [
+            [column[replica % len(column)] for column in columns]
+            for replica in range(num_replicas if uneven else 1)
+        ]
         self.data = [
             varies or (kind.role != "update" and len(aval.shape) > 0)
             for varies, aval in zip(self.varying, self.avals[0], strict=True)
@@ -238,11 +234,6 @@ class Step:
                 " between replicas."
             )
 
-    @property
-    def static(self) -> list[Any]:
-        """Arguments that are not data."""
-        return [slot.content for slot in self._slots if slot.kind == "static"]
-
     def shardings(self, placement: Placement) -> list[Any] | None:
         """Returns the sharding of every NumPy array that the program moves to the devices.
 
@@ -284,19 +275,10 @@ class Step:
         whole = {id(out) for out, split in zip(outs, program.split_outs, strict=True) if not split}
 
         def wrap(tree: object) -> Any:
-            leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, list))
+            leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, list))
             if any(isinstance(leaf, list) for leaf in leaves):
-                columns = [
-                    leaf if isinstance(leaf, list) else [leaf[i] for i in range(num_replicas)]
-                    for leaf in leaves
-                ]
-                structure = jax.tree.structure(tree, is_leaf=lambda x: isinstance(x, list))
-                return PerReplica(
-                    [
-                        jax.tree.unflatten(structure, [column[i] for column in columns])
-                        for i in range(num_replicas)
-                    ]
-                )
+                parts = [[leaf[i] for leaf in leaves] for i in range(num_replicas)]
+                return PerReplica([jax.tree.unflatten(structure, part) for part in parts])
             if leaves and all(id(leaf) in whole for leaf in leaves):
                 return Mirrored(tree, num_replicas)
             return PerReplica.from_stacked(tree, num_replicas)
@@ -341,16 +323,35 @@ def _slot_of(leaf: object, num_leaves: int, tree: object, num_replicas: int) -> 
     return _Slot("static", leaf, 0)
 
 
-def _aval_of(
-    leaves: list[Any], pick: Any, replica: int, varies: bool, dim: int | None, num_rows: int | None
-) -> Any:
-    value = leaves[pick] if isinstance(pick, int) else leaves[pick[replica]]
+def _aval_of(value: Any, is_stacked: bool, dim: int | None, num_rows: int | None) -> Any:
     aval = struct_of(value)
-    is_stacked = varies and isinstance(pick, int)
     shape = aval.shape[1:] if is_stacked else aval.shape
     if dim is not None:
         shape = (*shape[:dim], num_rows, *shape[dim + 1 :])
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def several_steps(step: Callable[[Nest], Nest], keep_all: bool = False) -> Callable[[Nest], Nest]:
+    """Returns a step that runs `step` on stacked batches, one after the other, in one program.
+
+    Every step sees the variables that the steps before it have assigned.
+
+    Args:
+        step: A function of a batch for `Strategy.run`.
+        keep_all: Whether to return the results of all steps, joined along dim 0; else those of the
+            last one.
+
+    Returns:
+        A function of a nest of arrays `[step, *shape]`.
+    """
+
+    def steps(batches: Nest) -> Nest:
+        _, results = jax.lax.scan(lambda _, batch: (None, step(batch)), None, batches)
+        if keep_all:
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+        return jax.tree.map(lambda x: x[-1], results)
+
+    return steps
 
 
 def picked(leaves: list[Any], picks: list[Any] | None) -> list[Any]:

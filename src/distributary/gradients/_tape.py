@@ -87,26 +87,25 @@ class GradientTape:
 
     def _start(self, scope: TraceScope | None) -> None:
         self._scope = scope
-        if scope is None:
-            self._eager = EagerRecord()
-            self._eager.start()
-        else:
-            self._record = scope.new_tape()
-            scope.mark_tape(self._record.number, "start")
-            scope.recording.append(self._record)
-        self._recording = True
+        self._eager = EagerRecord() if scope is None else None
+        self._record = None if scope is None else scope.new_tape()
         self._used = False
+        self._resume("start")
 
-    def _stop(self) -> None:
-        self._pause()
+    def _resume(self, event: str = "resume") -> None:
+        if self._eager is not None:
+            self._eager.start()
         if self._scope is not None and self._record is not None:
-            self._scope.mark_tape(self._record.number, "stop")
+            self._scope.mark_tape(self._record.number, event)
+            self._scope.recording.append(self._record)
+        self._recording = True
 
-    def _pause(self) -> None:
+    def _stop(self, event: str = "stop") -> None:
         if self._eager is not None:
             self._eager.stop()
         if self._scope is not None and self._record is not None:
             self._scope.recording.remove(self._record)
+            self._scope.mark_tape(self._record.number, event)
         self._recording = False
 
     def watch(self, tensor: Nest) -> None:
@@ -135,8 +134,7 @@ class GradientTape:
         elif self._record is not None and self._scope is not None:
             self._scope.asked.append(self._record)
             read = [handle.cell() for handle in self._record.watched]
-        watched = [v for v in read if v is not None and self._watches(v)]
-        return tuple([v.variable if isinstance(v, ForeignVariable) else v for v in watched])
+        return tuple([_read_as(v) for v in read if v is not None and self._watches(v)])
 
     def _watches(self, variable: Variable | ForeignVariable) -> bool:
         if any(watched is variable for watched in self._watched):
@@ -152,32 +150,18 @@ class GradientTape:
         """
         if not self._recording:
             raise ContextError("GradientTape.stop_recording: the tape is not recording.")
-        scope, record = self._scope, self._record
-        if scope is None or record is None:
-            assert self._eager is not None
-            self._pause()
-            try:
-                yield
-            finally:
-                if self._persistent or not self._used:
-                    self._eager.start()
-                    self._recording = True
-            return
-        if len(scope.recording) > 1:
+        if self._scope is not None and len(self._scope.recording) > 1:
             raise UnsupportedError(
                 "GradientTape.stop_recording is not possible while another tape records too. Use"
                 " jax.lax.stop_gradient on the values that are to count as constant."
             )
-        scope.mark_tape(record.number, "pause")
-        self._pause()
+        self._stop("pause")
         try:
             yield
         finally:
             # A gradient taken inside the block has ended a tape that is not persistent.
             if self._persistent or not self._used:
-                scope.recording.append(record)
-                scope.mark_tape(record.number, "resume")
-                self._recording = True
+                self._resume()
 
     def reset(self) -> None:
         """Forgets everything recorded so far and starts again."""
@@ -215,8 +199,7 @@ class GradientTape:
         Source: `tf.GradientTape.gradient`.
         """
         self._use("gradient")
-        zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
-        return self._gradient(target, sources, output_gradients, zero)
+        return self._gradient(target, sources, output_gradients, unconnected_gradients)
 
     def jacobian(
         self,
@@ -237,10 +220,9 @@ class GradientTape:
         Source: `tf.GradientTape.jacobian`.
         """
         self._use("jacobian")
-        zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
         shape = jnp.shape(target)
         seeds = jnp.eye(math.prod(shape), dtype=_target(target).dtype).reshape(-1, *shape)
-        rows = [self._gradient(target, sources, seed, zero) for seed in seeds]
+        rows = [self._gradient(target, sources, seed, unconnected_gradients) for seed in seeds]
         return jax.tree.map(lambda *parts: _stacked(parts, shape), *rows, is_leaf=_is_gradient)
 
     def batch_jacobian(
@@ -269,13 +251,10 @@ class GradientTape:
         Source: `tf.GradientTape.batch_jacobian`.
         """
         self._use("batch_jacobian")
-        zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
         num_rows, *shape = jnp.shape(target)
         of_row = jnp.eye(math.prod(shape), dtype=_target(target).dtype).reshape(-1, 1, *shape)
-        rows = [
-            self._gradient(target, source, jnp.broadcast_to(seed, (num_rows, *shape)), zero)
-            for seed in of_row
-        ]
+        seeds = [jnp.broadcast_to(seed, (num_rows, *shape)) for seed in of_row]
+        rows = [self._gradient(target, source, seed, unconnected_gradients) for seed in seeds]
         made = _stacked(rows, tuple(shape))
         return made if made is None else jnp.moveaxis(made, len(shape), 0)
 
@@ -296,7 +275,14 @@ class GradientTape:
         if self._recording and not self._persistent:
             self._stop()
 
-    def _gradient(self, target: Nest, sources: Nest, output_gradients: Nest, zero: bool) -> Nest:
+    def _gradient(
+        self,
+        target: Nest,
+        sources: Nest,
+        output_gradients: Nest,
+        unconnected_gradients: UnconnectedGradients | str,
+    ) -> Nest:
+        zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
         scope, record = self._scope, self._record
         targets = [_target(leaf) for leaf in jax.tree.leaves(target)]
         seeds = _seeds(output_gradients, targets)

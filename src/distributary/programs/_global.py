@@ -101,16 +101,11 @@ class GlobalProgram(Program):
         """True if every device computes the whole first result."""
         return self.makes_first_output and not self._keeps_rows
 
-    def __call__(
-        self,
-        captures: Sequence[Sequence[Array]],
-        written: Sequence[Array],
-        read_only: Sequence[Array],
-        args: Sequence[Array],
-    ) -> tuple[list[Array], list[Array]]:
+    def _run(
+        self, captures: Sequence[Sequence[Array]], state: dict[Handle, Array], args: Sequence[Any]
+    ) -> tuple[list[Array], list[Any]]:
         """Runs the step; the arguments are padded to a multiple of the number of replicas."""
         (pure,), stages = self.pures, self._stages
-        state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
         given = [_read(handle, state[handle]) for handle in pure.handles]
         num_given = len(pure.captures) + len(given)
         rows = map(self._rows, args, self._avals, self._dims[num_given:])

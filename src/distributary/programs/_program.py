@@ -1,5 +1,6 @@
 """The state and the captures of traced functions that have become programs of global arrays."""
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,10 +8,10 @@ from jax.extend.core import Jaxpr
 
 from distributary.check import Line, describe_jaxpr
 from distributary.dispatch import job_programs
-from distributary.tracing import Pure
+from distributary.tracing import Array, Handle, Pure
 
 
-class Program:
+class Program(abc.ABC):
     """One or more traced functions without markers, as a function of global arrays.
 
     Args:
@@ -65,7 +66,7 @@ class Program:
         read_only: Sequence[Any],
         args: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Runs it.
+        """Runs the functions.
 
         Args:
             captures: `self.captures`.
@@ -76,7 +77,14 @@ class Program:
         Returns:
             The new state of `self.written`, and the results.
         """
-        raise NotImplementedError
+        state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
+        return self._run(captures, state, args)
+
+    @abc.abstractmethod
+    def _run(
+        self, captures: Sequence[Sequence[Array]], state: dict[Handle, Array], args: Sequence[Any]
+    ) -> tuple[list[Array], list[Any]]:
+        """Runs the functions; see `__call__`."""
 
 
 def description_of(traced: Sequence[Any]) -> Callable[[], list[Line]]:

@@ -314,32 +314,19 @@ class ReplicaProgram(Program):
                     " and do not call one jax.jit function with all_gather in it on several arrays."
                 )
 
-    def __call__(
-        self,
-        captures: Sequence[Sequence[Array]],
-        written: Sequence[Array],
-        read_only: Sequence[Array],
-        args: Sequence[Any],
+    def _run(
+        self, captures: Sequence[Sequence[Array]], state: dict[Handle, Array], args: Sequence[Any]
     ) -> tuple[list[Array], list[Any]]:
         """Runs all replicas.
 
-        Args:
-            captures: As for `Program`.
-            written: As for `Program`.
-            read_only: As for `Program`.
-            args: The arguments. One that varies is `[replica, *shape]`, or on an uneven batch a
-                list with one array per replica.
-
-        Returns:
-            The new state of `self.written`, and the outputs, in the form that `results` names. On
-            an uneven batch an output is a list of arrays if their shapes differ; with one replica
-            it is the array itself.
+        An argument that varies is `[replica, *shape]`, or on an uneven batch a list with one array
+        per replica. The results have the form that `results` names. On an uneven batch one is a
+        list of arrays if their shapes differ; with one replica it is the array itself.
         """
-        state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
-        run = self._run_on_mesh if self._on_mesh else self._run_jointly
-        made = run(captures, state, args)
         stages, handles = self._stages[0], self.pures[0].handles
         values = [*captures[0], *(state[h] for h in handles), *args]
+        on_mesh = self._on_mesh
+        made = self._run_on_mesh(values) if on_mesh else self._run_jointly(captures, state, args)
         if self._divides:
             in_parts = [*[P()] * len(captures[0]), *(h.parts for h in handles), *[P()] * len(args)]
             results = complete_in_parts(
@@ -356,16 +343,9 @@ class ReplicaProgram(Program):
         new = [results[self.num_outs + i] for i in range(len(self.written))]
         return new, [results[k] for k in range(self.num_outs)]
 
-    def _run_on_mesh(
-        self,
-        captures: Sequence[Sequence[Array]],
-        state: dict[Handle, Array],
-        args: Sequence[Array],
-    ) -> list[Array]:
+    def _run_on_mesh(self, values: Sequence[Array]) -> list[Array]:
         """Returns the outputs of the first stage, with the replicas in a `shard_map`."""
-        pure, stages = self.pures[0], self._stages[0]
-        split, whole = P(REPLICA_AXIS), P()
-        values = [*captures[0], *(state[h] for h in pure.handles), *args]
+        stages, split, whole = self._stages[0], P(REPLICA_AXIS), P()
         own = [values[i] for i in stages.replica_inputs]
         is_split = self._inputs_split()
         in_specs = tuple([split if is_split[i] else whole for i in stages.replica_inputs])
@@ -487,13 +467,10 @@ class ReplicaProgram(Program):
             results: list[Any] = self._rewrite(run, jaxprs, None)(*needed.values())
             return results
         # A `shard_map`, because `cut_around_mesh` looks for one; all devices compute the same.
-        return jax.shard_map(
-            run,
-            mesh=self._mesh,
-            in_specs=P(),
-            out_specs=P(),
-            check_vma=False,
-        )(*needed.values())
+        run_on_all = jax.shard_map(
+            run, mesh=self._mesh, in_specs=P(), out_specs=P(), check_vma=False
+        )
+        return run_on_all(*needed.values())
 
     def _own(self, replica: int, key: Any, value: Any) -> Array:
         """Returns the part of an input for one replica; `key` is a handle or an argument number."""
@@ -551,19 +528,13 @@ class FunctionProgram(Program):
         self.handles = [handle for handle in self.handles if handle not in fed]
         self.read_only = [handle for handle in self.read_only if handle not in fed]
 
-    def __call__(
-        self,
-        captures: Sequence[Sequence[Array]],
-        written: Sequence[Array],
-        read_only: Sequence[Array],
-        args: Sequence[Array],
-    ) -> tuple[list[Array], list[Array]]:
-        """Runs the body; returns the new state of `self.written` and the outputs."""
-        (pure,) = self.pures
-        fed = args[len(args) - len(self._fed) :]
-        args = args[: len(args) - len(self._fed)]
-        handles = (*self.written, *self.read_only, *self._fed)
-        state = dict(zip(handles, (*written, *read_only, *fed), strict=True))
+    def _run(
+        self, captures: Sequence[Sequence[Array]], state: dict[Handle, Array], args: Sequence[Any]
+    ) -> tuple[list[Array], list[Any]]:
+        """Runs the body."""
+        (pure,), num_args = self.pures, len(args) - len(self._fed)
+        state.update(zip(self._fed, args[num_args:], strict=True))
+        args = args[:num_args]
         outs = jax.core.eval_jaxpr(
             pure.jaxpr, (), *captures[0], *(state[h] for h in pure.handles), *args
         )

@@ -260,7 +260,7 @@ class _Rewriting:
 
         def rewritten(body: Any) -> ClosedJaxpr:  # closed, as in all loops and branches
             if not self.concerns(body.jaxpr):
-                return body  # type: ignore[no-any-return]
+                return body
             # Its arrays are others than those outside.
             own = _Rewriting(self._num_replicas, self._is_in_any_order, self._mesh)
             made: ClosedJaxpr = jax.make_jaxpr(lambda *args: own.run(body, args))(*body.in_avals)

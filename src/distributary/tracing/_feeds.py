@@ -64,6 +64,26 @@ class Iterated(Protocol):
         """Undoes the beginning of the last pass."""
 
 
+class Feeding(Protocol):
+    """The source of data for code that is being traced.
+
+    Attributes:
+        position: Number of elements, ends and passes taken before the present place of the code. It
+            is set back when the code is traced again.
+    """
+
+    position: int
+
+    def give(self, iterator: Feedable) -> Any:
+        """Returns the next element, with tracers as leaves."""
+
+    def begin(self, dataset: Iterated, is_plain: bool) -> Any:
+        """Returns a new iterator over a dataset."""
+
+    def leave(self, error: Exception) -> None:
+        """Stops the trace if the code can run on the host instead; else raises `error`."""
+
+
 class LeaveTrace(BaseException):
     """A stop of the trace of a function that must run on the host; it never reaches the user."""
 
@@ -121,8 +141,7 @@ class Feeds:
         leaves: The leaves of the function's arguments.
 
     Attributes:
-        position: Number of elements, ends and passes taken before the present place of the code. It
-            is set back when the code is traced again.
+        position: See `Feeding`.
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
@@ -178,7 +197,6 @@ class Feeds:
     # In a trace
 
     def give(self, iterator: Feedable) -> Nest:
-        """Returns the next element, with tracers as leaves."""
         event = self._next(iterator, None)
         scope = current_scope()
         assert scope is not None
@@ -192,11 +210,9 @@ class Feeds:
         return jax.tree.unflatten(event.tree, [scope.read(handle) for handle in event.handles])
 
     def begin(self, dataset: Iterated, is_plain: bool) -> Any:
-        """Returns a new iterator over a dataset."""
         return self._next(dataset, is_plain).given
 
     def leave(self, error: Exception) -> None:
-        """Stops the trace if the code can run on the host instead; else raises `error`."""
         scope = current_scope()
         if scope is not None and scope.kind == "function" and not scope.tapes:
             raise LeaveTrace
@@ -274,19 +290,19 @@ def _array_of(leaf: object) -> Array | np.ndarray:
 
 
 class _ThreadState(threading.local):
-    feeding: Feeds | None = None
+    feeding: Feeding | None = None
 
 
 _state = _ThreadState()
 
 
-def current_feeding() -> Feeds | None:
+def current_feeding() -> Feeding | None:
     """Returns the source of data for the code that this thread traces."""
     return _state.feeding
 
 
 @contextmanager
-def fed_by(feeding: Feeds | None) -> Iterator[None]:
+def fed_by(feeding: Feeding | None) -> Iterator[None]:
     """Runs the block with `feeding` as the source of data for code that is traced in it."""
     before, _state.feeding = _state.feeding, feeding
     try:

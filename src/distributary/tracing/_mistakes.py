@@ -141,37 +141,28 @@ class _Mistake:
     raised: type[DistributaryError] = TracedValueError
     cause: type[BaseException] | None = None
 
-    def groups(self, error: BaseException) -> tuple[str | None, ...] | None:
-        """Returns the groups of the pattern in an error's text; None for other errors."""
-        if not isinstance(error, self.error):
-            return None
-        if self.cause is not None and not isinstance(error.__cause__, self.cause):
+    def explained(
+        self, error: BaseException, subject: Subject | None, kind: Kind
+    ) -> DistributaryError | None:
+        """Returns the error in the words of the user; None for an error of another kind."""
+        is_one = isinstance(error, self.error)
+        if not is_one or (self.cause is not None and not isinstance(error.__cause__, self.cause)):
             return None
         found = re.search(self.pattern, str(error))
-        return None if found is None else found.groups()
-
-    def text(
-        self, groups: Sequence[str | None], step: str, where: str, value: str, kind: Kind
-    ) -> str:
-        """Returns the message.
-
-        Args:
-            groups: What `groups` has returned.
-            step: Name of the step.
-            where: File and line.
-            value: What the value depends on that the error is about.
-            kind: Whether a step of a replica or a `distributary.function` is traced.
-        """
+        if found is None:
+            return None
+        step, where = _place(error, subject)
         what, remedy = (
-            text.format("", *groups, after=_AFTER[kind], where=where)
+            text.format("", *found.groups(), after=_AFTER[kind], where=where)
             for text in (self.what, self.remedy)
         )
         if self.raised is not TracedValueError:
-            return f"{step}: {what} {remedy}"
+            return self.raised(f"{step}: {what} {remedy}")
         traced = "step" if kind == "replica" else "function"
-        return (
-            f"{step}: {what} at {where} needs {value}, but there are no values yet while the"
-            f" {traced} is traced: its Python runs once, for all batches and replicas. {remedy}"
+        return TracedValueError(
+            f"{step}: {what} at {where} needs {_value_of(error, subject)}, but there are no values"
+            f" yet while the {traced} is traced: its Python runs once, for all batches and"
+            f" replicas. {remedy}"
         )
 
 
@@ -391,10 +382,10 @@ def _explained(
     if isinstance(error, jax.errors.UnexpectedTracerError):
         name, where = _place(error, subject)
         leaked = re.search(r"when the value leaked was (.+?) traced for", str(error))
-        made = "" if leaked is None else f" (made in {leaked[1]})"
+        origin = "" if leaked is None else f" (made in {leaked[1]})"
         return ContextError(
             f"{name}: {where} uses a value that an earlier step has left in"
-            f" a list, an attribute or a global variable{made}. Values of a"
+            f" a list, an attribute or a global variable{origin}. Values of a"
             " step exist only while it is traced. Return what you need later, or assign it to a"
             " distributary.Variable."
         ).with_traceback(error.__traceback__)
@@ -402,12 +393,9 @@ def _explained(
         misfit = subject.misfit(tracers)
         if misfit is not None:
             return InvalidTypeError(misfit).with_traceback(error.__traceback__)
-    for mistake in _MISTAKES:
-        groups = mistake.groups(error)
-        if groups is not None:
-            text = mistake.text(groups, *_place(error, subject), _value_of(error, subject), kind)
-            return mistake.raised(text).with_traceback(error.__traceback__)
-    return None
+    found = (mistake.explained(error, subject, kind) for mistake in _MISTAKES)
+    made = next(filter(None, found), None)
+    return None if made is None else made.with_traceback(error.__traceback__)
 
 
 def _value_of(error: BaseException, subject: Subject | None) -> str:

@@ -61,11 +61,7 @@ def depthwise_convolution(eqn: Equation) -> _Fast | None:
     images, other, result = map(aval_of, (*eqn.invars, *eqn.outvars))
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     num_channels = images.shape[-1]
-    if (
-        num_channels == 1
-        or {images.dtype, other.dtype, result.dtype} != {np.dtype(np.float32)}
-        or 0 in (*images.shape, *other.shape, *result.shape)
-    ):
+    if num_channels == 1 or not is_float32(eqn):
         return None
     rest = tuple(range(1, images.ndim - 1))
     if params["feature_group_count"] == num_channels == result.shape[-1]:
@@ -89,24 +85,26 @@ def depthwise_convolution(eqn: Equation) -> _Fast | None:
     return None
 
 
+def is_float32(eqn: Equation) -> bool:
+    """Returns whether all arrays of an equation are of float32, and none is empty."""
+    avals = map(aval_of, (*eqn.invars, *eqn.outvars))
+    return all(aval.dtype == np.float32 and aval.size for aval in avals)
+
+
 def _convolution(eqn: Equation) -> _Fast:
     params, (result,) = eqn.params, [aval_of(v) for v in eqn.outvars]
     of_kernel = params["dimension_numbers"].rhs_spec
 
     def convolution(x: Array, kernel: Array) -> Array:
         # Without barriers, XLA would compute `x`, and the result, once for every use.
-        x = _padded(lax.optimization_barrier(x), eqn)
+        x = padded(lax.optimization_barrier(x), eqn)
         kernel = lax.transpose(kernel, (*of_kernel[2:], of_kernel[1], of_kernel[0]))
         window = kernel.shape[:-2]
+        shape, strides = (*result.shape[:-1], x.shape[-1]), (1, *params["window_strides"], 1)
+        offsets = [(k, np.multiply(k, params["rhs_dilation"])) for k in np.ndindex(*window)]
         terms = [
-            _strided(
-                x,
-                np.multiply(k, params["rhs_dilation"]),
-                result.shape[1:-1],
-                params["window_strides"],
-            )
-            * kernel[k].reshape(-1)
-            for k in np.ndindex(*window)
+            slice_of_windows(x, (0, *offset, 0), shape, strides) * kernel[k].reshape(-1)
+            for k, offset in offsets
         ]
         return lax.optimization_barrier(functools.reduce(operator.add, terms))
 
@@ -131,7 +129,7 @@ def _kernel_gradient(eqn: Equation) -> _Fast:
     num_read = (rows - 1) * strides[0] + (window[0] - 1) * steps[0] + 1
 
     def gradient(x: Array, y: Array) -> Array:
-        x = _padded(lax.optimization_barrier(x), eqn)
+        x = padded(lax.optimization_barrier(x), eqn)
         x, y = x.reshape(x.shape[0], -1, *x.shape[-2:]), y.reshape(errors.shape)
         missing = num_blocks * rows - num_rows
         y = jnp.pad(y, ((0, 0), (0, missing), (0, 0), (0, 0)))
@@ -167,7 +165,8 @@ def _kernel_gradient(eqn: Equation) -> _Fast:
     return gradient
 
 
-def _padded(x: Array, eqn: Equation) -> Array:
+def padded(x: Array, eqn: Equation) -> Array:
+    """Returns the images of a convolution with its padding and dilation."""
     params = eqn.params
     config = [
         (low, high, dilation - 1)
@@ -176,7 +175,9 @@ def _padded(x: Array, eqn: Equation) -> Array:
     return lax.pad(x, np.float32(0), [(0, 0, 0), *config, (0, 0, 0)])
 
 
-def _strided(x: Array, offset: Sequence[int], size: Sequence[int], strides: Sequence[int]) -> Array:
-    """Returns the pixel at `offset` of windows that begin `strides` apart."""
-    ends = [k + (n - 1) * s + 1 for k, n, s in zip(offset, size, strides, strict=True)]
-    return lax.slice(x, (0, *offset, 0), (x.shape[0], *ends, x.shape[-1]), (1, *strides, 1))
+def slice_of_windows(
+    x: Array, offset: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+) -> Array:
+    """Returns the element at `offset` of `shape` windows, which begin `strides` apart."""
+    ends = [k + (n - 1) * stride + 1 for k, n, stride in zip(offset, shape, strides, strict=True)]
+    return lax.slice(x, offset, ends, strides)

@@ -38,9 +38,6 @@ from distributary.tracing import (
     with_pass,
 )
 
-EXCHANGED = "sum_by_exchanges"
-"""Name of the scope in which values are summed in this way."""
-
 # With more than two replicas each sends the whole array several times; in a ring it sends it less
 # than twice. On loopback 4 MB take as long either way; networks are slower.
 _MAX_BYTES_OF_MANY = 1 << 19
@@ -66,7 +63,7 @@ def with_exchanged_sums(
     def results(eqn: Equation, operands: Sequence[Array]) -> list[Array]:
         if not _is_exchanged(eqn, num_replicas):
             return evaluate_one(eqn, operands)
-        with jax.named_scope(EXCHANGED):
+        with jax.named_scope("sum_by_exchanges"):
             return [_exchanged_sum(operand, num_replicas) for operand in operands]
 
     def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:

@@ -35,10 +35,8 @@ Results are those of one device but for the order of additions.
 """
 
 import functools
-import heapq
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -130,67 +128,6 @@ _Value: TypeAlias = Array | _Part
 
 
 @final
-class _Schedule:
-    """Equations in the order in which their operands come.
-
-    Args:
-        eqns: The equations, in program order.
-        known: The variables that have values.
-    """
-
-    def __init__(self, eqns: Sequence[Equation], known: Collection[Atom]) -> None:
-        self._eqns = eqns
-        self._consumers: defaultdict[Var, list[int]] = defaultdict(list)
-        # What an equation waits for: operands, and the last equation before it that has effects.
-        self._num_missing = [0] * len(eqns)
-        self._next_effect: dict[int, int] = {}
-        self._left = set(range(len(eqns)))
-        last_effect = None
-        for i, eqn in enumerate(eqns):
-            for v in set(variables_of(eqn.invars)):
-                self._consumers[v].append(i)
-                self._num_missing[i] += v not in known
-            if eqn.effects:
-                if last_effect is not None:
-                    self._next_effect[last_effect] = i
-                    self._num_missing[i] += 1
-                last_effect = i
-        self._ready = [i for i, missing in enumerate(self._num_missing) if not missing]
-
-    @property
-    def num_left(self) -> int:
-        """Number of equations that are not evaluated."""
-        return len(self._left)
-
-    def evaluate(self, evaluated: Callable[[Equation], bool]) -> None:
-        """Evaluates equations whose operands are known, in program order.
-
-        Args:
-            evaluated: Evaluates an equation; returns False if that has to wait for the next call.
-        """
-        waiting = []
-        while self._ready:
-            i = heapq.heappop(self._ready)
-            if not evaluated(self._eqns[i]):
-                waiting.append(i)
-                continue
-            self._left.remove(i)
-            after = [n for v in self._eqns[i].outvars for n in self._consumers.get(v, ())]
-            if i in self._next_effect:
-                after.append(self._next_effect[i])
-            for n in after:
-                self._num_missing[n] -= 1
-                if not self._num_missing[n]:
-                    heapq.heappush(self._ready, n)
-        self._ready = waiting  # in order, which makes it a heap
-
-    def left_with(self, operands: Iterable[Var]) -> list[Equation]:
-        """Returns the equations that are not evaluated and have some operands, in order."""
-        found = {i for v in operands for i in self._consumers.get(v, ())}
-        return [self._eqns[i] for i in sorted(found & self._left)]
-
-
-@final
 class _Evaluation:
     """The evaluation of one program; see `with_partial_sums` for the arguments."""
 
@@ -226,12 +163,10 @@ class _Evaluation:
             dims[v] = None if is_part(state) else state
         are_parts = list(map(is_part, results))
         whole = [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if not part]
-        schedule = _Schedule(jaxpr.eqns, env)
-        while True:
-            schedule.evaluate(lambda eqn: self._evaluated(eqn, env, dims))
-            if not schedule.num_left:
-                break
-            later = schedule.left_with(variables_of(v for v in env if isinstance(env[v], _Part)))
+        left = [(eqn, variables_of(eqn.invars)) for eqn in jaxpr.eqns]
+        while left := self._round(left, env, dims):
+            is_part_of = lambda v: isinstance(env.get(v), _Part)
+            later = [eqn for eqn, operands in left if any(map(is_part_of, operands))]
             wanted = [v for eqn in later for v in _wanted(eqn, env)]
             # Parts that an equation waits for are added up, so that the next round evaluates it.
             assert wanted, "no equation can be evaluated"
@@ -249,6 +184,22 @@ class _Evaluation:
                 value = _value(out, env)
                 made.append(self._stack(value) if part else value)
         return made
+
+    def _round(
+        self,
+        eqns: Sequence[tuple[Equation, list[Var]]],
+        env: dict[Atom, _Value],
+        dims: dict[Atom, State],
+    ) -> list[tuple[Equation, list[Var]]]:
+        """Evaluates equations with their operands, in order; returns those that have to wait."""
+        waiting = []
+        is_blocked = False  # equations with effects stay in order
+        for eqn, operands in eqns:
+            is_ready = all(v in env for v in operands) and not (eqn.effects and is_blocked)
+            if not (is_ready and self._evaluated(eqn, env, dims)):
+                waiting.append((eqn, operands))
+                is_blocked = is_blocked or bool(eqn.effects)
+        return waiting
 
     def _evaluated(self, eqn: Equation, env: dict[Atom, _Value], dims: dict[Atom, State]) -> bool:
         """Adds the results of an equation to `env` and `dims` if it can be evaluated."""

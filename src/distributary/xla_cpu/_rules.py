@@ -33,7 +33,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax.numpy as jnp
@@ -42,7 +42,12 @@ from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding
 
 from distributary.tracing import Equation, aval_of
-from distributary.xla_cpu._depthwise import depthwise_convolution
+from distributary.xla_cpu._depthwise import (
+    depthwise_convolution,
+    is_float32,
+    padded,
+    slice_of_windows,
+)
 
 _Fast: TypeAlias = Callable[..., Array]
 
@@ -133,11 +138,7 @@ def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
     window = tuple([result.shape[k] for k in numbers.out_spec[2:]])
     num_images, *size, num_filters = errors.shape
     num_channels = images.shape[-1]
-    if (
-        not is_gradient
-        or {images.dtype, errors.dtype, result.dtype} != {np.dtype(np.float32)}
-        or 0 in (*images.shape, *errors.shape, *result.shape)
-    ):
+    if not is_gradient or not is_float32(eqn):
         return None
     is_one_product = math.prod(window) == 1
     if not is_one_product and not _is_slow_convolution(eqn):
@@ -152,7 +153,7 @@ def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
 
     def patches(x: Array) -> Array:
         offsets = [np.multiply(k, params["window_strides"]) for k in np.ndindex(*window)]
-        slices = [_slice_of_windows(x, (0, *k, 0), shape, strides) for k in offsets]
+        slices = [slice_of_windows(x, (0, *k, 0), shape, strides) for k in offsets]
         return jnp.concatenate(slices, -1).reshape(-1, num_columns)
 
     def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
@@ -163,7 +164,7 @@ def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
         return total + product, None
 
     def gradient(x: Array, y: Array) -> Array:
-        x = lax.pad(x, np.float32(0), [(0, 0, 0), *[(*p, 0) for p in params["padding"]], (0, 0, 0)])
+        x = padded(x, eqn)
         chunks = (
             x.reshape(-1, at_a_time, *x.shape[1:]),
             y.reshape(num_images // at_a_time, -1, num_filters),
@@ -199,7 +200,7 @@ def _convolution_without_padding(eqn: Equation) -> _Fast | None:
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     window = math.prod([kernel.shape[k] for k in numbers.rhs_spec[2:]])
     if (
-        {images.dtype, kernel.dtype, result.dtype} != {np.dtype(np.float32)}
+        not is_float32(eqn)
         or images.ndim != 4
         or not numbers.lhs_spec == numbers.out_spec == (0, 3, 1, 2)
         or any(map(any, params["padding"]))
@@ -238,13 +239,13 @@ def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
 
     def gradient(y: Array, x: Array) -> Array:
         zero = np.zeros((), x.dtype)
-        padded = lax.pad(x, np.array(np.nan, x.dtype), [(*p, 0) for p in padding])
+        whole = lax.pad(x, np.array(np.nan, x.dtype), [(*p, 0) for p in padding])
         # Selects as XLA does: the first element, until `select_prim` does not hold for it and a
         # later one. It never holds for padding that comes first, and later padding is not selected.
-        best = _slice_of_windows(padded, offsets[0], y.shape, strides)
+        best = slice_of_windows(whole, offsets[0], y.shape, strides)
         chosen = jnp.zeros(y.shape, np.int8)
         for k, offset in enumerate(offsets[1:], 1):
-            new = _slice_of_windows(padded, offset, y.shape, strides)
+            new = slice_of_windows(whole, offset, y.shape, strides)
             keep = params["select_prim"].bind(best, new)
             if is_padded:
                 keep |= jnp.isnan(new)
@@ -256,7 +257,7 @@ def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
             ends = [
                 length - start - ((n - 1) * stride + 1)
                 for length, start, n, stride in zip(
-                    padded.shape, offset, y.shape, strides, strict=True
+                    whole.shape, offset, y.shape, strides, strict=True
                 )
             ]
             config = [(*lows, s - 1) for *lows, s in zip(offset, ends, strides, strict=True)]
@@ -265,11 +266,3 @@ def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
         return lax.pad(total, zero, [(-low, -high, 0) for low, high in padding])
 
     return gradient
-
-
-def _slice_of_windows(
-    x: Array, offset: Sequence[int], shape: tuple[int, ...], strides: tuple[int, ...]
-) -> Array:
-    """Returns the element at `offset` of `shape` windows, which begin `strides` apart."""
-    ends = [k + (n - 1) * stride + 1 for k, n, stride in zip(offset, shape, strides, strict=True)]
-    return lax.slice(x, offset, ends, strides)
