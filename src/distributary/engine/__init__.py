@@ -14,12 +14,12 @@ from distributary.engine._arguments import (
 from distributary.engine._cache import ProgramCache
 from distributary.engine._collectives import (
     Collective,
-    collectives_of,
-    collectives_of_step,
+    Instruction,
+    Program,
+    called_by,
     counted,
     format_bytes,
-    moved_activations,
-    num_aliased_outputs,
+    names_in,
     short_groups,
     total_bytes,
 )

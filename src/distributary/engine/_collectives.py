@@ -4,14 +4,30 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import jax
 import numpy as np
 
-from distributary.engine._dataflow import Instruction, Program
+# `%name = shape kind(operands), attributes`.
+_INSTRUCTION = re.compile(
+    r"\s*(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<shape>\(.*?\)|\S+) (?P<kind>[a-z][a-z-]*)"
+    r"\((?P<operands>[^)]*)\)(?P<attributes>.*)"
+)
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*\{$")
+_NAME = re.compile(r"%([\w.-]+)")
+_CALLED = re.compile(
+    r"(?:calls|body|condition|branch_computations|(?:true|false)_computation)=(%[\w.-]+|\{[^}]*\})"
+)
+_APPLIED = re.compile(r"to_apply=(%[\w.-]+)")
+
+# Asynchronous ones consist of a start and a done.
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
+    r"|collective-broadcast)(?:-start)?"
+)
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 @final
@@ -75,49 +91,106 @@ _MESH_AXES = re.compile(
 )
 
 
-def collectives_of_step(executable: jax.stages.Compiled) -> list[Collective]:
-    """Returns the collectives of a compiled step, whose last argument holds the batch."""
-    *state, data = executable.input_shardings[0]  # None of those that the step does not read
-    start = len(jax.tree.leaves(state))
-    rows = [start + i for i, s in enumerate(jax.tree.leaves(data)) if not s.is_fully_replicated]
-    return collectives_of(executable.as_text() or "", rows)
-
-
-def collectives_of(hlo: str, rows: Collection[int] = ()) -> list[Collective]:
-    """Returns the collectives of a compiled program, in the order of its text.
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class Instruction:
+    """One instruction of a program.
 
     Args:
-        hlo: Text of the program.
-        rows: The parameters that hold rows of the batch, different ones on each device.
+        computation: Name of the computation that contains it.
+        position: Its place in the order in which the computation runs.
+        root: None unless it gives the result of the computation.
+        name: Its name.
+        shape: Text of the shape of its result.
+        kind: Its operation, such as `"dot"`.
+        operands: Text between the parentheses.
+        attributes: Text behind the parentheses.
     """
-    program = Program(hlo)
-    roles = program.roles(rows) if rows else {}
-    found = []
-    for one in program.instructions:
-        if one.collective:
-            role, num_early = roles.get(one, ("", 0))
-            chain, num_calls = program.chain(one), program.num_calls(one)
-            place = program.place(one) if role == "activations" else ("", "")
-            is_async = any("-start" in caller.kind for caller in chain)
-            found.append(_collective(chain, num_calls, role, num_early, is_async, *place))
-    return found
+
+    computation: str
+    position: int
+    root: str | None
+    name: str
+    shape: str
+    kind: str
+    operands: str
+    attributes: str
+
+    @property
+    def collective(self) -> str:
+        """The kind of a collective; empty for other instructions."""
+        if self.kind == "send" and "ALL_REDUCE" in self.attributes:
+            return "all-reduce"  # between slices
+        match = _COLLECTIVE.fullmatch(self.kind)
+        return "" if match is None else match[1]
 
 
-def moved_activations(collectives: Iterable[Collective]) -> list[str]:
-    """Returns text for people on what moves activations, by the lines of the model."""
-    found: dict[tuple[str, str], list[Collective]] = {}
-    for one in collectives:
-        if one.role == "activations":
-            found.setdefault((one.kind, one.line), []).append(one)
-    return [
-        f"{len(of)} {kind}, {format_bytes(total_bytes(of))}, {line}: {of[0].name}"
-        for (kind, line), of in found.items()
-    ]
+@final
+class Program:
+    """The instructions of a compiled program.
+
+    Args:
+        hlo: Text of the program, in the order in which it runs.
+
+    Attributes:
+        instructions: All instructions, in the order of the text.
+        caller: By the name of a computation, the instruction that calls it.
+        entry: Name of the computation that runs first.
+    """
+
+    def __init__(self, hlo: str) -> None:
+        self.instructions: list[Instruction] = []
+        self.caller: dict[str, Instruction] = {}
+        self.entry = computation = ""
+        numbers = itertools.count()
+        for line in hlo.splitlines():
+            if (match := _COMPUTATION.match(line)) is not None:
+                computation, numbers = match["name"], itertools.count()
+                self.entry = computation if match["entry"] else self.entry
+            elif computation and (match := _INSTRUCTION.match(line)) is not None:
+                made = Instruction(computation, next(numbers), **match.groupdict())
+                self.instructions.append(made)
+                self.caller |= dict.fromkeys(called_by(made), made)
+
+    @property
+    def collectives(self) -> dict[Instruction, Collective]:
+        """The collectives, in the order of the text."""
+        found = [one for one in self.instructions if one.collective]
+        return {one: _collective(self.chain(one), self.num_calls(one)) for one in found}
+
+    def chain(self, instruction: Instruction) -> list[Instruction]:
+        """Returns an instruction, the one that calls its computation, and so on."""
+        chain = [instruction]
+        while chain[-1].computation in self.caller:
+            chain.append(self.caller[chain[-1].computation])
+        return chain
+
+    def num_calls(self, instruction: Instruction) -> int | None:
+        """Returns how often a run executes an instruction; None if the compiler does not say."""
+        count = 1
+        for caller in self.chain(instruction):
+            if caller.kind == "while":
+                trips = _TRIP_COUNT.search(caller.attributes)
+                if trips is None:
+                    return None
+                count *= int(trips[1])
+        return count
+
+
+def called_by(one: Instruction) -> list[str]:
+    """Returns the computations that an instruction runs; the body of a loop is the last."""
+    found = (_APPLIED if one.kind == "call" else _CALLED).findall(one.attributes)
+    return [name for names in found for name in names_in(names)]
+
+
+def names_in(text: str) -> list[str]:
+    """Returns the names of instructions or computations in a text."""
+    return _NAME.findall(text)
 
 
 def collective_bytes(hlo: str) -> int:
     """Returns the size of the arrays that one run of a program sends through collectives."""
-    return total_bytes(collectives_of(hlo))
+    return total_bytes(Program(hlo).collectives.values())
 
 
 def total_bytes(collectives: Iterable[Collective]) -> int:
@@ -128,22 +201,15 @@ def total_bytes(collectives: Iterable[Collective]) -> int:
     return sum(c.num_bytes * (c.num_calls or 1) for c in collectives)
 
 
-def num_aliased_outputs(hlo: str) -> int:
-    """Returns how many outputs of a program take the place of an argument."""
-    header = hlo[: hlo.index("\n")]
-    match = re.search(r"input_output_alias=\{(.*?\)) ?\}", header)
-    return 0 if match is None else match[1].count("-alias)")
-
-
-def _collective(chain: Sequence[Instruction], *known: Any) -> Collective:
-    """Returns the collective that comes first in a chain of callers, with what is known of it."""
+def _collective(chain: Sequence[Instruction], num_calls: int | None) -> Collective:
+    """Returns the collective that comes first in a chain of callers."""
     one, kind, attributes = chain[0], chain[0].collective, chain[0].attributes
     arrays = [_num_bytes(array) for array in _ARRAY.finditer(one.shape)]
     if one.kind == "send":
         # Between slices. The first element of the result of a send is the array that it sends.
         target = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', attributes)
         slices = () if target is None else tuple(int(i) - 1 for i in target[1].split(","))
-        return Collective(kind, 1, arrays[0], (slices,), "slices", None, *known)
+        return Collective(kind, 1, arrays[0], (slices,), "slices", None, num_calls)
     num_operands = len(one.operands.split(", "))
     if len(arrays) == 2 * num_operands:  # the start returns its operands and its results
         arrays = arrays[num_operands:]
@@ -154,7 +220,7 @@ def _collective(chain: Sequence[Instruction], *known: Any) -> Collective:
         num_bytes *= len(groups[0])
     if one.computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # an all-reduce fused with picking each device's part
-    return Collective(kind, num_operands, num_bytes, groups, "slice", algorithm, *known)
+    return Collective(kind, num_operands, num_bytes, groups, "slice", algorithm, num_calls)
 
 
 def _num_bytes(array: re.Match[str]) -> int:

@@ -7,16 +7,14 @@
 from distributary.programs._global import GlobalProgram
 from distributary.programs._joint import evaluate_jointly
 from distributary.programs._logical_devices import constrained, spec_of_split
-from distributary.programs._one_device import OneDeviceProgram, replica_dim
 from distributary.programs._program import Program
 from distributary.programs._replica_program import FunctionProgram, ReplicaProgram, Results
 from distributary.programs._row_wise import (
     adds_rows,
     bind_rows,
-    numbers_of_other_rows,
+    known_result,
+    number_of,
     row_operands,
-    rows_between,
-    takes_rows,
     with_rows,
 )
 from distributary.programs._sparse_gradients import with_sparse_gradients

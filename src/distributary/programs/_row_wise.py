@@ -5,21 +5,18 @@ With a table `t` and its gradient `g`, the update is row by row, and the sum is 
     a:f32[4,2] = mul 0.1 g                     row_operands: [g]
     b:f32[4,2] = sub t a                       row_operands: [t, a]
     c:f32[] = reduce_sum[axes=(0, 1)] g        row_operands: None
-
-`numbers_of_other_rows` finds that in rows where `g` is zero, `b` is `t`.
 """
 
 import math
-from collections.abc import Collection, Hashable, Sequence
-from typing import Any, Final, Literal as OneOf, TypeAlias, final
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal as OneOf, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Literal, Var
 
-from distributary.check import Numbering
-from distributary.tracing import Atom, Equation, aval_of, jaxpr_of, shape_of, variables_of
+from distributary.tracing import Atom, Equation, aval_of, shape_of, variables_of
 
 DimSize: TypeAlias = Any  # an int, or a symbolic dim of `jax.export`
 
@@ -53,8 +50,6 @@ _ZERO_OF_ZERO = frozenset(
     sign sin sinh slice split sqrt square squeeze tan tanh transpose
     """.split()  # noqa: SIM905
 )
-_SAME_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape")
-_ZERO: Final = "zero"
 
 
 def row_operands(eqn: Equation) -> list[Var] | None:
@@ -97,18 +92,6 @@ def _keeps_rows(eqn: Equation, num_arrays: int) -> bool:
     return 0 not in (dims if isinstance(dims, tuple) else (dims,))
 
 
-def rows_between(eqn: Equation) -> tuple[int, int] | None:
-    """Returns the start and end of the rows that a slice takes; None for other equations."""
-    params = eqn.params
-    if (
-        eqn.primitive.name != "slice"
-        or set(params["strides"] or (1,)) != {1}
-        or shape_of(eqn.outvars[0])[1:] != shape_of(eqn.invars[0])[1:]
-    ):
-        return None
-    return params["start_indices"][0], params["limit_indices"][0]
-
-
 def with_rows(eqn: Equation, num_rows: DimSize) -> dict[str, Any]:
     """Returns the parameters of an equation that works row by row, for another number of rows.
 
@@ -123,20 +106,6 @@ def with_rows(eqn: Equation, num_rows: DimSize) -> dict[str, Any]:
     if name is not None:
         params[name] = (num_rows, *params[name][1:])
     return params
-
-
-def takes_rows(eqn: Equation) -> bool:
-    """Returns whether an equation is a gather that takes whole rows, each by its number."""
-    if eqn.primitive.name != "gather":
-        return False
-    operand, ids = map(aval_of, eqn.invars)
-    dims = eqn.params["dimension_numbers"]
-    return (
-        dims.start_index_map == dims.collapsed_slice_dims == (0,)
-        and not dims.operand_batching_dims
-        and eqn.params["slice_sizes"] == (1, *operand.shape[1:])
-        and ids.shape[-1:] == (1,)
-    )
 
 
 def adds_rows(eqn: Equation) -> bool:
@@ -157,64 +126,6 @@ def bind_rows(eqn: Equation, operands: Sequence[Array], num_rows: DimSize) -> li
     """Returns the results of a row-by-row equation for operands with `num_rows` rows."""
     outs = eqn.primitive.bind(*operands, **with_rows(eqn, num_rows))
     return list(outs) if eqn.primitive.multiple_results else [outs]
-
-
-def numbers_of_other_rows(
-    jaxpr: Jaxpr, values: Sequence[Atom], zeros: Collection[Var]
-) -> list[Var | int | str]:
-    """Returns what values are in the rows where some variables are known to be zero.
-
-    Args:
-        jaxpr: A jaxpr.
-        values: The variables of the jaxpr to look at.
-        zeros: Variables that are zero in these rows.
-
-    Returns:
-        For every value `"zero"`, the input that it equals, or a number that is the same for equal
-        values. Data is taken to be finite: zero times anything is zero.
-    """
-    rules = _Rules(zeros)
-    numbering = Numbering(rules.number_of)
-    zero = rules.zero = numbering.input(_ZERO)
-    invars = [*jaxpr.constvars, *jaxpr.invars]
-    inputs: list[Var | str] = [_ZERO if v in zeros else v for v in invars]
-    numbers = numbering.outputs(jaxpr_of(invars, values, jaxpr.eqns), inputs)
-    of_inputs = {zero: _ZERO, **{numbering.input(v): v for v in inputs}}
-    return [of_inputs.get(number, number) for number in numbers]
-
-
-@final
-class _Rules:
-    """Simplifications of results, such as `x + 0` to `x`.
-
-    Args:
-        zeros: Variables that are zero.
-
-    Attributes:
-        zero: The number of zero.
-    """
-
-    def __init__(self, zeros: Collection[Var]) -> None:
-        self.zero = -1
-        self._zeros = zeros
-        self._values: dict[Var, float] = {}  # variables whose elements are all one number
-
-    def number_of(self, eqn: Equation, operands: Sequence[int]) -> int | None:
-        """Returns the number of the result if it is zero or one of the operands, else None."""
-        (v,) = eqn.outvars
-        values = [self._value(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _SAME_VALUE and not math.isnan(values[0]):
-            self._values[v] = values[0]
-        zeros = [
-            number == self.zero or value == 0
-            for number, value in zip(operands, values, strict=True)
-        ]
-        known = _ZERO if v in self._zeros else known_result(eqn, operands, values, zeros)
-        return self.zero if known == "zero" else None if known is None else operands[known]
-
-    def _value(self, atom: Atom) -> float:
-        """Returns the real number that all elements of a constant are; NaN if it is not known."""
-        return number_of(atom) if isinstance(atom, Literal) else self._values.get(atom, math.nan)
 
 
 def number_of(atom: Atom) -> float:
@@ -248,7 +159,7 @@ def known_result(
         None. Data is taken to be finite: zero times anything is zero.
     """
     if _is_zero(eqn, operands, values, zeros):
-        return _ZERO
+        return "zero"
     return _same_operand(eqn, operands, values, zeros)
 
 

@@ -32,7 +32,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var
 
-from distributary.programs import row_operands, rows_between, with_rows, without_calls
+from distributary.programs import row_operands, with_rows, without_calls
+from distributary.servers._other_rows import rows_between
 from distributary.servers._split import Atom, aval_of
 from distributary.tracing import Array, Equation, jaxpr_of
 

@@ -36,8 +36,7 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr
 
 from distributary.errors import UnsupportedError
-from distributary.programs import replica_dim
-from distributary.topology import REPLICA_AXIS
+from distributary.topology import REPLICA_AXIS, shard_dim
 from distributary.tracing import (
     AnyJaxpr,
     Equation,
@@ -138,14 +137,14 @@ def _of_replica(eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
     num_replicas = eqn.params["mesh"].size
     own = []
     for operand, spec in zip(operands, eqn.params["in_specs"], strict=True):
-        dim = replica_dim(spec)
+        dim = shard_dim(spec)
         own.append(operand.whole() if dim is None else operand.part(dim, num_replicas))
     inner, consts = open_jaxpr(eqn.params["jaxpr"])
     eqns = [one for several in inner.eqns for one in _one_by_one(several)]
     body = jaxpr_of(inner.invars, inner.outvars, eqns, inner.constvars)
     outs = jax.core.eval_jaxpr(body, consts, *own)
     return [
-        _Value(out, replica_dim(spec))
+        _Value(out, shard_dim(spec))
         for out, spec in zip(outs, eqn.params["out_specs"], strict=True)
     ]
 

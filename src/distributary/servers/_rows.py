@@ -64,7 +64,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.lax import GatherScatterMode
 
 from distributary.check import Numbering
-from distributary.programs import bind_rows, numbers_of_other_rows, row_operands
+from distributary.programs import bind_rows, row_operands
+from distributary.servers._other_rows import numbers_of_other_rows
 from distributary.servers._row_flow import RowFlow, RowUse
 from distributary.servers._split import Atom, ServerPart, ServerSplit, aval_of, closed_part
 from distributary.topology import REPLICA_AXIS

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distributary.engine import collectives_of, short_groups
+from distributary.engine import short_groups
 from distributary.errors import InvalidValueError, MissingPackageError
-from distributary.tools.compilation import parse_topology
+from distributary.tools.compilation import collectives_of, parse_topology
 
 _PROGRAMS = Path(__file__).parent / "programs"
 ONE_SLICE = ["v5e:2x4", "v4:2x2x1", "v6e:2x4", "h100:8"]

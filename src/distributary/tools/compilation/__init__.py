@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 from distributary._late import late_names
 
 if TYPE_CHECKING:
-    from distributary.engine import collectives_of, collectives_of_step, format_bytes
+    from distributary.engine import format_bytes
+    from distributary.tools.compilation._dataflow import (
+        collectives_of,
+        collectives_of_step,
+        moved_activations,
+    )
     from distributary.tools.compilation._report import Report
     from distributary.tools.compilation._script import (
         ScriptEnded,
@@ -30,6 +35,7 @@ __all__ = [
     "compile_script",
     "format_bytes",
     "known_topologies",
+    "moved_activations",
     "parse_topology",
     "prepare_compilers",
     "run_script",
@@ -40,7 +46,8 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "distributary.engine": "collectives_of collectives_of_step format_bytes",
+            "distributary.engine": "format_bytes",
+            "_dataflow": "collectives_of collectives_of_step moved_activations",
             "_report": "Report",
             "_script": "ScriptEnded StandIn compile_script run_script",
             "_topologies": "Topology known_topologies parse_topology prepare_compilers",

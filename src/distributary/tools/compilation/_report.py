@@ -11,12 +11,14 @@ import jax
 
 from distributary.engine import (
     Collective,
-    collectives_of_step,
     counted,
     format_bytes as _size,
+    total_bytes,
+)
+from distributary.tools.compilation._dataflow import (
+    collectives_of_step,
     moved_activations,
     num_aliased_outputs,
-    total_bytes,
 )
 from distributary.tools.compilation._topologies import Topology
 from distributary.topology import REPLICA_AXIS

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary._types import Nest
 from distributary.errors import CompileError, InvalidValueError
-from distributary.programs import OneDeviceProgram
+from distributary.tools.compilation._one_device import OneDeviceProgram
 from distributary.tools.compilation._report import Report, report_of
 from distributary.tools.compilation._topologies import Topology
 from distributary.topology import ProgramKind, Target, mesh_of_values, watch_programs

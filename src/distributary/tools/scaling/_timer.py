@@ -11,9 +11,14 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from distributary._types import Nest
-from distributary.engine import collectives_of_step, moved_activations, placed_struct_of
+from distributary.engine import placed_struct_of
 from distributary.errors import InvalidValueError
-from distributary.tools.compilation import ScriptEnded, StandIn
+from distributary.tools.compilation import (
+    ScriptEnded,
+    StandIn,
+    collectives_of_step,
+    moved_activations,
+)
 from distributary.tools.diagnosis import all_reduce_seconds
 from distributary.topology import REPLICA_AXIS, ProgramKind
 

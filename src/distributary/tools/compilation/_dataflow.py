@@ -1,27 +1,27 @@
-"""Follows the rows of the batch through a compiled program (HLO)."""
+"""Follows the rows of the batch through a compiled program (HLO), to report on its collectives."""
 
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
+
+import jax
+
+from distributary.engine import (
+    Collective,
+    Instruction,
+    Program,
+    called_by,
+    format_bytes,
+    names_in,
+    total_bytes,
+)
 
 # One array: an instruction, and its element if that gives a tuple; None for all it gives.
 _Value: TypeAlias = "tuple[Instruction, int | None]"
 _Edges: TypeAlias = Callable[[_Value], Sequence[_Value]]
-
-# `%name = shape kind(operands), attributes`.
-_INSTRUCTION = re.compile(
-    r"\s*(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<shape>\(.*?\)|\S+) (?P<kind>[a-z][a-z-]*)"
-    r"\((?P<operands>[^)]*)\)(?P<attributes>.*)"
-)
-_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*\{$")
-_NAME = re.compile(r"%([\w.-]+)")
-_CALLED = re.compile(
-    r"(?:calls|body|condition|branch_computations|(?:true|false)_computation)=(%[\w.-]+|\{[^}]*\})"
-)
-_APPLIED = re.compile(r"to_apply=(%[\w.-]+)")
 
 # What combines elements of an array. All else computes one element at a time, or moves elements.
 _COMBINES = re.compile(
@@ -30,111 +30,89 @@ _COMBINES = re.compile(
 )
 # Instructions of TPUs that are written as calls of others, and move elements.
 _MOVES = re.compile('custom_call_target="(ConcatBitcast|AssumeGatherIndicesInBound)"')
-# Asynchronous ones consist of a start and a done.
-_COLLECTIVE = re.compile(
-    r"(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
-    r"|collective-broadcast)(?:-start)?"
-)
 # What names a transfer between slices, where it is sent and where it is received.
 _RENDEZVOUS = re.compile('_xla_host_transfer_rendezvous="([^"]*)"')
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 # `1 "model.py"`, or `1 {file_name_id=1 ... line=271 ...}`.
 _TABLE_ROW = re.compile(r"(?P<number>\d+) (?P<columns>.*)")
 _COLUMN = re.compile(r'(?:^|=)(\d+|"[^"]*")')
 
 
-@final
-@dataclass(frozen=True, eq=False, slots=True)
-class Instruction:
-    """One instruction of a program.
+def collectives_of_step(executable: jax.stages.Compiled) -> list[Collective]:
+    """Returns the collectives of a compiled step, whose last argument holds the batch."""
+    *state, data = executable.input_shardings[0]  # None of those that the step does not read
+    start = len(jax.tree.leaves(state))
+    rows = [start + i for i, s in enumerate(jax.tree.leaves(data)) if not s.is_fully_replicated]
+    return collectives_of(executable.as_text() or "", rows)
+
+
+def collectives_of(hlo: str, rows: Collection[int] = ()) -> list[Collective]:
+    """Returns the collectives of a compiled program, in the order of its text.
 
     Args:
-        computation: Name of the computation that contains it.
-        position: Its place in the order in which the computation runs.
-        root: None unless it gives the result of the computation.
-        name: Its name.
-        shape: Text of the shape of its result.
-        kind: Its operation, such as `"dot"`.
-        operands: Text between the parentheses.
-        attributes: Text behind the parentheses.
+        hlo: Text of the program.
+        rows: The parameters that hold rows of the batch, different ones on each device.
     """
+    flow = Dataflow(hlo)
+    roles = flow.roles(rows) if rows else {}
+    found = []
+    for one, collective in flow.program.collectives.items():
+        role, num_early = roles.get(one, ("", 0))
+        is_async = any("-start" in caller.kind for caller in flow.program.chain(one))
+        name, line = flow.place(one) if role == "activations" else ("", "")
+        known: Any = dict(role=role, num_early=num_early, is_async=is_async, name=name, line=line)
+        found.append(replace(collective, **known))
+    return found
 
-    computation: str
-    position: int
-    root: str | None
-    name: str
-    shape: str
-    kind: str
-    operands: str
-    attributes: str
 
-    @property
-    def collective(self) -> str:
-        """The kind of a collective; empty for other instructions."""
-        if self.kind == "send" and "ALL_REDUCE" in self.attributes:
-            return "all-reduce"  # between slices
-        match = _COLLECTIVE.fullmatch(self.kind)
-        return "" if match is None else match[1]
+def moved_activations(collectives: Iterable[Collective]) -> list[str]:
+    """Returns text for people on what moves activations, by the lines of the model."""
+    found: dict[tuple[str, str], list[Collective]] = {}
+    for one in collectives:
+        if one.role == "activations":
+            found.setdefault((one.kind, one.line), []).append(one)
+    return [
+        f"{len(of)} {kind}, {format_bytes(total_bytes(of))}, {line}: {of[0].name}"
+        for (kind, line), of in found.items()
+    ]
 
-    @property
-    def is_sum(self) -> bool:
-        """Whether it adds arrays of several devices."""
-        return self.collective in ("all-reduce", "reduce-scatter")
 
-    @property
-    def combines(self) -> bool:
-        """Whether it combines elements of arrays."""
-        return bool(_COMBINES.fullmatch(self.kind)) and not _MOVES.search(self.attributes)
+def num_aliased_outputs(hlo: str) -> int:
+    """Returns how many outputs of a program take the place of an argument."""
+    header = hlo[: hlo.index("\n")]
+    match = re.search(r"input_output_alias=\{(.*?\)) ?\}", header)
+    return 0 if match is None else match[1].count("-alias)")
 
 
 @final
-class Program:
-    """The instructions of a compiled program.
+class Dataflow:
+    """The values of a compiled program, and what each is computed of.
 
     Args:
         hlo: Text of the program, in the order in which it runs.
-
-    Attributes:
-        instructions: All instructions, in the order of the text.
-        caller: By the name of a computation, the instruction that calls it.
     """
 
     def __init__(self, hlo: str) -> None:
-        self.instructions: list[Instruction] = []
-        self.caller: dict[str, Instruction] = {}
-        self._named: dict[str, dict[str, Instruction]] = {}
+        self.program = Program(hlo)
+        self._caller = self.program.caller
+        self._named: dict[str, dict[str, Instruction]] = defaultdict(dict)
         self._root: dict[str, Instruction] = {}
         self._sent: dict[str, Instruction] = {}
-        self._entry = computation = table = ""
-        # Columns of the rows of tables, by the name of the table and the number of the row.
+        for one in self.program.instructions:
+            self._named[one.computation][one.name] = one
+            if one.root:
+                self._root[one.computation] = one
+            if one.kind == "send":
+                self._sent |= dict.fromkeys(_RENDEZVOUS.findall(one.attributes), one)
+        # Columns of the rows of tables, by the name of the table and the number of the row. They
+        # come before the computations.
         self._tables: dict[tuple[str, str], list[str]] = {}
-        for line in hlo.splitlines():
-            if (match := _COMPUTATION.match(line)) is not None:
-                computation = match["name"]
-                self._named[computation] = {}
-                self._entry = computation if match["entry"] else self._entry
-            elif computation and (match := _INSTRUCTION.match(line)) is not None:
-                named = self._named[computation]
-                made = Instruction(computation, len(named), **match.groupdict())
-                named[made.name] = made
-                self.instructions.append(made)
-                if made.root:
-                    self._root[computation] = made
-                self.caller |= dict.fromkeys(_called(made), made)
-                if made.kind == "send":
-                    self._sent |= dict.fromkeys(_RENDEZVOUS.findall(made.attributes), made)
-            elif not computation and (match := _TABLE_ROW.match(line)) is not None:
+        table = ""
+        for line in hlo.partition("{\n")[0].splitlines():
+            if (match := _TABLE_ROW.match(line)) is not None:
                 self._tables[table, match["number"]] = _COLUMN.findall(match["columns"])
-            elif not computation and line.isalpha():
+            elif line.isalpha():
                 table = line
-
-    def chain(self, instruction: Instruction) -> list[Instruction]:
-        """Returns an instruction, the one that calls its computation, and so on."""
-        chain = [instruction]
-        while chain[-1].computation in self.caller:
-            chain.append(self.caller[chain[-1].computation])
-        return chain
 
     def place(self, one: Instruction) -> tuple[str, str]:
         """Returns the name and the line of the model behind an instruction, for people.
@@ -163,17 +141,6 @@ class Program:
             frame = str(int(parent) - first)
         return line
 
-    def num_calls(self, instruction: Instruction) -> int | None:
-        """Returns how often a run executes an instruction; None if the compiler does not say."""
-        count = 1
-        for caller in self.chain(instruction):
-            if caller.kind == "while":
-                trips = _TRIP_COUNT.search(caller.attributes)
-                if trips is None:
-                    return None
-                count *= int(trips[1])
-        return count
-
     def roles(self, rows: Collection[int]) -> dict[Instruction, tuple[str, int]]:
         """Tells sums from collectives that move activations.
 
@@ -188,17 +155,17 @@ class Program:
             `"sum"` or `"activations"` of every collective that gets rows or what is computed of
             them, and how many of its calls start before the backward pass ends.
         """
-        root = self._root[self._entry]
+        root = self._root[self.program.entry]
         elements = range(len(self._operands(root))) if root.kind == "tuple" else [None]
         reads = dict(_walk([(root, element) for element in elements], self._sources))
         readers = _readers(reads)
         given = [value for value in self._parameters(rows) if value in reads]
         touched = _reached(given, readers.__getitem__)
-        computed = _reached((v for v in touched if v[0].combines), readers.__getitem__)
+        computed = _reached((v for v in touched if _combines(v[0])), readers.__getitem__)
         on_rows = _reached(
-            given, readers.__getitem__, lambda v: not (v[0].is_sum and v in computed)
+            given, readers.__getitem__, lambda v: not (_is_sum(v[0]) and v in computed)
         )
-        combining = [v for v in on_rows if v[0].combines]
+        combining = [v for v in on_rows if _combines(v[0])]
         # Without the way back of loops: the next round may be the next step.
         forward = lambda v: [s for s in reads[v] if not _is_back(v, s)]
         needed = _reached((s for v in combining for s in forward(v)), forward)
@@ -211,15 +178,15 @@ class Program:
         roles = dict.fromkeys(moving, ("activations", 0))
         waited_for = {v[0] for v in sums if v in needed_again}
         for one, _ in sums:
-            early = num_calls = self.num_calls(one) or 1
-            if all(x.position >= ends.get(x.computation, 0) for x in self.chain(one)):
+            early = num_calls = self.program.num_calls(one) or 1
+            if all(x.position >= ends.get(x.computation, 0) for x in self.program.chain(one)):
                 # In the backward pass of a loop over layers, all rounds but the last start early.
                 early = 0 if one in waited_for else num_calls - 1
             roles[one] = ("sum", early)
         return roles
 
     def _parameters(self, numbers: Collection[int]) -> list[_Value]:
-        entry = self._named[self._entry].values()
+        entry = self._named[self.program.entry].values()
         parameters = [one for one in entry if one.kind == "parameter"]
         return [(one, None) for one in parameters if int(one.operands) in numbers]
 
@@ -227,20 +194,20 @@ class Program:
         """Returns where the last of some instructions, or what calls it, is in each computation."""
         ends: dict[str, int] = {}
         for instruction in instructions:
-            for one in self.chain(instruction):
+            for one in self.program.chain(instruction):
                 ends[one.computation] = max(one.position, ends.get(one.computation, 0))
         return ends
 
     def _sources(self, value: _Value) -> Sequence[_Value]:
         """Returns the values that a value is computed of."""
         one, element = value
-        caller = self.caller.get(one.computation) if one.kind == "parameter" else None
+        caller = self._caller.get(one.computation) if one.kind == "parameter" else None
         if caller is not None and caller.kind != "while":
             number = int(one.operands)
             if caller.kind == "conditional":
-                number = 1 + _called(caller).index(one.computation)
+                number = 1 + called_by(caller).index(one.computation)
             return [(self._operands(caller)[number], element)]
-        operands, called = self._operands(caller or one), _called(caller or one)
+        operands, called = self._operands(caller or one), called_by(caller or one)
         if one.kind == "while" or caller is not None:
             return [(operands[0], element), (self._root[called[-1]], element)]
         if one.kind == "get-tuple-element":
@@ -260,7 +227,17 @@ class Program:
 
     def _operands(self, one: Instruction) -> list[Instruction]:
         named = self._named[one.computation]
-        return [named[name] for name in _NAME.findall(one.operands)]
+        return [named[name] for name in names_in(one.operands)]
+
+
+def _is_sum(one: Instruction) -> bool:
+    """Returns whether an instruction adds arrays of several devices."""
+    return one.collective in ("all-reduce", "reduce-scatter")
+
+
+def _combines(one: Instruction) -> bool:
+    """Returns whether an instruction combines elements of arrays."""
+    return bool(_COMBINES.fullmatch(one.kind)) and not _MOVES.search(one.attributes)
 
 
 def _readers(reads: Mapping[_Value, Sequence[_Value]]) -> dict[_Value, list[_Value]]:
@@ -293,9 +270,3 @@ def _reached(
     start: Iterable[_Value], edges: _Edges, *goes_on: Callable[[_Value], bool]
 ) -> set[_Value]:
     return {value for value, _ in _walk(start, edges, *goes_on)}
-
-
-def _called(one: Instruction) -> list[str]:
-    """Returns the computations that an instruction runs; the body of a loop is the last."""
-    found = (_APPLIED if one.kind == "call" else _CALLED).findall(one.attributes)
-    return [name for names in found for name in _NAME.findall(names)]

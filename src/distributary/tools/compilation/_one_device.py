@@ -34,8 +34,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary._types import Nest
 from distributary.errors import UnsupportedError
-from distributary.programs._joint import evaluate_jointly
-from distributary.topology import REPLICA_AXIS
+from distributary.programs import evaluate_jointly
+from distributary.topology import shard_dim
 from distributary.tracing import (
     AnyJaxpr,
     Equation,
@@ -121,18 +121,13 @@ def _all_replicas(eqn: Equation, operands: list[Array]) -> list[Array]:
     num_replicas = eqn.params["mesh"].size
     parts = []
     for operand, spec in zip(operands, eqn.params["in_specs"], strict=True):
-        dim = replica_dim(spec)
+        dim = shard_dim(spec)
         whole = [operand] * num_replicas
         parts.append(whole if dim is None else jnp.split(operand, num_replicas, dim))
     inputs = list(map(list, zip(*parts, strict=True))) or [[] for _ in range(num_replicas)]
     outs = evaluate_jointly([eqn.params["jaxpr"]] * num_replicas, inputs)
     results = []
     for column, spec in zip(zip(*outs, strict=True), eqn.params["out_specs"], strict=True):
-        dim = replica_dim(spec)
+        dim = shard_dim(spec)
         results.append(column[0] if dim is None else jnp.concatenate(column, dim))
     return results
-
-
-def replica_dim(spec: P) -> int | None:
-    """Returns the dim over which the replicas are spread; None if each has the whole array."""
-    return next((dim for dim, axis in enumerate(spec) if axis == REPLICA_AXIS), None)

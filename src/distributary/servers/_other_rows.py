@@ -1,0 +1,106 @@
+"""Equations that take rows of a table, and what is known of the rows that a step does not name.
+
+With a table `t` and its gradient `g`,
+
+    a:f32[4,2] = mul 0.1 g
+    b:f32[4,2] = sub t a
+
+`numbers_of_other_rows` finds that in rows where `g` is zero, `b` is `t`.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Final, final
+
+from jax.extend.core import Jaxpr, Literal, Var
+
+from distributary.check import Numbering
+from distributary.programs import known_result, number_of
+from distributary.tracing import Atom, Equation, aval_of, jaxpr_of, shape_of
+
+_SAME_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape")
+_ZERO: Final = "zero"
+
+
+def rows_between(eqn: Equation) -> tuple[int, int] | None:
+    """Returns the start and end of the rows that a slice takes; None for other equations."""
+    params = eqn.params
+    if (
+        eqn.primitive.name != "slice"
+        or set(params["strides"] or (1,)) != {1}
+        or shape_of(eqn.outvars[0])[1:] != shape_of(eqn.invars[0])[1:]
+    ):
+        return None
+    return params["start_indices"][0], params["limit_indices"][0]
+
+
+def takes_rows(eqn: Equation) -> bool:
+    """Returns whether an equation is a gather that takes whole rows, each by its number."""
+    if eqn.primitive.name != "gather":
+        return False
+    operand, ids = map(aval_of, eqn.invars)
+    dims = eqn.params["dimension_numbers"]
+    return (
+        dims.start_index_map == dims.collapsed_slice_dims == (0,)
+        and not dims.operand_batching_dims
+        and eqn.params["slice_sizes"] == (1, *operand.shape[1:])
+        and ids.shape[-1:] == (1,)
+    )
+
+
+def numbers_of_other_rows(
+    jaxpr: Jaxpr, values: Sequence[Atom], zeros: Collection[Var]
+) -> list[Var | int | str]:
+    """Returns what values are in the rows where some variables are known to be zero.
+
+    Args:
+        jaxpr: A jaxpr.
+        values: The variables of the jaxpr to look at.
+        zeros: Variables that are zero in these rows.
+
+    Returns:
+        For every value `"zero"`, the input that it equals, or a number that is the same for equal
+        values. Data is taken to be finite: zero times anything is zero.
+    """
+    rules = _Rules(zeros)
+    numbering = Numbering(rules.number_of)
+    zero = rules.zero = numbering.input(_ZERO)
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    inputs: list[Var | str] = [_ZERO if v in zeros else v for v in invars]
+    numbers = numbering.outputs(jaxpr_of(invars, values, jaxpr.eqns), inputs)
+    of_inputs = {zero: _ZERO, **{numbering.input(v): v for v in inputs}}
+    return [of_inputs.get(number, number) for number in numbers]
+
+
+@final
+class _Rules:
+    """Simplifications of results, such as `x + 0` to `x`.
+
+    Args:
+        zeros: Variables that are zero.
+
+    Attributes:
+        zero: The number of zero.
+    """
+
+    def __init__(self, zeros: Collection[Var]) -> None:
+        self.zero = -1
+        self._zeros = zeros
+        self._values: dict[Var, float] = {}  # variables whose elements are all one number
+
+    def number_of(self, eqn: Equation, operands: Sequence[int]) -> int | None:
+        """Returns the number of the result if it is zero or one of the operands, else None."""
+        (v,) = eqn.outvars
+        values = [self._value(atom) for atom in eqn.invars]
+        if eqn.primitive.name in _SAME_VALUE and not math.isnan(values[0]):
+            self._values[v] = values[0]
+        zeros = [
+            number == self.zero or value == 0
+            for number, value in zip(operands, values, strict=True)
+        ]
+        known = _ZERO if v in self._zeros else known_result(eqn, operands, values, zeros)
+        return self.zero if known == "zero" else None if known is None else operands[known]
+
+    def _value(self, atom: Atom) -> float:
+        """Returns the real number that all elements of a constant are; NaN if it is not known."""
+        return number_of(atom) if isinstance(atom, Literal) else self._values.get(atom, math.nan)
