@@ -273,7 +273,11 @@ def test_dropped_strategy_is_collected(strategy_of):
     strategy = strategy_of(2)
     step, outer, v = _use(strategy)
     references = [weakref.ref(strategy), weakref.ref(v), weakref.ref(step)]
+    holder = [strategy]
+    compiled = dist.function(lambda: holder[0].run(lambda: jnp.ones(1)))
+    compiled()
 
+    holder.clear()
     del strategy, step, outer, v
     gc.collect()
 

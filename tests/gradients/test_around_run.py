@@ -66,28 +66,6 @@ def test_value_and_grad_around_run(strategy, variables):
     assert gradients == [7.5, 5.0]
 
 
-def test_several_runs_in_one_function(strategy, variables):
-    v, w = variables
-
-    def step(x):
-        loss, gradients = dist.value_and_grad(lambda: jnp.sum(v * x), [v])()
-        (total,) = dist.get_replica_context().all_reduce("SUM", gradients)
-        v.assign_sub(0.125 * total)
-        return loss
-
-    @dist.function
-    def two_steps(batch):
-        first = strategy.reduce("SUM", strategy.run(step, (batch,)), axis=None)
-        second = strategy.reduce("SUM", strategy.run(step, (batch,)), axis=None)
-        w.assign_add(first + second)
-        return first, second
-
-    first, second = two_steps(EVEN)
-
-    assert (first, second) == (20.0, 7.5)
-    assert (v.numpy(), w.numpy()) == (-0.5, 30.5)
-
-
 def test_assignments_of_the_replicas_under_the_outer_tape(strategy, variables):
     v, _ = variables
     with strategy.scope():

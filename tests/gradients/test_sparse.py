@@ -171,22 +171,6 @@ def test_second_gradient_counts_reads_that_only_the_first_depends_on(traced):
     _slices(second, [[0, 0], [0, 0], [0, 0], *2 * TABLE[[4, 1]]], [4, 1, 4, 4, 1])
 
 
-def test_assigning_rows_after_the_tape(place, table):
-    def step(ids):
-        with dist.GradientTape() as tape:
-            loss = jnp.sum(table.sparse_read(ids) ** 2)
-        gradient = tape.gradient(loss, table)
-        table.scatter_sub(dist.IndexedSlices(0.5 * gradient.values, gradient.indices))
-        return loss
-
-    place(step, IDS)
-
-    expected = TABLE.copy()
-    expected[1] -= TABLE[1]
-    expected[4] -= 2 * TABLE[4]
-    np.testing.assert_allclose(table.numpy(), expected)
-
-
 # Over the replicas
 
 

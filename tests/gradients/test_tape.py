@@ -351,27 +351,6 @@ def test_gradient_penalty(place):
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-5)
 
 
-def test_overlapping_tapes_of_two_players(place):
-    g, d = place.variable(2.0), place.variable(3.0)
-
-    def step(x):
-        with dist.GradientTape() as g_tape, dist.GradientTape() as d_tape:
-            fake = g * x
-            g_loss = jnp.sum(jnp.sin(d * fake))
-            d_loss = jnp.sum(jnp.cos(d * fake)) + jnp.sum(d * x)
-        return g_tape.gradient(g_loss, [g]), d_tape.gradient(d_loss, [d])
-
-    def g_loss(g):
-        return jnp.sum(jnp.sin(3.0 * g * X))
-
-    def d_loss(d):
-        return jnp.sum(jnp.cos(d * 2.0 * X)) + jnp.sum(d * X)
-
-    actual = place(step, X)
-    np.testing.assert_allclose(actual[0][0], jax.grad(g_loss)(2.0), rtol=1e-5)
-    np.testing.assert_allclose(actual[1][0], jax.grad(d_loss)(3.0), rtol=1e-5)
-
-
 def test_many_gradients_inside_a_persistent_tape_are_traced_in_linear_time(run):
     # Each gradient that evaluated all earlier ones again would take 2**20 evaluations.
     v = run.variable(1.0)
@@ -383,17 +362,6 @@ def test_many_gradients_inside_a_persistent_tape_are_traced_in_linear_time(run):
         return gradients
 
     _equal(run(step), [float(i) for i in range(1, 21)])
-
-
-def test_stop_recording_beside_another_tape_is_refused(run):
-    v = run.variable(2.0)
-
-    def step():
-        with dist.GradientTape(), dist.GradientTape() as tape, tape.stop_recording():
-            return v * 2.0
-
-    with pytest.raises(UnsupportedError, match="stop_recording is not possible while another tape"):
-        run(step)
 
 
 # Misuse
@@ -418,17 +386,9 @@ _MISUSES = {
         lambda tape, loss, v: tape.gradient(v.value().astype(jnp.int32), v),
         *(InvalidTypeError, "target has dtype int32"),
     ),
-    "boolean target": (
-        lambda tape, loss, v: tape.gradient(v > 1, v),
-        *(InvalidTypeError, "target has dtype bool"),
-    ),
     "text as target": (
         lambda tape, loss, v: tape.gradient("loss", v),
         *(InvalidTypeError, "target is 'loss', a str, expected"),
-    ),
-    "number as target": (
-        lambda tape, loss, v: tape.gradient(3, v),
-        *(InvalidTypeError, "target is 3, an int, expected"),
     ),
     "no source": (
         lambda tape, loss, v: tape.gradient(loss, [v, None]),
@@ -437,14 +397,6 @@ _MISUSES = {
     "text as source": (
         lambda tape, loss, v: tape.gradient(loss, [v, "v"]),
         *(InvalidTypeError, "source is 'v', a str"),
-    ),
-    "number as source": (
-        lambda tape, loss, v: tape.gradient(loss, [v, 3]),
-        *(InvalidTypeError, "source is 3, an int"),
-    ),
-    "watched number": (
-        lambda tape, loss, v: tape.watch(3),
-        *(InvalidTypeError, r"watch: got .*expected a floating point array"),
     ),
     "watched integers": (
         lambda tape, loss, v: tape.watch(np.arange(3)),
@@ -477,11 +429,48 @@ def test_misuse_is_refused(use, error, message, run):
         run(step)
 
 
-def test_gradient_of_a_tape_that_was_never_entered(run):
+def _closed():
+    with dist.GradientTape() as tape:
+        pass
+    return tape
+
+
+def _entered_while_it_records(v):
+    with dist.GradientTape() as tape, tape:
+        pass
+
+
+def _entered_again(v):
+    with _closed():
+        pass
+
+
+def _stopped_after_its_end(v):
+    with _closed().stop_recording():
+        pass
+
+
+def _stopped_beside_another(v):
+    with dist.GradientTape(), dist.GradientTape() as tape, tape.stop_recording():
+        return v * 2.0
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "message"),
+    [
+        (_entered_while_it_records, InvalidValueError, "already recording"),
+        (_entered_again, UnsupportedError, "entered a second time"),
+        (_stopped_after_its_end, ContextError, "stop_recording: the tape is not recording"),
+        (_stopped_beside_another, UnsupportedError, "is not possible while another tape records"),
+        (lambda v: dist.GradientTape().reset(), ContextError, "reset: the tape is not recording"),
+        (lambda v: dist.GradientTape().gradient(v * v, v), ContextError, "recorded nothing in"),
+    ],
+)
+def test_a_tape_that_does_not_record_is_refused(step, error, message, run):
     v = run.variable(2.0)
 
-    with pytest.raises(ContextError, match="the tape recorded nothing in this function"):
-        run(lambda: dist.GradientTape().gradient(v * v, v))
+    with pytest.raises(error, match=message):
+        run(lambda: step(v))
 
 
 def test_gradient_outside_of_the_function_that_recorded(run):
@@ -500,26 +489,8 @@ def test_gradient_outside_of_the_function_that_recorded(run):
         tapes[0][0].gradient(tapes[0][1], v)
 
 
-def test_entering_twice(run):
-    def nested():
-        with dist.GradientTape() as tape, tape:
-            pass
-
-    def again():
-        tape = dist.GradientTape()
-        with tape:
-            pass
-        with tape:
-            pass
-
-    with pytest.raises(InvalidValueError, match="already recording"):
-        run(nested)
-    with pytest.raises(UnsupportedError, match="entered a second time"):
-        run(again)
-
-
-def test_one_tape_object_serves_every_trace(run):
-    v = run.variable(2.0)
+def test_one_tape_object_serves_every_trace(place):
+    v = place.variable(2.0)
     tape = dist.GradientTape()
 
     def step(x):
@@ -527,19 +498,7 @@ def test_one_tape_object_serves_every_trace(run):
             loss = jnp.sum(v * x)
         return tape.gradient(loss, v)
 
-    assert run(step, jnp.ones(2)) == 2.0
-    assert run(step, jnp.ones(3)) == 3.0
-
-
-def test_stop_recording_and_reset_need_a_recording_tape(run):
-    def stop():
-        tape = dist.GradientTape()
-        with tape:
-            pass
-        with tape.stop_recording():
-            pass
-
-    with pytest.raises(ContextError, match="stop_recording: the tape is not recording"):
-        run(stop)
-    with pytest.raises(ContextError, match="reset: the tape is not recording"):
-        run(lambda: dist.GradientTape().reset())
+    assert place(step, jnp.ones(2)) == 2.0
+    assert place(step, jnp.ones(3)) == 3.0
+    assert step(jnp.ones(4)) == 4.0
+    assert place(step, jnp.ones(5)) == 5.0

@@ -69,18 +69,6 @@ def test_a_tape_is_traced_once_where_its_gradients_are_as_expected(strategy, var
     assert len(traces) == 1
 
 
-def test_a_nested_jit_in_a_function_sees_the_current_strategy(strategy_of):
-    inner = jax.jit(lambda x: x * dist.get_strategy().num_replicas_in_sync)
-    outer = dist.function(lambda x: inner(x))
-    results = []
-
-    for num_replicas in (2, 4):
-        with strategy_of(num_replicas).scope():
-            results.append(float(outer(jnp.float32(1.0))))
-
-    assert results == [2.0, 4.0]
-
-
 # What is captured
 
 
@@ -178,16 +166,6 @@ def test_keys_as_arguments_give_different_numbers_per_replica_when_folded(strate
         expected = jax.random.normal(jax.random.fold_in(jax.random.key(7), i), (3,))
         np.testing.assert_allclose(typed.values[i], expected, rtol=1e-6)
         np.testing.assert_allclose(raw.values[i], expected, rtol=1e-6)
-
-
-def test_keys_of_the_closure_and_as_results(strategy):
-    key = jax.random.key(3)
-
-    own = strategy.run(lambda: jax.random.fold_in(key, _replica_id()))
-    numbers = strategy.run(lambda key: jax.random.uniform(key), (own,))
-
-    expected = [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(2)]
-    np.testing.assert_allclose(numbers.values, expected, rtol=1e-6)
 
 
 # Groups of replicas

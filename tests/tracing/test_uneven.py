@@ -191,17 +191,13 @@ def test_the_replica_id_everywhere(run):
         looped = lax.fori_loop(0, 3, lambda i, a: a + _replica_id(), 0)
         branched = lax.cond(_replica_id() > 0, lambda: 10, lambda: 20)
         jitted = jax.jit(lambda: _replica_id() + 100)()
-        return _replica_id(), scanned, looped, branched, jitted
+        return _replica_id(), lax.axis_index("replica"), scanned, looped, branched, jitted
 
     for i, result in enumerate(run(step, (2, 1, 0))):
-        rid, (total, each), looped, branched, jitted = result
-        assert (rid, total, looped, jitted) == (i, 2 * i, 3 * i, 100 + i)
+        rid, index, (total, each), looped, branched, jitted = result
+        assert (rid, index, total, looped, jitted) == (i, i, 2 * i, 3 * i, 100 + i)
         assert branched == (10 if i else 20)
         np.testing.assert_array_equal(each, [i, i])
-
-
-def test_axis_index_outside_of_control_flow(run):
-    assert run(lambda x: lax.axis_index("replica") * 2, (2, 1)) == (0, 2)
 
 
 # Collectives inside
@@ -276,22 +272,6 @@ def test_inside_checkpoint_under_a_tape(strategy, variable, run):
     np.testing.assert_allclose(gradients, [(rows * np.cos(2.0 * rows)).sum()] * 2, rtol=1e-5)
 
 
-def test_custom_gradients(run):
-    @jax.custom_vjp
-    def reversed_gradient(x):
-        return x
-
-    reversed_gradient.defvjp(lambda x: (x, None), lambda _, g: (-g,))
-
-    def step(x):
-        return jax.grad(lambda x: jnp.sum(jax.nn.relu(reversed_gradient(x) - 1.5)))(x)
-
-    first, second = run(step, (2, 1))
-
-    np.testing.assert_array_equal(first, [0, -1])
-    np.testing.assert_array_equal(second, [-1])
-
-
 def test_lax_collectives(run):
     def step(x):
         total = jnp.sum(x)
@@ -353,16 +333,16 @@ def test_what_differs_between_the_replicas_may_not_be_assigned(value, strategy, 
 # What cannot be right
 
 
-def test_reducing_a_value_per_example(run):
-    with pytest.raises(
-        ReplicaMismatchError, match=r"replica 1 has shape \(1,\).*one entry per example"
-    ):
-        run(lambda x: _all_reduce("MEAN", x), (2, 1))
+def _gathers_in_one_jit(x):
+    # JAX keeps the traced function by the shapes of one replica, which say too little.
+    gather = jax.jit(_all_gather)
+    return gather(x), gather(x[:1])
 
 
 @pytest.mark.parametrize(
     ("step", "message"),
     [
+        (lambda x: _all_reduce("MEAN", x), r"replica 1 has shape \(1,\).*one entry per example"),
         (lambda x: _sum_of_all(x) if len(x) > 1 else jnp.sum(x), "do not run the same collectives"),
         (lambda x: _all_gather(x) if len(x) > 1 else x, "do not call all_gather equally often"),
         (lambda x: x if len(x) > 1 else (x, x), "returns 2 arrays on replica 1 and 1 on"),
@@ -370,8 +350,9 @@ def test_reducing_a_value_per_example(run):
             lambda x: lax.scan(lambda c, row: (c + _all_reduce("SUM", row), None), 0.0, x)[0],
             r"has lengths \[2, 1\] on the replicas",
         ),
+        (_gathers_in_one_jit, r"one jax\.jit function with all_gather"),
     ],
-    ids=["collective", "gather", "result", "scan over rows"],
+    ids=["per example", "collective", "gather", "result", "scan over rows", "jit"],
 )
 def test_steps_that_depend_on_the_number_of_rows_are_refused(step, message, run):
     with pytest.raises(ReplicaMismatchError, match=message):
@@ -393,32 +374,18 @@ def test_a_branch_on_the_batch_size_that_skips_an_assignment(strategy, variable,
         run(step, (2, 1), strategy)
 
 
-def test_one_jitted_gather_of_several_arrays(run):
-    # JAX keeps the traced function by the shapes of one replica, which say too little.
-    def step(x):
-        gather = jax.jit(_all_gather)
-        return gather(x), gather(x[:1])
-
-    with pytest.raises(ReplicaMismatchError, match=r"one jax\.jit function with all_gather"):
-        run(step, (2, 1))
-
-
-def test_axis_index_in_a_branch(run):
-    def step(x):
-        return lax.cond(jnp.sum(x) > 2, lambda: lax.axis_index("replica"), lambda: 0)
-
-    with pytest.raises(UnsupportedError, match="replica_id_in_sync_group"):
-        run(step, (2, 1))
-
-
 @pytest.mark.parametrize(
-    "collective",
+    ("collective", "message"),
     [
-        lambda x: lax.ppermute(x, "replica", [(0, 1), (1, 0)]),
-        lambda x: lax.psum(x, "replica", axis_index_groups=[[0], [1]]),
+        (lambda x: lax.ppermute(x, "replica", [(0, 1), (1, 0)]), "on an uneven batch"),
+        (lambda x: lax.psum(x, "replica", axis_index_groups=[[0], [1]]), "on an uneven batch"),
+        (
+            lambda x: lax.cond(x > 2, lambda: lax.axis_index("replica"), lambda: 0),
+            "replica_id_in_sync_group",
+        ),
     ],
-    ids=["ppermute", "groups"],
+    ids=["ppermute", "groups", "axis_index in a branch"],
 )
-def test_other_collectives(collective, run):
-    with pytest.raises(UnsupportedError, match="on an uneven batch"):
+def test_other_collectives(collective, message, run):
+    with pytest.raises(UnsupportedError, match=message):
         run(lambda x: collective(jnp.sum(x)), (2, 1))

@@ -114,18 +114,6 @@ def test_other_programs_stay_the_same_object(function, args):
     assert rewritten_for_cpus(closed) is closed
 
 
-# Fails when XLA does not do that any more: then the rule can go.
-def test_xla_transposes_both_operands_otherwise():
-    both_transposed = "lhs_contracting_dims={0}, rhs_contracting_dims={1}"
-    gradient = jax.grad(_loss)
-
-    def compiled(function):
-        return jax.jit(function).lower(KERNEL, X).compile().as_text()
-
-    assert both_transposed in compiled(gradient)
-    assert both_transposed not in compiled(with_cpu_rewrites(gradient, None))
-
-
 def test_programs_of_other_platforms_stay_as_they_are():
     gradient = jax.grad(_loss)
 
@@ -299,42 +287,6 @@ def test_convolutions_without_padding_get_a_row(window_strides, kernel):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("images", "kernel", "options"),
-    [
-        ((16, 15, 16, 32), (3, 3, 32, 32), {"padding": "SAME"}),
-        ((2, 8, 8, 32), (3, 3, 32, 32), {}),  # small
-        ((64, 32, 32, 16), (3, 3, 16, 32), {}),  # few channels
-        ((64, 8, 32, 32), (3, 3, 32, 32), {}),  # few rows
-        ((64, 32, 32, 32), (1, 1, 32, 128), {}),  # a product
-        ((64, 32, 32, 32), (3, 3, 32, 32), {"rhs_dilation": (2, 2)}),
-        ((64, 32, 32, 32), (3, 3, 16, 32), {"feature_group_count": 2}),
-        ((64, 32, 32, 32), (3, 3, 1, 64), {"feature_group_count": 32}),  # two filters per channel
-        ((64, 600, 32), (3, 32, 32), {}),  # one dimension
-    ],
-)
-def test_convolutions_that_xla_is_fast_at_stay_as_they_are(images, kernel, options):
-    options = {"window_strides": (1,) * (len(images) - 2), "padding": "VALID", **options}
-    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in (kernel, images)]
-    closed = jax.make_jaxpr(functools.partial(_convolution, **options))(*args)
-
-    assert rewritten_for_cpus(closed) is closed
-
-
-@pytest.mark.parametrize("numbers", [("NCHW", "HWIO", "NCHW"), ("NHWC", "HWIO", "NCHW")])
-def test_convolutions_with_channels_first_stay_as_they_are(numbers):
-    def results(kernel, x):
-        groups = {(3, 3, 1, 32): 32}.get(kernel.shape, 1)
-        return lax.conv_general_dilated(
-            x, kernel, (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=groups
-        )
-
-    for kernel in ((3, 3, 1, 32), (3, 3, 32, 32)):
-        args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in (kernel, (16, 32, 32, 32))]
-        closed = jax.make_jaxpr(results)(*args)
-        assert rewritten_for_cpus(closed) is closed
-
-
 def _gradient_of_pooling(x, errors, size, strides, padding, kind):
     init = {lax.max: -np.inf, lax.min: np.inf}[kind]
 
@@ -380,85 +332,110 @@ def test_gradients_of_max_pooling_choose_as_xla_does(size, strides, padding, kin
     np.testing.assert_array_equal(actual, jax.jit(gradient)(x, errors))
 
 
+# Shapes of images and kernel, and options, of convolutions and of gradients of kernels.
+_FAST_FORWARD = [
+    ((16, 15, 16, 32), (3, 3, 32, 32), {"padding": "SAME"}),
+    ((2, 8, 8, 32), (3, 3, 32, 32), {}),  # small
+    ((64, 32, 32, 16), (3, 3, 16, 32), {}),  # few channels
+    ((64, 8, 32, 32), (3, 3, 32, 32), {}),  # few rows
+    ((64, 32, 32, 32), (1, 1, 32, 128), {}),  # a product
+    ((64, 32, 32, 32), (3, 3, 32, 32), {"rhs_dilation": (2, 2)}),
+    ((64, 32, 32, 32), (3, 3, 16, 32), {"feature_group_count": 2}),
+    ((64, 32, 32, 32), (3, 3, 1, 64), {"feature_group_count": 32}),  # two filters per channel
+    ((64, 600, 32), (3, 32, 32), {}),  # one dimension
+]
+_FAST_GRADIENTS = [
+    ((4, 9, 9, 3), (3, 3, 3, 16), {}),  # small
+    ((256, 40, 40, 3), (3, 3, 3, 4), {}),  # few filters
+    ((8, 100, 100, 3), (3, 3, 3, 16), {}),  # few images and few filters
+    ((130, 33, 34, 3), (3, 3, 3, 16), {"padding": "SAME"}),  # few filters for padded images
+    ((64, 1100, 3), (3, 3, 16), {}),  # one dimension
+    ((64, 40, 40, 3), (8, 8, 3, 16), {}),  # a large kernel
+    ((64, 40, 40, 4), (3, 3, 2, 16), {"feature_group_count": 2}),
+    ((20_000, 4, 4, 3), (3, 3, 3, 16), {}),  # the gradient has more positions than the image
+    ((0, 9, 9, 3), (3, 3, 3, 16), {}),
+]
+_HALF_PRECISION = [
+    ((1200, 9, 9, 3), (3, 3, 3, 16), {}),
+    ((64, 26, 26, 32), (3, 3, 32, 32), {}),
+    ((20, 12, 12, 128), (3, 3, 1, 128), {"feature_group_count": 128}),
+]
+
+
 @pytest.mark.parametrize(
-    ("images", "kernel", "options"),
+    ("function", "images", "kernel", "options", "dtype"),
     [
-        ((4, 9, 9, 3), (3, 3, 3, 16), {}),  # small
-        ((256, 40, 40, 3), (3, 3, 3, 4), {}),  # few filters
-        ((8, 100, 100, 3), (3, 3, 3, 16), {}),  # few images and few filters
-        ((130, 33, 34, 3), (3, 3, 3, 16), {"padding": "SAME"}),  # few filters for padded images
-        ((64, 1100, 3), (3, 3, 16), {}),  # one dimension
-        ((64, 40, 40, 3), (8, 8, 3, 16), {}),  # a large kernel
-        ((64, 40, 40, 4), (3, 3, 2, 16), {"feature_group_count": 2}),
-        ((20_000, 4, 4, 3), (3, 3, 3, 16), {}),  # the gradient has more positions than the image
-        ((0, 9, 9, 3), (3, 3, 3, 16), {}),
+        *((_convolution, *case, np.float32) for case in _FAST_FORWARD),
+        *((_gradient_of_convolution, *case, np.float32) for case in _FAST_GRADIENTS),
+        *((_gradient_of_convolution, *case, jnp.bfloat16) for case in _HALF_PRECISION),
     ],
 )
-def test_other_convolutions_stay_as_they_are(images, kernel, options):
+def test_other_convolutions_stay_as_they_are(function, images, kernel, options, dtype):
     options = {"window_strides": (1,) * (len(images) - 2), "padding": "VALID", **options}
-    gradient = functools.partial(_gradient_of_convolution, **options)
-    closed = jax.make_jaxpr(gradient)(np.ones(kernel, np.float32), np.ones(images, np.float32))
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in (kernel, images)]
+    closed = jax.make_jaxpr(functools.partial(function, **options))(*args)
 
     assert rewritten_for_cpus(closed) is closed
+
+
+def _channels_first(kernel, x, numbers=("NCHW", "HWIO", "NCHW"), groups=1):
+    return lax.conv_general_dilated(
+        x, kernel, (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+_OVERLAPPING = functools.partial(
+    _gradient_of_pooling, size=(1, 3, 3, 1), strides=(1,) * 4, padding="SAME", kind=lax.max
+)
 
 
 @pytest.mark.parametrize(
-    ("images", "kernel", "groups"),
+    ("function", "shapes"),
     [
-        ((1200, 9, 9, 3), (3, 3, 3, 16), 1),
-        ((64, 26, 26, 32), (3, 3, 32, 32), 1),
-        ((20, 12, 12, 128), (3, 3, 1, 128), 128),
+        (functools.partial(_channels_first, groups=32), ((3, 3, 1, 32), (16, 32, 32, 32))),
+        (_channels_first, ((3, 3, 32, 32), (16, 32, 32, 32))),
+        (
+            functools.partial(_channels_first, numbers=("NHWC", "HWIO", "NCHW")),
+            ((3, 3, 32, 32), (16, 32, 32, 32)),
+        ),
+        (_OVERLAPPING, ((2, 6, 6, 3), (2, 6, 6, 3))),
     ],
 )
-def test_half_precision_convolutions_stay_as_they_are(images, kernel, groups):
-    gradient = functools.partial(
-        _gradient_of_convolution,
-        window_strides=(1, 1),
-        padding="VALID",
-        feature_group_count=groups,
-    )
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (kernel, images)]
-    closed = jax.make_jaxpr(gradient)(*args)
+def test_channels_first_and_overlapping_windows_stay_as_they_are(function, shapes):
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    closed = jax.make_jaxpr(function)(*args)
 
     assert rewritten_for_cpus(closed) is closed
 
 
-def test_max_pooling_of_many_overlapping_padded_windows_stays_as_it_is():
-    gradient = functools.partial(
-        _gradient_of_pooling, size=(1, 3, 3, 1), strides=(1,) * 4, padding="SAME", kind=lax.max
-    )
-    x = np.ones((2, 6, 6, 3), np.float32)
-    closed = jax.make_jaxpr(gradient)(x, x)
-
-    assert rewritten_for_cpus(closed) is closed
-
-
-# Fails when XLA does not do that any more: then the rule can go.
-def test_xla_computes_convolutions_with_windows_of_the_size_of_the_image_otherwise():
-    gradient = functools.partial(_gradient_of_convolution, window_strides=(1, 1), padding="VALID")
-    large_window = "window={size=7x7}"
-
-    def compiled(function):
-        args = (np.ones((3, 3, 3, 16), np.float32), np.ones((1200, 9, 9, 3), np.float32))
-        return jax.jit(function).lower(*args).compile().as_text()
-
-    assert large_window in compiled(gradient)
-    assert large_window not in compiled(with_cpu_rewrites(gradient, None))
+_OTHERWISE = {
+    "transposes both operands": (
+        jax.grad(_loss),
+        *((KERNEL.shape, X.shape), "lhs_contracting_dims={0}, rhs_contracting_dims={1}"),
+    ),
+    "has windows of the size of the image": (
+        functools.partial(_gradient_of_convolution, window_strides=(1, 1), padding="VALID"),
+        *(((3, 3, 3, 16), (1200, 9, 9, 3)), "window={size=7x7}"),
+    ),
+    "makes arrays of indices for max pooling": (
+        functools.partial(
+            _gradient_of_pooling,
+            **dict(size=(1, 2, 2, 1), strides=(1, 2, 2, 1), padding="VALID", kind=lax.max),
+        ),
+        *(((2, 8, 8, 3), (2, 4, 4, 3)), "s32[2,8,8,3]"),
+    ),
+}
 
 
 # Fails when XLA does not do that any more: then the rule can go.
-def test_xla_makes_arrays_of_indices_for_max_pooling_otherwise():
-    gradient = functools.partial(
-        _gradient_of_pooling, size=(1, 2, 2, 1), strides=(1, 2, 2, 1), padding="VALID", kind=lax.max
-    )
-    indices = "s32[2,8,8,3]"
-
+@pytest.mark.parametrize(("function", "shapes", "text"), _OTHERWISE.values(), ids=_OTHERWISE)
+def test_xla_otherwise(function, shapes, text):
     def compiled(function):
-        args = (np.ones((2, 8, 8, 3), np.float32), np.ones((2, 4, 4, 3), np.float32))
+        args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
         return jax.jit(function).lower(*args).compile().as_text()
 
-    assert indices in compiled(gradient)
-    assert indices not in compiled(with_cpu_rewrites(gradient, None))
+    assert text in compiled(function)
+    assert text not in compiled(with_cpu_rewrites(function, None))
 
 
 def test_fit_of_a_small_cnn_learns_as_without_a_strategy(strategy, compiled_programs):

@@ -1,5 +1,7 @@
 """Batches of the global view, whose rows are sharded over the replicas."""
 
+import functools
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -12,7 +14,10 @@ from distributary.topology import local_copy, local_devices, num_local_replicas,
 
 
 @final
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["num_rows", "dim"]
+)
+@dataclass(frozen=True, eq=False, slots=True)
 class GlobalBatch:
     """A batch of all replicas as a step gets it: one array per leaf, its rows sharded over them.
 
@@ -24,21 +29,9 @@ class GlobalBatch:
         dim: The dim that counts rows.
     """
 
-    __slots__ = ("arrays", "dim", "num_rows")
-
-    def __init__(self, arrays: Nest, num_rows: tuple[int | None, ...], dim: int) -> None:
-        self.arrays = arrays
-        self.num_rows = num_rows
-        self.dim = dim
-
-    def tree_flatten(self) -> tuple[tuple[Nest], tuple[tuple[int | None, ...], int]]:
-        """Returns the arrays, and what belongs to the structure."""
-        return (self.arrays,), (self.num_rows, self.dim)
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: tuple[Nest]) -> "GlobalBatch":
-        """Returns the batch with these arrays."""
-        return cls(*children, *aux)
+    arrays: Nest
+    num_rows: tuple[int | None, ...]
+    dim: int
 
 
 def global_batch(batch: Nest, placement: Placement, dim: int, is_own: bool) -> GlobalBatch:

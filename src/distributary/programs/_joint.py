@@ -79,7 +79,8 @@ def evaluate_jointly(
         names = {request[0].primitive.name for request in waiting}
         if len(waiting) < len(replicas) or len(names) > 1:
             at = [
-                f"replica {i} {'ends' if request is None else f'waits in {_name(request[0])}'}"
+                f"replica {i} "
+                + ("ends" if request is None else f"waits in {request[0].primitive.name}")
                 for i, request in enumerate(requests)
             ]
             raise ReplicaMismatchError(
@@ -88,10 +89,6 @@ def evaluate_jointly(
                 " all_reduce, all_gather or an aggregating assignment runs."
             )
         replies = _join([r[0] for r in waiting], [r[1] for r in waiting])
-
-
-def _name(eqn: Equation) -> str:
-    return eqn.primitive.name
 
 
 def _replica(program: AnyJaxpr, args: Sequence[Array]) -> Replica:
@@ -153,20 +150,14 @@ def _join(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]
             f"{name!r} over the replica axis is not supported on an uneven batch or on one"
             " replica. Use get_replica_context().all_reduce or all_gather."
         )
-    _check_groups(eqns)
-
+    if len(eqns) > 1 and any(eqn.params.get("axis_index_groups") is not None for eqn in eqns):
+        raise UnsupportedError(
+            f"{name!r} with axis_index_groups is not supported on an uneven batch. Reduce over all"
+            " replicas."
+        )
     columns = zip(*operands, strict=True)
     results = [rule(eqns[0].params, list(column)) for column in columns]
     return [[column[i] for column in results] for i in range(len(eqns))]
-
-
-def _check_groups(eqns: list[Equation]) -> None:
-    for eqn in eqns:
-        if eqn.params.get("axis_index_groups") is not None and len(eqns) > 1:
-            raise UnsupportedError(
-                f"{eqn.primitive.name!r} with axis_index_groups is not supported on an uneven"
-                " batch. Reduce over all replicas."
-            )
 
 
 def _same_shapes(values: list[Array], what: str) -> None:

@@ -137,12 +137,14 @@ def trace(
         if uneven is not None:
             found = uneven.with_gradients(found, scope.tapes)
         reads = reads_of_tapes(eqns) if scope.asked else {}
+        # A tape that was asked what it watches knew it, unless JAX had kept the code that reads it.
+        knew_reads = all(
+            handle in record.watched
+            for record in scope.asked
+            for handle in reads.get(record.number, ())
+        )
         names_outside.check(str(subject), scope.numbers)
-        if (
-            found == used
-            and not _misses_reads(scope, reads)
-            and not (scope.created and known.may_create)
-        ):
+        if found == used and knew_reads and not (scope.created and known.may_create):
             if outer is not None:
                 outer.checks += scope.checks
             return without_meshes(closed), scope
@@ -159,15 +161,6 @@ def trace(
     )
 
 
-def _misses_reads(scope: TraceScope, reads: dict[int, list[Any]]) -> bool:
-    """Returns whether a tape that was asked what it watches did not know what it reads."""
-    return any(
-        handle not in record.watched
-        for record in scope.asked
-        for handle in reads.get(record.number, ())
-    )
-
-
 def _traced_once(
     function: Callable[..., Sequence[Array]],
     subject: Subject,
@@ -176,10 +169,26 @@ def _traced_once(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """Returns the jaxpr of one trace; errors speak of the user's function."""
+    """Returns the jaxpr of one trace; errors speak of the user's function.
+
+    JAX caches traces by the identity of the function, so it gets a fresh one. That has the name and
+    the arguments of the user's function, because JAX names them in messages of its own.
+    """
     failures: list[Exception] = []
     subjects = [subject]
-    begun = _begun(function, subjects, scope, failures)
+
+    @functools.wraps(subject.function, updated=())
+    def begun(*args: Any, **kwargs: Any) -> Sequence[Array]:
+        scope.begin()
+        leaves = jax.tree.leaves((args, kwargs))
+        try:
+            return functions[0](*leaves)
+        except Exception as error:
+            # Here, because JAX drops the frames that show what the error is about.
+            failures.append(explained(error, subjects[0], scope.kind, leaves))
+            raise
+
+    functions = [function]
     with ExitStack() as stack:
         for library in libraries():
             stack.enter_context(library.around_trace())
@@ -193,32 +202,7 @@ def _traced_once(
         finally:  # JAX keeps `begun`, but a program must not keep its function
             begun.__dict__.clear()
             subjects.clear()
-
-
-def _begun(
-    function: Callable[..., Sequence[Array]],
-    subjects: list[Subject],
-    scope: TraceScope,
-    failures: list[Exception],
-) -> Callable[..., Sequence[Array]]:
-    """Returns a function to trace, which explains an error and adds it to `failures`.
-
-    It is a fresh one, because JAX caches traces by function identity. It has the name and the
-    arguments of the user's function, because JAX names them in messages of its own.
-    """
-
-    @functools.wraps(subjects[0].function, updated=())
-    def begun(*args: Any, **kwargs: Any) -> Sequence[Array]:
-        scope.begin()
-        leaves = jax.tree.leaves((args, kwargs))
-        try:
-            return function(*leaves)
-        except Exception as error:
-            # Here, because JAX drops the frames that show what the error is about.
-            failures.append(explained(error, subjects[0], scope.kind, leaves))
-            raise
-
-    return begun
+            functions.clear()
 
 
 def _check_no_write_lost(eqns: Sequence[Any], scope: TraceScope) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing import Equation, aval_of, shape_of
+from distributary.tracing import Atom, Equation, aval_of, shape_of
 from distributary.xla_cpu._rules import is_explicit
 
 Dim: TypeAlias = int | None
@@ -168,10 +168,13 @@ def _scattered(eqn: Equation, states: Sequence[Any]) -> list[Share] | None:
     return None
 
 
+def _dims_but(atom: Atom, *others: int) -> list[int]:
+    return [d for d in range(len(shape_of(atom))) if d not in others]
+
+
 def _scatter_dims(eqn: Equation) -> list[int]:
     """Returns the dim of the updates for each dim of the indices but the last."""
-    window = eqn.params["dimension_numbers"].update_window_dims
-    return [d for d in range(len(shape_of(eqn.invars[2]))) if d not in window]
+    return _dims_but(eqn.invars[2], *eqn.params["dimension_numbers"].update_window_dims)
 
 
 _SUMS: dict[str, Callable[[Equation, Sequence[Any]], list[Share] | None]] = {
@@ -246,11 +249,7 @@ def _reshaped(eqn: Equation, dims: Sequence[Dim]) -> Dim:
 
 def _product(eqn: Equation, dims: Sequence[Dim]) -> Dim:
     contracted, batch = eqn.params["dimension_numbers"]
-    shapes = list(map(shape_of, eqn.invars))
-    free = [
-        [d for d in range(len(shape)) if d not in (*c, *b)]
-        for shape, c, b in zip(shapes, contracted, batch, strict=True)
-    ]
+    free = [_dims_but(v, *c, *b) for v, c, b in zip(eqn.invars, contracted, batch, strict=True)]
     for i, dim in enumerate(dims):
         if dim in batch[i]:
             return list(batch[i]).index(dim)
@@ -270,18 +269,15 @@ def _convolved(eqn: Equation, dims: Sequence[Dim]) -> Dim:
 
 def _gathered(eqn: Equation, dims: Sequence[Dim]) -> Dim:
     numbers = eqn.params["dimension_numbers"]
-    free = [d for d in range(len(shape_of(eqn.outvars[0]))) if d not in numbers.offset_dims]
+    free = _dims_but(eqn.outvars[0], *numbers.offset_dims)
     of_operand, of_indices = dims
     if of_operand in numbers.operand_batching_dims:
         position = numbers.operand_batching_dims.index(of_operand)
         return free[numbers.start_indices_batching_dims[position]]
     if of_indices is not None:
         return free[of_indices] if of_indices < len(free) else None
-    kept = [
-        d
-        for d in range(len(shape_of(eqn.invars[0])))
-        if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    ]
+    removed = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
+    kept = _dims_but(eqn.invars[0], *removed)
     return numbers.offset_dims[kept.index(of_operand)] if of_operand in kept else None
 
 
@@ -299,11 +295,8 @@ def _updated(eqn: Equation, dims: Sequence[Dim]) -> Dim:
         if indices not in batching:
             return None
         return int(numbers.operand_batching_dims[batching.index(indices)])
-    kept = [
-        d
-        for d in range(len(shape_of(eqn.invars[0])))
-        if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    ]
+    inserted = *numbers.inserted_window_dims, *numbers.operand_batching_dims
+    kept = _dims_but(eqn.invars[0], *inserted)
     return kept[list(numbers.update_window_dims).index(updates)]
 
 
