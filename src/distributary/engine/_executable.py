@@ -18,7 +18,7 @@ from distributary.engine._placement import Placement
 from distributary.engine._staged import StagedProgram
 from distributary.inputs import StepCounts
 from distributary.job import copies
-from distributary.programs import Program
+from distributary.programs import TracedProgram
 from distributary.topology import (
     REPLICA_AXIS,
     ProgramKind,
@@ -62,7 +62,7 @@ class Executable:
 
     def __init__(
         self,
-        program: Program,
+        program: TracedProgram,
         placement: Placement,
         rebuild: Callable[[Sequence[Any]], Any],
         name: str,
@@ -371,7 +371,7 @@ def _holder_of(handle: Handle) -> Callable[[], Any]:
     return holder
 
 
-def _has_small_first_output(program: Program) -> bool:
+def _has_small_first_output(program: TracedProgram) -> bool:
     """Returns whether the first output is small, on all devices, and made by the program itself."""
     if not program.num_outs or not program.has_first_output_everywhere:
         return False

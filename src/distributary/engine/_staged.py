@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from distributary.engine._arguments import struct_of
 from distributary.engine._host_memory import update_in_parts
 from distributary.engine._placement import Placement
-from distributary.programs import FunctionProgram, Program, ReplicaProgram, cut_around_mesh
+from distributary.programs import FunctionProgram, ReplicaProgram, TracedProgram, cut_around_mesh
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import Array
 from distributary.xla_cpu import with_cpu_rewrites
@@ -207,7 +207,7 @@ class StagedProgram:
 
     def __init__(
         self,
-        program: Program,
+        program: TracedProgram,
         placement: Placement,
         shardings: Sequence[NamedSharding | None] | None,
     ) -> None:

@@ -7,7 +7,7 @@
 from distributary.programs._global import GlobalProgram
 from distributary.programs._joint import evaluate_jointly
 from distributary.programs._logical_devices import constrained, spec_of_split
-from distributary.programs._program import Program
+from distributary.programs._program import TracedProgram
 from distributary.programs._replica_program import FunctionProgram, ReplicaProgram, Results
 from distributary.programs._row_wise import (
     adds_rows,

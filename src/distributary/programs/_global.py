@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from distributary.check import check_collectives
 from distributary.programs._logical_devices import laid_out
-from distributary.programs._program import Program, description_of
+from distributary.programs._program import TracedProgram, description_of
 from distributary.programs._stages import cut, uncut
 from distributary.topology import REPLICA_AXIS, shard_dim, shard_spec
 from distributary.tracing import (
@@ -42,7 +42,7 @@ RewriteWhole: TypeAlias = Callable[[ClosedJaxpr, Sequence[int | None]], Callable
 
 
 @final
-class GlobalProgram(Program):
+class GlobalProgram(TracedProgram):
     """A step that sees the whole batch, as a function of global arrays.
 
     Args:

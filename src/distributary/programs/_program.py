@@ -11,7 +11,7 @@ from distributary.dispatch import job_programs
 from distributary.tracing import Array, Handle, Pure
 
 
-class Program(abc.ABC):
+class TracedProgram(abc.ABC):
     """One or more traced functions without markers, as a function of global arrays.
 
     Args:

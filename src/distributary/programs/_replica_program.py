@@ -35,7 +35,7 @@ from distributary.programs._logical_devices import (
     laid_out,
     whole_on_cores,
 )
-from distributary.programs._program import Program, description_of
+from distributary.programs._program import TracedProgram, description_of
 from distributary.programs._sharded import (
     complete_in_parts,
     scattered,
@@ -129,7 +129,7 @@ def _outputs(pure: Pure) -> list[Any]:
 
 
 @final
-class ReplicaProgram(Program):
+class ReplicaProgram(TracedProgram):
     """The program of all replicas, as a function of global arrays.
 
     Args:
@@ -497,7 +497,7 @@ class ReplicaProgram(Program):
 
 
 @final
-class FunctionProgram(Program):
+class FunctionProgram(TracedProgram):
     """The body of a `distributary.function`, as a function of global arrays.
 
     Args:
