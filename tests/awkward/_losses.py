@@ -1,5 +1,6 @@
 """Losses of any shape: functions of the targets and the predictions of the whole batch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,23 +9,25 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax import lax
-from keras import layers as kl, ops
+from keras import layers as kl, losses as kls, ops
 
 from tests.awkward._case import add, compiled, net
 
 
-def _loss(y: str = "targets", units: int = 3, x: str = "vectors", **options: Any) -> Any:
+def _loss(y: str = "targets", units: int = 3) -> Any:
     """A decorator for a function `(y, p) -> loss` that makes a case of it."""
 
-    def register(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def build() -> Any:
-            return compiled(net(x=x, units=units), function)
-
-        excluded = options.get("excluded", "")
-        add(function.__name__.lstrip("_"), "losses", build, x=x, y=y, excluded=excluded)
-        return function
+    def register(function: Callable[[Any, Any], Any]) -> None:
+        add(function.__name__, "losses", lambda: compiled(net(units=units), function), y=y)
 
     return register
+
+
+def _losses(functions: dict[str, Callable[[Any, Any], Any]], y: str = "targets") -> None:
+    """Makes cases of losses by name."""
+    for name, function in functions.items():
+        function.__name__ = name
+        _loss(y)(function)
 
 
 def _rows(y: Any, p: Any) -> Any:
@@ -50,8 +53,8 @@ def _standardized(z: Any) -> Any:
 def clip(y, p):
     logits = _unit(p[:, :3]) @ _unit(p[:, 3:]).T / 0.5
     labels = jnp.eye(logits.shape[0])
-    one = keras.losses.categorical_crossentropy(labels, logits, from_logits=True)
-    other = keras.losses.categorical_crossentropy(labels, logits.T, from_logits=True)
+    one = kls.categorical_crossentropy(labels, logits, from_logits=True)
+    other = kls.categorical_crossentropy(labels, logits.T, from_logits=True)
     return (one + other) / 2
 
 
@@ -214,11 +217,6 @@ def area_under_the_curve(y, p):
 
 
 @_loss()
-def list_net(y, p):
-    return -jnp.sum(jax.nn.softmax(y, 0) * jax.nn.log_softmax(p, 0))
-
-
-@_loss()
 def soft_ranks(y, p):
     rank = lambda z: jnp.sum(jax.nn.sigmoid((z[:, None] - z[None]) / 0.5), 1)
     return jnp.mean(jnp.square(rank(p) - rank(y))) / p.shape[0] ** 2
@@ -232,27 +230,21 @@ def cox_partial_likelihood(y, p):
 
 
 @_loss()
-def rows_in_vmap(y, p):
-    return jnp.mean(jax.vmap(lambda one: jnp.mean(jnp.tanh(p @ one)))(p) - jnp.mean(p * y))
-
-
-@_loss()
 def rows_in_checkpoint(y, p):
     pairs = jax.checkpoint(lambda a: jnp.mean(jnp.tanh(a @ a.T), 1))
     return jnp.mean(pairs(p) * jnp.sum(y, 1))
 
 
+_losses(
+    {
+        "list_net": lambda y, p: -jnp.sum(jax.nn.softmax(y, 0) * jax.nn.log_softmax(p, 0)),
+        "rows_in_vmap": lambda y, p: jnp.mean(
+            jax.vmap(lambda one: jnp.mean(jnp.tanh(p @ one)))(p) - jnp.mean(p * y)
+        ),
+    },
+)
+
 # Statistics of all rows.
-
-
-@_loss()
-def median(y, p):
-    return jnp.median(_rows(y, p))
-
-
-@_loss()
-def quantile(y, p):
-    return jnp.quantile(_rows(y, p), 0.8)
 
 
 @_loss()
@@ -262,74 +254,9 @@ def trimmed(y, p):
 
 
 @_loss()
-def hardest_rows(y, p):
-    return jnp.mean(lax.top_k(_rows(y, p), 4)[0])
-
-
-@_loss()
-def worst_row(y, p):
-    return jnp.max(_rows(y, p))
-
-
-@_loss()
-def smooth_worst_row(y, p):
-    return jax.nn.logsumexp(_rows(y, p))
-
-
-@_loss()
-def sum_of_all(y, p):
-    return 0.05 * jnp.sum(jnp.square(y - p))
-
-
-@_loss()
-def sum_of_roots(y, p):
-    return 0.1 * jnp.sqrt(jnp.sum(jnp.square(y - p)))
-
-
-@_loss()
 def mean_and_spread(y, p):
     rows = _rows(y, p)
     return jnp.mean(rows) + jnp.std(rows)
-
-
-@_loss()
-def root_of_mean(y, p):
-    return jnp.sqrt(jnp.mean(jnp.square(y - p)))
-
-
-@_loss()
-def logarithm_of_mean(y, p):
-    return jnp.log(jnp.mean(jnp.square(y - p)))
-
-
-@_loss()
-def geometric_mean(y, p):
-    return jnp.exp(jnp.mean(jnp.log(_rows(y, p) + 1e-2)))
-
-
-@_loss()
-def harmonic_mean(y, p):
-    return 1 / jnp.mean(1 / (_rows(y, p) + 0.1))
-
-
-@_loss()
-def power_mean(y, p):
-    return jnp.mean(_rows(y, p) ** 3) ** (1 / 3)
-
-
-@_loss()
-def tilted(y, p):
-    return jnp.log(jnp.mean(jnp.exp(0.5 * _rows(y, p)))) / 0.5
-
-
-@_loss()
-def explained_variance(y, p):
-    return jnp.sum(jnp.square(y - p)) / jnp.sum(jnp.square(y - jnp.mean(y, 0)))
-
-
-@_loss()
-def pearson(y, p):
-    return -jnp.mean(_standardized(y) * _standardized(p))
 
 
 @_loss()
@@ -384,13 +311,13 @@ def focal_by_positives(y, p):
 @_loss("onehot")
 def balanced_by_batch(y, p):
     weights = y.shape[0] / (3 * jnp.sum(y, 0) + 1)
-    return keras.losses.categorical_crossentropy(y, p, from_logits=True) * jnp.sum(y * weights, -1)
+    return kls.categorical_crossentropy(y, p, from_logits=True) * jnp.sum(y * weights, -1)
 
 
 @_loss("onehot")
 def smoothed_by_batch(y, p):
     smooth = 0.9 * y + 0.1 * jnp.mean(y, 0)
-    return keras.losses.categorical_crossentropy(smooth, p, from_logits=True)
+    return kls.categorical_crossentropy(smooth, p, from_logits=True)
 
 
 @_loss("onehot")
@@ -405,26 +332,6 @@ def mutual_information(y, p):
     q = jax.nn.softmax(p)
     mean = jnp.mean(q, 0)
     return jnp.sum(mean * jnp.log(mean)) - jnp.mean(jnp.sum(q * jnp.log(q + 1e-9), -1))
-
-
-@_loss("onehot")
-def mean_of_shares(y, p):
-    return jnp.sum(jnp.square(jnp.mean(jax.nn.softmax(p), 0) - jnp.mean(y, 0)))
-
-
-@_loss()
-def moments(y, p):
-    return sum(jnp.sum(jnp.square(jnp.mean(p**k, 0) - jnp.mean(y**k, 0))) for k in (1, 2, 3))
-
-
-@_loss()
-def range_of_predictions(y, p):
-    return jnp.mean(_rows(y, p)) + 0.1 * jnp.sum(jnp.max(p, 0) - jnp.min(p, 0))
-
-
-@_loss()
-def scaled_by_largest(y, p):
-    return jnp.mean(_rows(y, p)) / jnp.max(jnp.abs(y - p))
 
 
 @_loss()
@@ -487,8 +394,46 @@ def prototypes(y, p):
     n = p.shape[0] // 2
     centres = y[:n].T @ p[:n] / (jnp.sum(y[:n], 0)[:, None] + 1e-3)
     logits = -_distances(p[n:], centres)
-    return keras.losses.categorical_crossentropy(y[n:], logits, from_logits=True).mean()
+    return kls.categorical_crossentropy(y[n:], logits, from_logits=True).mean()
 
+
+_losses(
+    {
+        "median": lambda y, p: jnp.median(_rows(y, p)),
+        "quantile": lambda y, p: jnp.quantile(_rows(y, p), 0.8),
+        "hardest_rows": lambda y, p: jnp.mean(lax.top_k(_rows(y, p), 4)[0]),
+        "worst_row": lambda y, p: jnp.max(_rows(y, p)),
+        "smooth_worst_row": lambda y, p: jax.nn.logsumexp(_rows(y, p)),
+        "sum_of_all": lambda y, p: 0.05 * jnp.sum(jnp.square(y - p)),
+        "sum_of_roots": lambda y, p: 0.1 * jnp.sqrt(jnp.sum(jnp.square(y - p))),
+        "root_of_mean": lambda y, p: jnp.sqrt(jnp.mean(jnp.square(y - p))),
+        "logarithm_of_mean": lambda y, p: jnp.log(jnp.mean(jnp.square(y - p))),
+        "geometric_mean": lambda y, p: jnp.exp(jnp.mean(jnp.log(_rows(y, p) + 1e-2))),
+        "harmonic_mean": lambda y, p: 1 / jnp.mean(1 / (_rows(y, p) + 0.1)),
+        "power_mean": lambda y, p: jnp.mean(_rows(y, p) ** 3) ** (1 / 3),
+        "tilted": lambda y, p: jnp.log(jnp.mean(jnp.exp(0.5 * _rows(y, p)))) / 0.5,
+        "explained_variance": lambda y, p: (
+            jnp.sum(jnp.square(y - p)) / jnp.sum(jnp.square(y - jnp.mean(y, 0)))
+        ),
+        "pearson": lambda y, p: -jnp.mean(_standardized(y) * _standardized(p)),
+        "moments": lambda y, p: sum(
+            jnp.sum(jnp.square(jnp.mean(p**k, 0) - jnp.mean(y**k, 0))) for k in (1, 2, 3)
+        ),
+        "range_of_predictions": lambda y, p: (
+            jnp.mean(_rows(y, p)) + 0.1 * jnp.sum(jnp.max(p, 0) - jnp.min(p, 0))
+        ),
+        "scaled_by_largest": lambda y, p: jnp.mean(_rows(y, p)) / jnp.max(jnp.abs(y - p)),
+    },
+)
+
+_losses(
+    {
+        "mean_of_shares": lambda y, p: jnp.sum(
+            jnp.square(jnp.mean(jax.nn.softmax(p), 0) - jnp.mean(y, 0))
+        ),
+    },
+    y="onehot",
+)
 
 # Linear algebra of the batch.
 
@@ -518,11 +463,6 @@ def whitened_by_eigenvectors(y, p):
 def log_determinant(y, p):
     z = p - jnp.mean(p, 0)
     return jnp.mean(_rows(y, p)) - 0.1 * jnp.linalg.slogdet(z.T @ z + jnp.eye(3))[1]
-
-
-@_loss()
-def nuclear_norm(y, p):
-    return jnp.mean(_rows(y, p)) + 0.05 * jnp.sum(jnp.linalg.svd(p, compute_uv=False))
 
 
 @_loss()
@@ -576,63 +516,21 @@ def orthogonal_triangular(y, p):
     return jnp.mean(_rows(y, p)) + 0.1 * jnp.sum(jnp.abs(jnp.diag(r)))
 
 
+_losses(
+    {
+        "nuclear_norm": lambda y, p: (
+            jnp.mean(_rows(y, p)) + 0.05 * jnp.sum(jnp.linalg.svd(p, compute_uv=False))
+        ),
+    },
+)
+
 # The order of rows.
-
-
-@_loss()
-def weighted_by_position(y, p):
-    return jnp.mean(_rows(y, p) * jnp.arange(p.shape[0]))
-
-
-@_loss()
-def first_rows(y, p):
-    return jnp.mean(_rows(y, p)[:4])
-
-
-@_loss()
-def last_row(y, p):
-    return jnp.mean(_rows(y, p)) + _rows(y, p)[-1]
-
-
-@_loss()
-def every_second_row(y, p):
-    return jnp.mean(_rows(y, p)[::2])
-
-
-@_loss()
-def neighbours(y, p):
-    return jnp.mean(_rows(y, p)) + jnp.mean(jnp.square(p[1:] - p[:-1]))
-
-
-@_loss()
-def reversed_rows(y, p):
-    return jnp.mean(jnp.square(p - y[::-1]))
-
-
-@_loss()
-def rolled_rows(y, p):
-    return jnp.mean(jnp.square(p - jnp.roll(y, 1, 0)))
 
 
 @_loss()
 def halves(y, p):
     n = p.shape[0] // 2
     return jnp.mean(_rows(y[:n], p[:n])) + 2 * jnp.mean(_rows(y[n:], p[n:]))
-
-
-@_loss()
-def cumulative_sum(y, p):
-    return jnp.mean(jnp.square(jnp.cumsum(p, 0) - jnp.cumsum(y, 0))) / 20
-
-
-@_loss()
-def cumulative_maximum(y, p):
-    return jnp.mean(jnp.square(lax.cummax(p, 0) - lax.cummax(y, 0)))
-
-
-@_loss()
-def cumulative_product(y, p):
-    return jnp.mean(jnp.cumprod(1 + 0.1 * jnp.tanh(p - y), 0))
 
 
 @_loss()
@@ -649,11 +547,6 @@ def associative_scan(y, p):
     combine = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
     decay = jnp.full_like(p, 0.7)
     return jnp.mean(jnp.square(lax.associative_scan(combine, (decay, p - y))[1]))
-
-
-@_loss()
-def fourier(y, p):
-    return jnp.mean(jnp.square(jnp.abs(jnp.fft.rfft(p, axis=0)) - jnp.abs(jnp.fft.rfft(y, axis=0))))
 
 
 @_loss()
@@ -675,16 +568,6 @@ def groups_of_rows(y, p):
 
 
 @_loss()
-def flattened_softmax(y, p):
-    return -jnp.sum(jax.nn.softmax(y.reshape(-1)) * jax.nn.log_softmax(p.reshape(-1)))
-
-
-@_loss()
-def replaced_row(y, p):
-    return jnp.mean(_rows(y, p.at[0].set(1.0).at[-1].add(y[0])))
-
-
-@_loss()
 def sorted_by_targets(y, p):
     ordered = p[jnp.argsort(y[:, 0])]
     return jnp.mean(jax.nn.relu(ordered[:-1] - ordered[1:] + 0.5))
@@ -702,16 +585,33 @@ def one_hot_positions(y, p):
     return jnp.mean(jnp.square(jnp.eye(n, dtype=p.dtype)[::-1] @ p - y))
 
 
+_losses(
+    {
+        "weighted_by_position": lambda y, p: jnp.mean(_rows(y, p) * jnp.arange(p.shape[0])),
+        "first_rows": lambda y, p: jnp.mean(_rows(y, p)[:4]),
+        "last_row": lambda y, p: jnp.mean(_rows(y, p)) + _rows(y, p)[-1],
+        "every_second_row": lambda y, p: jnp.mean(_rows(y, p)[::2]),
+        "neighbours": lambda y, p: jnp.mean(_rows(y, p)) + jnp.mean(jnp.square(p[1:] - p[:-1])),
+        "reversed_rows": lambda y, p: jnp.mean(jnp.square(p - y[::-1])),
+        "rolled_rows": lambda y, p: jnp.mean(jnp.square(p - jnp.roll(y, 1, 0))),
+        "cumulative_sum": lambda y, p: (
+            jnp.mean(jnp.square(jnp.cumsum(p, 0) - jnp.cumsum(y, 0))) / 20
+        ),
+        "cumulative_maximum": lambda y, p: jnp.mean(
+            jnp.square(lax.cummax(p, 0) - lax.cummax(y, 0))
+        ),
+        "cumulative_product": lambda y, p: jnp.mean(jnp.cumprod(1 + 0.1 * jnp.tanh(p - y), 0)),
+        "fourier": lambda y, p: jnp.mean(
+            jnp.square(jnp.abs(jnp.fft.rfft(p, axis=0)) - jnp.abs(jnp.fft.rfft(y, axis=0)))
+        ),
+        "flattened_softmax": lambda y, p: (
+            -jnp.sum(jax.nn.softmax(y.reshape(-1)) * jax.nn.log_softmax(p.reshape(-1)))
+        ),
+        "replaced_row": lambda y, p: jnp.mean(_rows(y, p.at[0].set(1.0).at[-1].add(y[0]))),
+    },
+)
+
 # Control flow, random numbers, callbacks, rules of differentiation.
-
-
-@_loss()
-def branch_on_mean(y, p):
-    return lax.cond(
-        jnp.mean(p) > jnp.mean(y),
-        lambda: jnp.mean(jnp.abs(y - p)),
-        lambda: 3 * jnp.mean(jnp.square(y - p)),
-    )
 
 
 @_loss()
@@ -725,16 +625,6 @@ def switch_on_count(y, p):
             lambda: jnp.max(jnp.abs(y - p)),
         ],
     )
-
-
-@_loss()
-def branch_on_rows(y, p):
-    return _rows(y, p) if p.shape[0] > 8 else 5 * jnp.abs(y - p).mean(-1)
-
-
-@_loss()
-def scaled_by_rows(y, p):
-    return _rows(y, p) * ops.cast(ops.shape(p)[0], p.dtype) / 10
 
 
 @_loss()
@@ -810,11 +700,6 @@ _of_one_norm.defvjp(_forward, _backward)
 
 
 @_loss()
-def gradient_of_one_norm(y, p):
-    return jnp.mean(_rows(y, _of_one_norm(p)))
-
-
-@_loss()
 def gradient_clipped_in_loss(y, p):
     @jax.custom_vjp
     def clipped(z):
@@ -851,15 +736,30 @@ def half_precision(y, p):
     return jnp.max(jnp.abs(low)) + jnp.mean(jnp.square(y - p))
 
 
+_losses(
+    {
+        "branch_on_mean": lambda y, p: lax.cond(
+            jnp.mean(p) > jnp.mean(y),
+            lambda: jnp.mean(jnp.abs(y - p)),
+            lambda: 3 * jnp.mean(jnp.square(y - p)),
+        ),
+        "branch_on_rows": lambda y, p: (
+            _rows(y, p) if p.shape[0] > 8 else 5 * jnp.abs(y - p).mean(-1)
+        ),
+        "scaled_by_rows": lambda y, p: _rows(y, p) * ops.cast(ops.shape(p)[0], p.dtype) / 10,
+        "gradient_of_one_norm": lambda y, p: jnp.mean(_rows(y, _of_one_norm(p))),
+    },
+)
+
 # Losses of Keras, whose divisors are those of the batch.
 
 
 @_loss("labels")
 def ignored_class(y, p):
-    return keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True, ignore_class=1)
+    return kls.sparse_categorical_crossentropy(y, p, from_logits=True, ignore_class=1)
 
 
-class _SumOverCount(keras.losses.Loss):
+class _SumOverCount(kls.Loss):
     """Divides by the number of targets that are not zero."""
 
     def __init__(self):
@@ -869,78 +769,55 @@ class _SumOverCount(keras.losses.Loss):
         return ops.sum(ops.square(y - p)) / ops.maximum(ops.sum(ops.cast(y > 0, p.dtype)), 1)
 
 
-class _OwnCall(keras.losses.Loss):
+class _OwnCall(kls.Loss):
     """Computes all in `__call__`, and has no rows."""
 
     def __call__(self, y, p, sample_weight=None):
         return ops.sqrt(ops.mean(ops.square(y - p))) + 0.1 * ops.max(ops.abs(p))
 
 
-_BUILT_IN = {
-    "mse": (lambda **k: keras.losses.MeanSquaredError(**k), "targets"),
-    "mae": (lambda **k: keras.losses.MeanAbsoluteError(**k), "targets"),
-    "mape": (lambda **k: keras.losses.MeanAbsolutePercentageError(**k), "positive"),
-    "msle": (lambda **k: keras.losses.MeanSquaredLogarithmicError(**k), "positive"),
-    "huber": (lambda **k: keras.losses.Huber(0.7, **k), "targets"),
-    "log_cosh": (lambda **k: keras.losses.LogCosh(**k), "targets"),
-    "cosine": (lambda **k: keras.losses.CosineSimilarity(**k), "targets"),
-    "hinge": (lambda **k: keras.losses.Hinge(**k), "signs"),
-    "squared_hinge": (lambda **k: keras.losses.SquaredHinge(**k), "signs"),
-    "categorical_hinge": (lambda **k: keras.losses.CategoricalHinge(**k), "onehot"),
-    "binary": (lambda **k: keras.losses.BinaryCrossentropy(from_logits=True, **k), "bits"),
-    "binary_focal": (
-        lambda **k: keras.losses.BinaryFocalCrossentropy(from_logits=True, **k),
-        "bits",
-    ),
-    "categorical": (
-        lambda **k: keras.losses.CategoricalCrossentropy(
-            from_logits=True, label_smoothing=0.1, **k
-        ),
-        "onehot",
-    ),
-    "categorical_focal": (
-        lambda **k: keras.losses.CategoricalFocalCrossentropy(from_logits=True, **k),
-        "onehot",
-    ),
-    "sparse": (
-        lambda **k: keras.losses.SparseCategoricalCrossentropy(from_logits=True, **k),
-        "labels",
-    ),
-    "sum_over_count": (lambda **k: _SumOverCount(), "targets"),
-    "own_call": (lambda **k: _OwnCall(), "targets"),
-}
-_OF_SHARES = {
-    "kl_divergence": (keras.losses.KLDivergence, "shares", "softmax"),
-    "poisson": (keras.losses.Poisson, "positive", "softplus"),
-    "dice_loss": (keras.losses.Dice, "bits", "sigmoid"),
-    "dice_by_row": (lambda **k: keras.losses.Dice(axis=-1, **k), "bits", "sigmoid"),
-    "tversky_loss": (keras.losses.Tversky, "bits", "sigmoid"),
-    "generalized_crossentropy": (
-        keras.losses.CategoricalGeneralizedCrossEntropy,
-        "labels",
-        "softmax",
-    ),
+_logits = functools.partial(functools.partial, from_logits=True)
+_BUILT_IN: dict[str, tuple[Callable[..., Any], str, str | None]] = {
+    "mse": (kls.MeanSquaredError, "targets", None),
+    "mae": (kls.MeanAbsoluteError, "targets", None),
+    "mape": (kls.MeanAbsolutePercentageError, "positive", None),
+    "msle": (kls.MeanSquaredLogarithmicError, "positive", None),
+    "huber": (functools.partial(kls.Huber, 0.7), "targets", None),
+    "log_cosh": (kls.LogCosh, "targets", None),
+    "cosine": (kls.CosineSimilarity, "targets", None),
+    "hinge": (kls.Hinge, "signs", None),
+    "squared_hinge": (kls.SquaredHinge, "signs", None),
+    "categorical_hinge": (kls.CategoricalHinge, "onehot", None),
+    "binary": (_logits(kls.BinaryCrossentropy), "bits", None),
+    "binary_focal": (_logits(kls.BinaryFocalCrossentropy), "bits", None),
+    "categorical": (_logits(kls.CategoricalCrossentropy, label_smoothing=0.1), "onehot", None),
+    "categorical_focal": (_logits(kls.CategoricalFocalCrossentropy), "onehot", None),
+    "sparse": (_logits(kls.SparseCategoricalCrossentropy), "labels", None),
+    "sum_over_count": (_SumOverCount, "targets", None),
+    "own_call": (_OwnCall, "targets", None),
+    "kl_divergence": (kls.KLDivergence, "shares", "softmax"),
+    "poisson": (kls.Poisson, "positive", "softplus"),
+    "dice_loss": (kls.Dice, "bits", "sigmoid"),
+    "dice_by_row": (functools.partial(kls.Dice, axis=-1), "bits", "sigmoid"),
+    "tversky_loss": (kls.Tversky, "bits", "sigmoid"),
+    "generalized_crossentropy": (kls.CategoricalGeneralizedCrossEntropy, "labels", "softmax"),
 }
 
 
 def _built_in(make: Callable[..., Any], activation: str | None = None, **reduction: Any) -> Any:
-    def build() -> Any:
-        return compiled(net(activation=activation), make(**reduction))
-
-    return build
+    return lambda: compiled(net(activation=activation), make(**reduction))
 
 
-for _name, (_make, _y) in _BUILT_IN.items():
-    add(f"keras_{_name}", "losses", _built_in(_make), y=_y)
-for _name, (_make, _y, _activation) in _OF_SHARES.items():
+for _name, (_make, _y, _activation) in _BUILT_IN.items():
     add(f"keras_{_name}", "losses", _built_in(_make, _activation), y=_y)
 for _reduction in ("sum", "mean", "mean_with_sample_weight", "none"):
     for _name in ("mse", "sparse"):
+        _make, _y, _ = _BUILT_IN[_name]
         add(
             f"keras_{_name}_{_reduction}",
             "losses",
-            _built_in(_BUILT_IN[_name][0], reduction=None if _reduction == "none" else _reduction),
-            y=_BUILT_IN[_name][1],
+            _built_in(_make, reduction=None if _reduction == "none" else _reduction),
+            y=_y,
             excluded="its losses are no scalar" if _reduction == "none" else "",
             fit=lambda model, x, y: {"sample_weight": (np.arange(len(x)) % 4).astype("float32")},
         )
@@ -948,14 +825,9 @@ for _reduction in ("sum", "mean", "mean_with_sample_weight", "none"):
 
 def _ctc() -> Any:
     model = keras.Sequential([keras.Input((6, 4)), kl.Dense(8, "tanh"), kl.Dense(5)])
-    return compiled(model, keras.losses.CTC())
+    return compiled(model, kls.CTC())
 
 
 add("keras_ctc", "losses", _ctc, x="series", y="sequence labels")
-add(
-    "keras_circle",
-    "losses",
-    _built_in(keras.losses.Circle),
-    y="labels",
-    excluded="its gradient is NaN on one device",
-)
+_nan = "its gradient is NaN on one device"
+add("keras_circle", "losses", _built_in(kls.Circle), y="labels", excluded=_nan)

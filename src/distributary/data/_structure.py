@@ -306,11 +306,6 @@ def batched_spec(spec: Nest, num_rows: int | None) -> Nest:
     return jax.tree.map(lambda row: TensorSpec((num_rows, *row.shape), row.dtype), spec)
 
 
-def sized_spec(spec: Nest, num_rows: int | None) -> Nest:
-    """Returns the specs of a batch with another number of rows."""
-    return jax.tree.map(lambda leaf: TensorSpec((num_rows, *leaf.shape[1:]), leaf.dtype), spec)
-
-
 def conform(element: Nest, signature: Nest, number: int) -> Nest:
     """Converts an element to the dtypes of a signature.
 

@@ -105,15 +105,6 @@ def expect_keras() -> None:
     _expected = True
 
 
-def _can_be_imported() -> bool:
-    """Returns whether Keras has not been imported yet, and would run on JAX."""
-    return (
-        "keras" not in sys.modules
-        and os.environ.get("KERAS_BACKEND", "jax") == "jax"
-        and importlib.util.find_spec("keras") is not None
-    )
-
-
 def _uses_jax() -> bool:
     """Returns whether Keras has been imported, and runs on JAX."""
     return "keras" in sys.modules and bool(sys.modules["keras"].backend.backend() == "jax")
@@ -152,8 +143,10 @@ class _Keras(Library):
             connect()
 
     def around_trace(self) -> AbstractContextManager[object]:
-        if _expected and not _connected and _can_be_imported():
-            import_keras()
+        if _expected and "keras" not in sys.modules:
+            would_use_jax = os.environ.get("KERAS_BACKEND", "jax") == "jax"
+            if would_use_jax and importlib.util.find_spec("keras") is not None:
+                import_keras()
         if not connect() or not _uses_jax():
             return nullcontext()
         return _modules_with_keras().loops.TracedVariables(collect_losses=True)

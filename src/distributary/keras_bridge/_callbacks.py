@@ -1,6 +1,7 @@
 """Makes callbacks free in steps that none of them observes; only the first worker reports."""
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any, final
 
@@ -13,7 +14,7 @@ from distributary.job import consensus, copies
 from distributary.keras_bridge._data import current_call
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._saving import distribute, ending, is_backup
-from distributary.keras_bridge._tensorboard import write_without_tensorflow
+from distributary.keras_bridge._summaries import Summaries
 
 # These write or send data of the whole job, not of a single worker. So do those of other packages,
 # which are not imported here.
@@ -96,8 +97,9 @@ class LeanCallbackList(keras.callbacks.CallbackList):
         for callback in callbacks:
             if is_backup(callback):
                 distribute(callback)
-            if isinstance(callback, keras.callbacks.TensorBoard):
-                write_without_tensorflow(callback)
+            if isinstance(callback, keras.callbacks.TensorBoard) and not _has_tensorflow():
+                callback._summary_module = Summaries()
+                callback.write_graph = False  # TensorBoard shows those of TensorFlow
         super().__init__(callbacks, add_history, add_progbar, model, **params)
 
     def on_train_begin(self, logs: object = None) -> None:
@@ -152,6 +154,13 @@ for _name, *_others in _PER_BATCH:
 def _is_of_chief(callback: object) -> bool:
     packages = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
     return isinstance(callback, _OF_CHIEF) or not _PACKAGES_OF_CHIEF.isdisjoint(packages)
+
+
+def _has_tensorflow() -> bool:
+    try:
+        return importlib.util.find_spec("tensorflow") is not None
+    except ValueError:  # something else has its name
+        return False
 
 
 def new(cls: Any, *args: Any, model: Any = None, **kwargs: Any) -> Any:

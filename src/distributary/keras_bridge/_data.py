@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -27,13 +28,7 @@ from distributary.data import (
 from distributary.errors import InvalidValueError
 from distributary.inputs import Batches, DistributedDataset, DistributedInput
 from distributary.job import consensus
-from distributary.keras_bridge._keras_private import (
-    ArrayDataAdapter,
-    DataAdapter,
-    GeneratorDataAdapter,
-    array_slicing,
-    class_weight_to_sample_weights,
-)
+from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._text import require_numbers
 from distributary.options import InputOptions
 from distributary.topology import private
@@ -119,7 +114,7 @@ def _noted(adapter: Any) -> Any:
     return adapter
 
 
-class UnknownSizes(DataAdapter):
+class UnknownSizes(keras_private.DataAdapter):
     """A data adapter that knows nothing about its batches in advance; their sizes may differ."""
 
     batch_size: int | None = None
@@ -182,7 +177,7 @@ class DatasetAdapter(UnknownSizes):
                 " weights of the classes with the others."
             )
         x, y = batch
-        return x, y, class_weight_to_sample_weights(y, self._class_weight)
+        return x, y, keras_private.class_weight_to_sample_weights(y, self._class_weight)
 
     @property
     def num_batches(self) -> int | None:
@@ -200,14 +195,15 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
         adapter: Keras' data adapter.
         extended: The `extended` of the strategy.
     """
-    if type(adapter) is ArrayDataAdapter and adapter._shuffle != "batch":
-        sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
+    if type(adapter) is keras_private.ArrayDataAdapter and adapter._shuffle != "batch":
+        slicing = keras_private.array_slicing
+        sliceables = slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
         leaves, tree = jax.tree.flatten(sliceables)
-        if leaves and all(type(leaf) is array_slicing.NumpySliceable for leaf in leaves):
-            arrays = [leaf.array for leaf in leaves]
-            return ArrayBatches(arrays, tree, adapter, extended)
+        if leaves and all(type(leaf) is slicing.NumpySliceable for leaf in leaves):
+            return ArrayBatches([leaf.array for leaf in leaves], tree, adapter, extended)
     iterator: Iterator[Any] = iter(adapter.get_jax_iterator())
-    if not isinstance(adapter, (ArrayDataAdapter, GeneratorDataAdapter, UnknownSizes)):
+    of_keras = (keras_private.ArrayDataAdapter, keras_private.GeneratorDataAdapter)
+    if not isinstance(adapter, (*of_keras, UnknownSizes)):
         iterator = map(kept, iterator)
     if extended.num_replicas > 1 and not isinstance(adapter, UnknownSizes):
         # Arrays of nonzero elements do not have rows that could be split over the replicas.
@@ -219,13 +215,9 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
 
 def _with_dense(batch: object) -> Any:
     """Replaces JAX's sparse arrays in a batch by NumPy arrays."""
-    leaves, tree = jax.tree.flatten(batch, is_leaf=_is_sparse)
-    dense = [np.asarray(leaf.todense()) if _is_sparse(leaf) else leaf for leaf in leaves]
-    return jax.tree.unflatten(tree, dense)
-
-
-def _is_sparse(leaf: object) -> bool:
-    return isinstance(leaf, JAXSparse)
+    is_sparse = lambda leaf: isinstance(leaf, JAXSparse)
+    dense = lambda leaf: np.asarray(leaf.todense()) if is_sparse(leaf) else leaf
+    return jax.tree.map(dense, batch, is_leaf=is_sparse)
 
 
 @final
@@ -382,9 +374,8 @@ class ArrayBatches:
         if self._adapter._shuffle:
             self._order = _permutation(self._num_rows, self._adapter, self._extended)
         if self._share.num_workers > 1:
-            first = (
-                slice(self._batch_size) if self._order is None else self._order[: self._batch_size]
-            )
+            first: Any = slice(self._batch_size)
+            first = first if self._order is None else self._order[first]
             check_same([self._num_rows, *(a[first] for a in self._arrays)], self._extended)
 
 
@@ -399,10 +390,8 @@ def _permutation(num_rows: int, adapter: Any, extended: Any) -> Any:
         return np.random.default_rng(epoch).permutation(num_rows)
     if extended.num_workers == 1:
         return np.random.permutation(num_rows)
-    _, key, position, *_ = np.random.get_state(legacy=True)
-    key, position = extended.from_chief(
-        [np.asarray(key), np.asarray(position)], "the order of the rows"
-    )
+    state = [np.asarray(part) for part in np.random.get_state(legacy=True)[1:3]]
+    key, position = extended.from_chief(state, "the order of the rows")
     generator = np.random.RandomState()
     generator.set_state(("MT19937", key, int(position), 0, 0.0))
     order = generator.permutation(num_rows)
@@ -430,23 +419,14 @@ def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
     with contextlib.suppress(StopIteration):
         while len(batches) < count:
             batches.append(next_own(iterator))
-    for run in _runs_of_equal_shape(batches):
-        yield jax.tree.map(_stack, *run), len(run)
+    for _, run in itertools.groupby(batches, _shapes):
+        several = list(run)
+        yield jax.tree.map(_stack, *several), len(several)
 
 
-def _runs_of_equal_shape(batches: list[Any]) -> Iterator[list[Any]]:
-    run: list[Any] = []
-    shapes = None
-    for batch in batches:
-        leaves, tree = jax.tree.flatten(batch)
-        own = tree, [(np.shape(leaf), leaf.dtype) for leaf in leaves]
-        if run and own != shapes:
-            yield run
-            run = []
-        run.append(batch)
-        shapes = own
-    if run:
-        yield run
+def _shapes(batch: Any) -> object:
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, [(np.shape(leaf), leaf.dtype) for leaf in leaves]
 
 
 def _stack(*leaves: Any) -> Any:

@@ -35,19 +35,16 @@ def _must_combine() -> bool:
 
 def _combined(gradients: Sequence[Any]) -> list[Any]:
     """Sums the gradients of all replicas of `Strategy.run`."""
-    given = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    present = [gradients[i] for i in given]
+    present = [gradient for gradient in gradients if gradient is not None]
     if is_for_servers() and current_mode().role != "replica":
-        reduced = [push(value) for value in present]
+        reduced = list(map(push, present))
     elif is_away_from_variables():
         # Everything after a collective is computed where the variables lie.
         reduced = lax.psum(present, REPLICA_AXIS)
     else:
         reduced = get_strategy().extended.reduce_gradients(ReduceOp.SUM, present)
-    result = list(gradients)
-    for i, gradient in zip(given, reduced, strict=True):
-        result[i] = gradient
-    return result
+    left = iter(reduced)
+    return [None if gradient is None else next(left) for gradient in gradients]
 
 
 def combining(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -63,11 +63,8 @@ def require_numbers(what: str, data: object) -> None:
     for leaf in keras.tree.flatten(data):
         # DataFrames and Series of pandas
         dtypes = getattr(leaf, "dtypes", ())
-        columns = zip(
-            getattr(leaf, "columns", [getattr(leaf, "name", None)]),
-            dtypes if isinstance(dtypes, Iterable) else [dtypes],
-            strict=False,
-        )
+        dtypes = dtypes if isinstance(dtypes, Iterable) else [dtypes]
+        columns = zip(getattr(leaf, "columns", [getattr(leaf, "name", None)]), dtypes, strict=False)
         text = [name for name, dtype in columns if getattr(dtype, "kind", "-") in "USO"]
         if text:
             where = "" if text[0] is None else f" in column {text[0]!r}"

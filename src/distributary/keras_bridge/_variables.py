@@ -1,9 +1,9 @@
 """Keras variables under a strategy."""
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -16,13 +16,7 @@ from distributary.checkpoint import settle
 from distributary.context import get_strategy, has_strategy
 from distributary.dispatch import JobEvent, fetch_whole, job_programs, latest_program
 from distributary.errors import UnsupportedError, WorkerMismatchError
-from distributary.keras_bridge._keras_private import (
-    AutocastScope,
-    get_stateless_scope,
-    in_stateless_scope,
-    in_symbolic_scope,
-    sync_state,
-)
+from distributary.keras_bridge import _keras_private as keras_private
 from distributary.topology import (
     in_device_memory,
     in_host_memory,
@@ -53,11 +47,7 @@ def _with_mesh(sharding: Any) -> NamedSharding:
     return NamedSharding(make_mesh(tuple(sharding.device_set)), P())
 
 
-class _Creation(threading.local):
-    layout: Any = None
-
-
-_creation = _Creation()
+_layout: ContextVar[Any] = ContextVar("layout of the variables that are created", default=None)
 
 
 @contextmanager
@@ -67,17 +57,17 @@ def laid_out(layout: Any) -> Iterator[None]:
     Args:
         layout: A sharding, or the variable on servers beside which the new one lies.
     """
-    before, _creation.layout = _creation.layout, layout
+    token = _layout.set(layout)
     try:
         yield
     finally:
-        _creation.layout = before
+        _layout.reset(token)
 
 
 def planned_layout(variable: object) -> Any:
     """Returns the layout that `laid_out` gives a variable, or None."""
     planned = getattr(variable, "_distributary_layout", None)
-    return _creation.layout if planned is None else planned
+    return _layout.get() if planned is None else planned
 
 
 def _description(variable: Any) -> str:
@@ -98,7 +88,7 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(  # noqa: N807
         self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kw: Any
     ) -> None:
-        scope = current_scope() if in_stateless_scope() else None
+        scope = current_scope() if keras_private.in_stateless_scope() else None
         if scope is not None and not callable(initializer) and not isinstance(initializer, str):
             with jax.ensure_compile_time_eval():
                 value = keras.ops.convert_to_tensor(initializer, dtype)
@@ -211,20 +201,21 @@ def value(original: property) -> property:
         if not isinstance(kept, ON_SERVERS):
             with latest_program.lock:  # so that programs see `_shared` before they donate
                 # A tape records the cast, too.
-                with AutocastScope(None) if is_recording() else nullcontext():
+                with keras_private.AutocastScope(None) if is_recording() else nullcontext():
                     current = in_device_memory(read(self))
                 # In a symbolic scope, Keras wants shapes only.
-                if current is self._value and not in_symbolic_scope():
+                if current is self._value and not keras_private.in_symbolic_scope():
                     self._shared = True
             current = whole_value(self, current)
             if not is_recording():
                 return current
             return self._maybe_autocast(noted_read(self, current))
-        scope = get_stateless_scope() if in_stateless_scope() else None
+        scope = keras_private.get_stateless_scope() if keras_private.in_stateless_scope() else None
         current = None if scope is None else scope.get_current_value(self)
         if current is None:
             # In a symbolic scope only shapes matter, so do not fetch the value.
-            current = jnp.zeros(kept.shape, kept.dtype) if in_symbolic_scope() else kept._peek()
+            is_symbolic = keras_private.in_symbolic_scope()
+            current = jnp.zeros(kept.shape, kept.dtype) if is_symbolic else kept._peek()
         return self._maybe_autocast(current)
 
     return property(value, doc=original.__doc__)
@@ -268,7 +259,7 @@ def together(model: Any) -> Iterator[None]:
     the block together. At the end, assigned values must be the same on all workers, or be replaced
     by such values.
     """
-    sync_state(model)
+    keras_private.sync_state(model)
     variables = getattr(getattr(model, "optimizer", None), "variables", ())
     divided = [v for v in variables if not getattr(v._layout, "is_fully_addressable", True)]
     divided = [v for v in divided if shard_dim(v._layout) is not None]
@@ -301,16 +292,12 @@ def place(variable: Any, strategy: Any) -> None:
     if shard_dim(variable._layout) is not None and not is_elsewhere:
         return
     # On a single device, a value can have two layouts, see `direct_assign`.
-    if is_elsewhere or _lies_otherwise(value, sharding):
+    if is_elsewhere or (sharding.is_fully_addressable and value.sharding != sharding):
         with jax.ensure_compile_time_eval():  # in case a function is being traced
             whole = whole_value(variable, value)
             initial = strategy.extended.variable_layout().initial(whole, _description(variable))
             variable._value = put_replicated(initial, sharding)
     variable._layout = sharding
-
-
-def _lies_otherwise(value: Any, sharding: NamedSharding) -> bool:
-    return bool(sharding.is_fully_addressable and value.sharding != sharding)
 
 
 def place_in_parts(variable: Any, strategy: Any) -> None:
