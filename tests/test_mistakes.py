@@ -523,11 +523,11 @@ _PER_REPLICA = "PerReplica | strategy.reduce | experimental_local_results"
 
 
 def _rows(strategy):
-    return strategy.run(lambda x: x, args=(BATCH,))
+    return strategy.run(jnp.asarray, args=(BATCH,))
 
 
 def _sums(strategy):
-    return strategy.run(lambda x: x.sum(), args=(BATCH,))
+    return strategy.run(jnp.sum, args=(BATCH,))
 
 
 @told("PerReplica", "strategy.reduce", "experimental_local_results")

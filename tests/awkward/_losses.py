@@ -58,15 +58,6 @@ def clip(y, p):
     return (one + other) / 2
 
 
-@_loss(units=6)
-def nt_xent(y, p):
-    z = _unit(jnp.concatenate([p[:, :3], p[:, 3:]]))
-    n = p.shape[0]
-    logits = z @ z.T / 0.5 - 1e9 * jnp.eye(2 * n)
-    positive = jnp.concatenate([jnp.arange(n, 2 * n), jnp.arange(n)])
-    return jnp.mean(jax.nn.logsumexp(logits, 1) - logits[jnp.arange(2 * n), positive])
-
-
 @_loss("onehot")
 def supervised_contrastive(y, p):
     z = _unit(p)
@@ -85,38 +76,6 @@ def triplet_hard(y, p):
     return jnp.mean(jax.nn.relu(hardest - jnp.minimum(nearest, 50.0) + 0.5))
 
 
-@_loss("onehot")
-def triplet_semi_hard(y, p):
-    d = _distances(p, p)
-    same = y @ y.T
-    harder = (d[:, None, :] > d[:, :, None]) & (same[:, None, :] == 0)
-    nearest = jnp.min(jnp.where(harder, d[:, None, :], 20.0), -1)
-    return jnp.sum(same * jax.nn.relu(d - nearest + 1.0)) / jnp.sum(same)
-
-
-@_loss(units=6)
-def n_pairs(y, p):
-    logits = p[:, :3] @ p[:, 3:].T
-    return jnp.mean(jax.nn.logsumexp(logits - jnp.diag(logits)[:, None], 1))
-
-
-@_loss("onehot")
-def multi_similarity(y, p):
-    s = _unit(p) @ _unit(p).T
-    same = y @ y.T
-    positive = jnp.log1p(jnp.sum(same * jnp.exp(-2 * (s - 0.5)), 1)) / 2
-    negative = jnp.log1p(jnp.sum((1 - same) * jnp.exp(10 * (s - 0.5)), 1)) / 10
-    return jnp.mean(positive + negative)
-
-
-@_loss("onehot")
-def lifted_structure(y, p):
-    d, same = jnp.sqrt(_distances(p, p) + 1e-4), y @ y.T
-    out = jnp.log(jnp.sum((1 - same) * jnp.exp(1 - d), 1) + 1e-3)
-    losses = jnp.square(jax.nn.relu(out[:, None] + out[None] + d)) * same
-    return jnp.sum(losses) / (2 * jnp.sum(same))
-
-
 @_loss(units=6)
 def barlow_twins(y, p):
     a, b = _standardized(p[:, :3]), _standardized(p[:, 3:])
@@ -126,58 +85,10 @@ def barlow_twins(y, p):
     )
 
 
-@_loss(units=6)
-def vicreg(y, p):
-    a, b = p[:, :3], p[:, 3:]
-    spread = sum(jnp.mean(jax.nn.relu(1 - jnp.sqrt(jnp.var(z, 0) + 1e-4))) for z in (a, b))
-    centred = a - jnp.mean(a, 0)
-    covariance = centred.T @ centred / (a.shape[0] - 1)
-    off = jnp.sum(jnp.square(covariance)) - jnp.sum(jnp.square(jnp.diag(covariance)))
-    return jnp.mean(jnp.square(a - b)) + spread + off / 3
-
-
 @_loss()
 def maximum_mean_discrepancy(y, p):
     k = lambda a, b: jnp.mean(jnp.exp(-0.5 * _distances(a, b)))
     return k(p, p) + k(y, y) - 2 * k(p, y)
-
-
-@_loss()
-def energy_distance(y, p):
-    d = lambda a, b: jnp.mean(jnp.sqrt(_distances(a, b) + 1e-3))
-    return 2 * d(p, y) - d(p, p) - d(y, y)
-
-
-@_loss()
-def hilbert_schmidt_independence(y, p):
-    n = p.shape[0]
-    h = jnp.eye(n) - 1.0 / n
-    k, m = jnp.exp(-0.5 * _distances(p, p)), jnp.exp(-0.5 * _distances(y, y))
-    return -jnp.trace(k @ h @ m @ h) / (n - 1)
-
-
-@_loss()
-def distance_correlation(y, p):
-    def centred(z):
-        d = jnp.sqrt(_distances(z, z) + 1e-3)
-        return d - jnp.mean(d, 0) - jnp.mean(d, 1, keepdims=True) + jnp.mean(d)
-
-    a, b = centred(p), centred(y)
-    return 1 - jnp.mean(a * b) / jnp.sqrt(jnp.mean(a * a) * jnp.mean(b * b))
-
-
-@_loss()
-def sinkhorn(y, p):
-    cost = _distances(p, y)
-    n = p.shape[0]
-
-    def turn(_, fg):
-        f, g = fg
-        f = -jax.nn.logsumexp(g[None] - cost, 1) - jnp.log(n)
-        return f, -jax.nn.logsumexp(f[:, None] - cost, 0) - jnp.log(n)
-
-    f, g = lax.fori_loop(0, 5, turn, (jnp.zeros(n, p.dtype), jnp.zeros(n, p.dtype)))
-    return jnp.sum(jnp.exp(f[:, None] + g[None] - cost) * cost)
 
 
 @_loss()
@@ -191,22 +102,6 @@ def nearest_neighbours(y, p):
     d = _distances(p, p) + 1e3 * jnp.eye(p.shape[0])
     near, index = lax.top_k(-d, 2)
     return jnp.mean(-near) + jnp.mean(jnp.square(p[:, None] - y[index]))
-
-
-@_loss()
-def stochastic_neighbours(y, p):
-    def shares(z):
-        logits = -_distances(z, z) - 1e9 * jnp.eye(z.shape[0])
-        return jax.nn.log_softmax(logits.reshape(-1)).reshape(logits.shape)
-
-    log_q, log_p = shares(p), shares(y)
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_q) * (1 - jnp.eye(p.shape[0])))
-
-
-@_loss()
-def pairwise_ranking(y, p):
-    order = jnp.sign(y[:, None, 0] - y[None, :, 0])
-    return jnp.mean(jax.nn.softplus(-order * (p[:, None, 0] - p[None, :, 0])))
 
 
 @_loss("binary", 1)
@@ -227,12 +122,6 @@ def cox_partial_likelihood(y, p):
     order = jnp.argsort(-y[:, 0])
     risk = p[order, 0]
     return -jnp.mean(risk - lax.cumlogsumexp(risk))
-
-
-@_loss()
-def rows_in_checkpoint(y, p):
-    pairs = jax.checkpoint(lambda a: jnp.mean(jnp.tanh(a @ a.T), 1))
-    return jnp.mean(pairs(p) * jnp.sum(y, 1))
 
 
 _losses(
@@ -259,65 +148,16 @@ def mean_and_spread(y, p):
     return jnp.mean(rows) + jnp.std(rows)
 
 
-@_loss()
-def concordance(y, p):
-    covariance = jnp.mean((y - jnp.mean(y, 0)) * (p - jnp.mean(p, 0)), 0)
-    gap = jnp.square(jnp.mean(y, 0) - jnp.mean(p, 0))
-    return jnp.mean(1 - 2 * covariance / (jnp.var(y, 0) + jnp.var(p, 0) + gap))
-
-
 @_loss("bits")
 def dice(y, p):
     p = jax.nn.sigmoid(p)
     return 1 - (2 * jnp.sum(y * p) + 1) / (jnp.sum(y) + jnp.sum(p) + 1)
 
 
-@_loss("bits")
-def tversky(y, p):
-    p = jax.nn.sigmoid(p)
-    hits, false, missed = jnp.sum(y * p, 0), jnp.sum((1 - y) * p, 0), jnp.sum(y * (1 - p), 0)
-    return jnp.sum((1 - hits / (hits + 0.3 * false + 0.7 * missed)) ** 0.75)
-
-
-@_loss("bits")
-def jaccard(y, p):
-    p = jax.nn.sigmoid(p)
-    both = jnp.sum(y * p)
-    return 1 - both / (jnp.sum(y) + jnp.sum(p) - both)
-
-
-@_loss("onehot")
-def soft_f1(y, p):
-    p = jax.nn.softmax(p)
-    hits = jnp.sum(y * p, 0)
-    return 1 - jnp.mean(2 * hits / (jnp.sum(y, 0) + jnp.sum(p, 0) + 1e-3))
-
-
-@_loss("bits")
-def matthews_correlation(y, p):
-    p = jax.nn.sigmoid(p)
-    tp, tn, fp, fn = (jnp.sum(a * b) for a, b in ((y, p), (1 - y, 1 - p), (1 - y, p), (y, 1 - p)))
-    root = jnp.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn) + 1.0)
-    return 1 - (tp * tn - fp * fn) / root
-
-
-@_loss("bits")
-def focal_by_positives(y, p):
-    q = jax.nn.sigmoid(p)
-    focal = -y * (1 - q) ** 2 * jnp.log(q + 1e-6) - (1 - y) * q**2 * jnp.log(1 - q + 1e-6)
-    return jnp.sum(focal) / jnp.maximum(jnp.sum(y), 1)
-
-
 @_loss("onehot")
 def balanced_by_batch(y, p):
     weights = y.shape[0] / (3 * jnp.sum(y, 0) + 1)
     return kls.categorical_crossentropy(y, p, from_logits=True) * jnp.sum(y * weights, -1)
-
-
-@_loss("onehot")
-def smoothed_by_batch(y, p):
-    smooth = 0.9 * y + 0.1 * jnp.mean(y, 0)
-    return kls.categorical_crossentropy(smooth, p, from_logits=True)
 
 
 @_loss("onehot")
@@ -335,66 +175,10 @@ def mutual_information(y, p):
 
 
 @_loss()
-def huber_of_median(y, p):
-    errors = jnp.abs(y - p)
-    delta = lax.stop_gradient(jnp.median(errors))
-    return jnp.mean(jnp.where(errors < delta, errors**2 / 2, delta * (errors - delta / 2)))
-
-
-@_loss()
-def iteratively_reweighted(y, p):
-    errors = _rows(y, p)
-    weights = lax.stop_gradient(1 / (errors + jnp.mean(errors)))
-    return jnp.sum(weights * errors) / jnp.sum(weights)
-
-
-@_loss()
-def softmax_over_rows(y, p):
-    rows = _rows(y, p)
-    return jnp.sum(lax.stop_gradient(jax.nn.softmax(rows)) * rows)
-
-
-@_loss()
-def soft_histogram(y, p):
-    centres = jnp.linspace(-2, 2, 5)
-    count = lambda z: jnp.mean(jnp.exp(-4 * (z[..., None] - centres) ** 2), (0, 1))
-    return jnp.sum(jnp.square(count(p) - count(y)))
-
-
-@_loss()
-def counted_bins(y, p):
-    bins = jnp.bincount(jnp.clip(jnp.floor(y[:, 0] + 2), 0, 3).astype(int), length=4)
-    mine = bins[jnp.clip(jnp.floor(y[:, 0] + 2), 0, 3).astype(int)]
-    return jnp.mean(_rows(y, p) / mine)
-
-
-@_loss()
 def missing_targets(y, p):
     y = jnp.where(jnp.abs(y) > 1.2, jnp.nan, y)
     errors = jnp.where(jnp.isnan(y), 0.0, jnp.square(jnp.nan_to_num(y) - p))
     return jnp.sum(errors) / jnp.sum(~jnp.isnan(y))
-
-
-@_loss("onehot")
-def centres_of_classes(y, p):
-    centres = y.T @ p / (jnp.sum(y, 0)[:, None] + 1e-3)
-    return jnp.mean(_rows(y @ centres, p)) - 0.1 * jnp.mean(_distances(centres, centres))
-
-
-@_loss("labels")
-def segments(y, p):
-    total = jax.ops.segment_sum(p, y[:, 0].astype(int), 3)
-    count = jax.ops.segment_sum(jnp.ones(p.shape[0], p.dtype), y[:, 0].astype(int), 3)
-    means = total / (count[:, None] + 1)
-    return jnp.mean(jnp.square(p - means[y[:, 0].astype(int)] - 1))
-
-
-@_loss("onehot")
-def prototypes(y, p):
-    n = p.shape[0] // 2
-    centres = y[:n].T @ p[:n] / (jnp.sum(y[:n], 0)[:, None] + 1e-3)
-    logits = -_distances(p[n:], centres)
-    return kls.categorical_crossentropy(y[n:], logits, from_logits=True).mean()
 
 
 _losses(
@@ -445,14 +229,6 @@ def covariance_of_outputs(y, p):
 
 
 @_loss()
-def whitened_by_cholesky(y, p):
-    z = p - jnp.mean(p, 0)
-    root = jnp.linalg.cholesky(z.T @ z / p.shape[0] + 0.1 * jnp.eye(3, dtype=p.dtype))
-    white = jax.scipy.linalg.solve_triangular(root, z.T, lower=True).T
-    return jnp.mean(jnp.square(white - _standardized(y)))
-
-
-@_loss()
 def whitened_by_eigenvectors(y, p):
     z = p - jnp.mean(p, 0)
     values, vectors = jnp.linalg.eigh(z.T @ z / p.shape[0] + jnp.diag(jnp.arange(3.0) + 0.1))
@@ -472,14 +248,6 @@ def solved_head(y, p):
 
 
 @_loss()
-def gaussian_process(y, p):
-    k = jnp.exp(-0.5 * _distances(p, p)) + 0.5 * jnp.eye(p.shape[0], dtype=p.dtype)
-    root = jnp.linalg.cholesky(k)
-    alpha = jax.scipy.linalg.cho_solve((root, True), y)
-    return (0.5 * jnp.sum(y * alpha) + jnp.sum(jnp.log(jnp.diag(root)))) / p.shape[0]
-
-
-@_loss()
 def mahalanobis(y, p):
     z = p - y
     inverse = jnp.linalg.inv(y.T @ y / y.shape[0] + 0.1 * jnp.eye(3, dtype=p.dtype))
@@ -491,23 +259,6 @@ def centred_kernel_alignment(y, p):
     a, b = p - jnp.mean(p, 0), y - jnp.mean(y, 0)
     norm = lambda m: jnp.sqrt(jnp.sum(jnp.square(m)) + 1e-6)
     return 1 - norm(a.T @ b) ** 2 / (norm(a.T @ a) * norm(b.T @ b))
-
-
-@_loss(units=6)
-def canonical_correlation(y, p):
-    a, b = p[:, :3] - jnp.mean(p[:, :3], 0), p[:, 3:] - jnp.mean(p[:, 3:], 0)
-    n = p.shape[0]
-    root = lambda z: jnp.linalg.cholesky(z.T @ z / n + 0.1 * jnp.eye(3, dtype=p.dtype))
-    t = jnp.linalg.solve(root(a), a.T @ b / n) @ jnp.linalg.inv(root(b)).T
-    return -jnp.sum(jnp.square(t))
-
-
-@_loss()
-def correlation_alignment(y, p):
-    centred = lambda z: z - jnp.mean(z, 0)
-    one, other = centred(p[::2]), centred(p[1::2])
-    gap = one.T @ one / one.shape[0] - other.T @ other / other.shape[0]
-    return jnp.mean(_rows(y, p)) + jnp.sum(jnp.square(gap))
 
 
 @_loss()
@@ -525,12 +276,6 @@ _losses(
 )
 
 # The order of rows.
-
-
-@_loss()
-def halves(y, p):
-    n = p.shape[0] // 2
-    return jnp.mean(_rows(y[:n], p[:n])) + 2 * jnp.mean(_rows(y[n:], p[n:]))
 
 
 @_loss()
@@ -562,21 +307,9 @@ def reshaped_rows(y, p):
 
 
 @_loss()
-def groups_of_rows(y, p):
-    n = p.shape[0] // 3 * 3
-    return jnp.mean(jnp.max(_rows(y, p)[:n].reshape(-1, 3), 1))
-
-
-@_loss()
 def sorted_by_targets(y, p):
     ordered = p[jnp.argsort(y[:, 0])]
     return jnp.mean(jax.nn.relu(ordered[:-1] - ordered[1:] + 0.5))
-
-
-@_loss()
-def scattered_rows(y, p):
-    buckets = jnp.zeros((3, 3), p.dtype).at[jnp.argmax(p, -1)].add(p)
-    return jnp.mean(_rows(y, p)) + 0.01 * jnp.sum(jnp.square(buckets))
 
 
 @_loss()
@@ -615,30 +348,6 @@ _losses(
 
 
 @_loss()
-def switch_on_count(y, p):
-    count = jnp.sum(p[:, 0] > 0) % 3
-    return lax.switch(
-        count,
-        [
-            lambda: jnp.mean(jnp.abs(y - p)),
-            lambda: jnp.mean(jnp.square(y - p)),
-            lambda: jnp.max(jnp.abs(y - p)),
-        ],
-    )
-
-
-@_loss()
-def while_weights_change(y, p):
-    errors = lax.stop_gradient(_rows(y, p))
-
-    def smaller(weights):
-        return weights * jnp.where(errors * weights > jnp.mean(errors), 0.5, 1.0)
-
-    going_on = lambda weights: jnp.max(errors * weights) > 1.2 * jnp.mean(errors)
-    return jnp.mean(lax.while_loop(going_on, smaller, jnp.ones_like(errors)) * _rows(y, p))
-
-
-@_loss()
 def fixed_key(y, p):
     noise = jax.random.normal(jax.random.key(0), p.shape, p.dtype)
     return jnp.mean(jnp.square(y - p - 0.5 * noise))
@@ -651,36 +360,11 @@ def fixed_key_of_rows(y, p):
 
 
 @_loss()
-def permuted_partners(y, p):
-    partner = jax.random.permutation(jax.random.key(2), p.shape[0])
-    return jnp.mean(jnp.square(0.7 * p + 0.3 * p[partner] - 0.7 * y - 0.3 * y[partner]))
-
-
-@_loss()
-def random_pairs(y, p):
-    i, j = jax.random.randint(jax.random.key(3), (2, 8), 0, p.shape[0])
-    return jnp.mean(_rows(y, p)) + jnp.mean(jnp.square(p[i] - p[j] - y[i] + y[j]))
-
-
-@_loss()
-def key_from_the_batch(y, p):
-    key = jax.random.fold_in(jax.random.key(4), jnp.sum(y > 0).astype(jnp.uint32))
-    return jnp.mean(jnp.square(y - p - 0.3 * jax.random.normal(key, p.shape, p.dtype)))
-
-
-@_loss()
 def ranks_by_callback(y, p):
     rows = lax.stop_gradient(_rows(y, p))
     shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     ranks = lambda r: np.argsort(np.argsort(np.asarray(r))).astype(r.dtype) / len(r)
     return jnp.mean(_rows(y, p) * jax.pure_callback(ranks, shape, rows))
-
-
-@_loss()
-def scalar_of_callback(y, p):
-    spread = lambda r: np.asarray(np.ptp(np.asarray(r)), r.dtype)
-    scale = jax.pure_callback(spread, jax.ShapeDtypeStruct((), y.dtype), y)
-    return jnp.mean(_rows(y, p)) / scale
 
 
 @jax.custom_vjp
@@ -700,28 +384,9 @@ _of_one_norm.defvjp(_forward, _backward)
 
 
 @_loss()
-def gradient_clipped_in_loss(y, p):
-    @jax.custom_vjp
-    def clipped(z):
-        return z
-
-    limit = lambda g: jnp.clip(g, -2 * jnp.mean(jnp.abs(g)), 2 * jnp.mean(jnp.abs(g)))
-    clipped.defvjp(lambda z: (z, None), lambda _, g: (limit(g),))
-    return jnp.mean(_rows(y, clipped(p)))
-
-
-@_loss()
 def gradient_inside(y, p):
     inner = jax.grad(lambda q: jnp.mean(jnp.exp(-_distances(q, y))))(p)
     return jnp.mean(_rows(y, p)) + 10 * jnp.sum(jnp.square(inner))
-
-
-@_loss()
-def inner_descent(y, p):
-    scale = jnp.ones(3, p.dtype)
-    for _ in range(3):
-        scale = scale - 0.1 * jax.grad(lambda s: jnp.mean(jnp.square(s * p - y)))(scale)
-    return jnp.mean(jnp.square(scale * p - y))
 
 
 @_loss()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax import flatten_util, lax
+from jax import lax
 from keras import layers as kl, ops
 
 from tests.awkward._case import DATA, add, adder, compiled, net, sgd
@@ -135,31 +135,9 @@ class _ClipsByNorm(Step):
 
 
 @_step
-class _ClipsByValue(Step):
-    def changed(self, gradients):
-        return [jnp.clip(g, -0.05, 0.05) for g in gradients]
-
-
-@_step
-class _AdaptiveClipping(Step):
-    def gradients(self, trainable, others, x, y):
-        aux, gradients = super().gradients(trainable, others, x, y)
-        limits = [0.1 * jnp.maximum(jnp.linalg.norm(jnp.ravel(v)), 1e-3) for v in trainable]
-        norms = [jnp.linalg.norm(jnp.ravel(g)) + 1e-6 for g in gradients]
-        pairs = zip(gradients, limits, norms, strict=True)
-        return aux, [g * jnp.minimum(1, limit / norm) for g, limit, norm in pairs]
-
-
-@_step
 class _CentralizesGradients(Step):
     def changed(self, gradients):
         return [g - jnp.mean(g, 0, keepdims=True) if g.ndim > 1 else g for g in gradients]
-
-
-@_step
-class _SquaresGradients(Step):
-    def changed(self, gradients):
-        return [g * jnp.abs(g) for g in gradients]
 
 
 @_step
@@ -171,45 +149,6 @@ class _NoisyGradients(Step):
             g + 0.1 * norm * jax.random.normal(k, g.shape, g.dtype)
             for g, k in zip(gradients, keys, strict=True)
         ]
-
-
-@_step
-class _LargestGradients(Step):
-    def changed(self, gradients):
-        least = jnp.quantile(jnp.concatenate([jnp.abs(jnp.ravel(g)) for g in gradients]), 0.5)
-        return [jnp.where(jnp.abs(g) > least, g, 0) for g in gradients]
-
-
-@_step
-class _RescaledByLoss(Step):
-    def gradients(self, trainable, others, x, y):
-        (loss, aux), gradients = super().gradients(trainable, others, x, y)
-        return (loss, aux), [g / (1 + loss**2) for g in gradients]
-
-
-@_step
-class _SkipsWhenSmall(Step):
-    def gradients(self, trainable, others, x, y):
-        (loss, aux), gradients = super().gradients(trainable, others, x, y)
-        keep = jnp.where(loss > 0.9, 1.0, 0.2)
-        return (loss, aux), [keep * g for g in gradients]
-
-
-@_step
-class _BranchesOnNorm(Step):
-    def changed(self, gradients):
-        return lax.cond(
-            _norm(gradients) > 0.8,
-            lambda: [g / _norm(gradients) for g in gradients],
-            lambda: [2 * g for g in gradients],
-        )
-
-
-@_step
-class _GradientOfSum(Step):
-    def loss_of(self, trainable, others, x, y):
-        p, others = self.stateless_call(trainable, others, x, training=True)
-        return 0.02 * jnp.sum(jnp.square(p - y)), (p, others)
 
 
 @_step
@@ -250,20 +189,6 @@ class _PenaltyOfNorm(Step):
 
 
 @_step
-class _HessianTrace(Step):
-    def logs(self, loss, y, p, gradients):
-        return {"norm": _norm(gradients)}
-
-    def gradients(self, trainable, others, x, y):
-        of = jax.grad(lambda t: self.loss_of(t, others, x, y)[0])
-        probes = [jnp.cos(jnp.arange(v.size, dtype=v.dtype)).reshape(v.shape) for v in trainable]
-        _, curved = jax.jvp(of, (trainable,), (probes,))
-        aux, gradients = super().gradients(trainable, others, x, y)
-        pairs = zip(gradients, curved, strict=True)
-        return aux, [g / (1 + jnp.abs(c)) for g, c in pairs]
-
-
-@_step
 class _GaussNewton(Step):
     """Divides by the mean of squared gradients of single rows."""
 
@@ -297,61 +222,6 @@ class _PrivateGradients(Step):
         ]
 
 
-@_step
-class _AccumulatesParts(Step):
-    """The mean of the gradients of three parts of the batch, one after the other."""
-
-    def gradients(self, trainable, others, x, y):
-        aux, _ = super().gradients(trainable, others, x, y)
-        parts = [super(_AccumulatesParts, self).gradients(trainable, others, x[i::3], y[i::3])[1]
-                 for i in range(3)]  # fmt: skip
-        return aux, [sum(g) / 3 for g in zip(*parts, strict=True)]
-
-
-@_step
-class _ScansOverParts(Step):
-    def gradients(self, trainable, others, x, y):
-        aux, whole = super().gradients(trainable, others, x, y)
-        n = x.shape[0] // 3 * 3
-
-        def part(total, xy):
-            g = jax.grad(lambda t: self.loss_of(t, others, *xy)[0])(trainable)
-            return [
-                a + jnp.sign(b) * jnp.sqrt(jnp.abs(b)) for a, b in zip(total, g, strict=True)
-            ], None
-
-        zeros = [jnp.zeros_like(g) for g in whole]
-        parts = (x[:n].reshape(3, -1, x.shape[1]), y[:n].reshape(3, -1, y.shape[1]))
-        return aux, lax.scan(part, zeros, parts)[0]
-
-
-@_step
-class _SurgeryOfGradients(Step):
-    """Two losses whose gradients are projected onto each other (PCGrad)."""
-
-    def gradients(self, trainable, others, x, y):
-        aux, one = super().gradients(trainable, others, x, y)
-        two = jax.grad(lambda t: jnp.mean(jnp.abs(self.stateless_call(t, others, x)[0] + y)))(
-            trainable
-        )
-        product = sum(jnp.sum(a * b) for a, b in zip(one, two, strict=True))
-        share = jnp.minimum(product, 0) / (_norm(two) ** 2 + 1e-6)
-        return aux, [a + b - share * b for a, b in zip(one, two, strict=True)]
-
-
-@_step
-class _BalancedLosses(Step):
-    """Weighs two losses by the norms of their gradients (GradNorm)."""
-
-    def gradients(self, trainable, others, x, y):
-        aux, one = super().gradients(trainable, others, x, y)
-        two = jax.grad(lambda t: jnp.max(jnp.abs(self.stateless_call(t, others, x)[0] - y)))(
-            trainable
-        )
-        ratio = _norm(one) / (_norm(two) + 1e-6)
-        return aux, [a + ratio * b for a, b in zip(one, two, strict=True)]
-
-
 # Inputs that are changed in the step.
 
 
@@ -363,21 +233,9 @@ class _Mixup(Step):
 
 
 @_step
-class _MixupWithNext(Step):
-    def given(self, x, y):
-        return (x + jnp.roll(x, 1, 0)) / 2, (y + jnp.roll(y, 1, 0)) / 2
-
-
-@_step
 class _Standardizes(Step):
     def given(self, x, y):
         return (x - jnp.mean(x, 0)) / (jnp.std(x, 0) + 1e-3), y
-
-
-@_step
-class _NoisyInputs(Step):
-    def given(self, x, y):
-        return x + 0.5 * jax.random.normal(jax.random.key(2), x.shape, x.dtype), y
 
 
 @_step
@@ -407,23 +265,6 @@ class _Adversarial(Step):
 
 
 @_step
-class _AdversarialSign(Step):
-    def gradients(self, trainable, others, x, y):
-        g = jax.grad(lambda x: self.loss_of(trainable, others, x, y)[0])(x)
-        return super().gradients(trainable, others, x + 0.1 * jnp.tanh(1e3 * g), y)
-
-
-@_step
-class _VirtualAdversarial(Step):
-    def loss_of(self, trainable, others, x, y):
-        loss, (p, others) = super().loss_of(trainable, others, x, y)
-        d = jax.random.normal(jax.random.key(3), x.shape, x.dtype)
-        far = lambda d: jnp.mean(jnp.square(self.stateless_call(trainable, others, x + d)[0] - p))
-        d = lax.stop_gradient(jax.grad(far)(0.1 * d))
-        return loss + far(0.5 * d / (jnp.linalg.norm(d) + 1e-6)), (p, others)
-
-
-@_step
 class _Consistency(Step):
     """Two passes with their own dropout must agree (R-Drop)."""
 
@@ -436,34 +277,7 @@ class _Consistency(Step):
         return loss + jnp.mean(jnp.square(p - again)), (p, others)
 
 
-@_step
-class _PseudoLabels(Step):
-    """Trains on the confident half of its own predictions, too."""
-
-    def loss_of(self, trainable, others, x, y):
-        loss, (p, others) = super().loss_of(trainable, others, x, y)
-        sure = jnp.max(jax.nn.softmax(p), -1)
-        keep = lax.stop_gradient(sure >= jnp.median(sure))
-        own = lax.stop_gradient(jnp.argmax(p, -1))
-        own = keras.losses.sparse_categorical_crossentropy(own, p, from_logits=True)
-        return loss + jnp.sum(keep * own) / jnp.sum(keep), (p, others)
-
-
 # Logs of a step.
-
-
-@_step
-class _Logs(Step):
-    """Returns what it likes, besides what its metrics say."""
-
-    def logs(self, loss, y, p, gradients):
-        return {
-            "plain loss": loss,
-            "worst": jnp.max(jnp.abs(p - y)),
-            "rows": jnp.float32(p.shape[0]),
-            "rmse": jnp.sqrt(jnp.mean(jnp.square(p - y))),
-            "norm": _norm(gradients),
-        }
 
 
 @_step
@@ -480,16 +294,6 @@ class _OddLogs(Step):
             "any": jnp.any(p > 1.5),
             "quantile": jnp.quantile(jnp.abs(p - y), 0.9),
         }
-
-
-@_own()
-class _LogsWithoutMetrics(Step):
-    def train_step(self, state, data):
-        trainable, others, optimizer, metrics = state
-        (loss, (p, others)), gradients = self.gradients(trainable, others, *data[:2])
-        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-        logs = {"loss": loss, "worst": jnp.max(p)}
-        return logs, (trainable, others, optimizer, metrics)
 
 
 @_own()
@@ -545,15 +349,6 @@ class _OwnPredictStep(Step):
         p, others = self.stateless_call(*state, inputs_of(data), training=False)
         ranks = jnp.argsort(jnp.argsort(p[:, 0])) / p.shape[0]
         return {"relative": p - jnp.mean(p, 0), "rank": ranks}, others
-
-
-@_own()
-class _PredictsColumns(Step):
-    """A prediction that has as many columns as the batch has rows would not concatenate."""
-
-    def predict_step(self, state, data):
-        p, others = self.stateless_call(*state, inputs_of(data), training=False)
-        return (p, jnp.cumsum(p, 0), jnp.broadcast_to(jnp.max(p), (p.shape[0],))), others
 
 
 # State that a step changes.
@@ -622,40 +417,6 @@ class _MomentumContrast(Step):
         return [paths.index(path) for path in wanted]
 
 
-@_own()
-class _CentresInTheStep(Step):
-    """Center loss: class centres are running means that the step moves."""
-
-    def __init__(self):
-        super().__init__()
-        self.centres = self.add_weight(shape=(3, 3), initializer="ones", trainable=False)
-
-    def loss_of(self, trainable, others, x, y):
-        loss, (p, _) = super().loss_of(trainable, others, x, y)
-        kinds = jax.nn.one_hot(jnp.argmax(y, -1), 3)
-        centres = others[-1]
-        loss = loss + 0.3 * jnp.mean(jnp.square(p - kinds @ centres))
-        count = jnp.sum(kinds, 0)[:, None]
-        means = kinds.T @ p / jnp.maximum(count, 1)
-        centres = jnp.where(count > 0, 0.6 * centres + 0.4 * means, centres)
-        return loss, (p, [*others[:-1], lax.stop_gradient(centres)])
-
-
-@_own()
-class _RunningScale(Step):
-    """Divides the loss by a running mean of its root."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = self.add_weight(shape=(), initializer="ones", trainable=False)
-
-    def loss_of(self, trainable, others, x, y):
-        p, _ = self.stateless_call(trainable, others, x, training=True)
-        loss = jnp.sqrt(jnp.mean(jnp.square(p - y)))
-        scale = lax.stop_gradient(0.5 * others[-1] + 0.5 * loss)
-        return loss / scale, (p, [*others[:-1], scale])
-
-
 @_own(optimizer=lambda: keras.optimizers.Adam(0.05))
 class _EveryThirdStepOnly(Step):
     """Applies gradients when a counter of its own says so."""
@@ -700,21 +461,6 @@ class _InnerLoop(Step):
 
     def measured(self, variables, loss, y, p):
         return {"loss": loss}, variables
-
-
-@_own()
-class _Reptile(Step):
-    """Ten steps of descent in a loop, and a step towards where they end."""
-
-    def gradients(self, trainable, others, x, y):
-        (loss, aux), _ = super().gradients(trainable, others, x, y)
-        of = jax.grad(lambda t: self.loss_of(t, others, x, y)[0])
-
-        def step(_, t):
-            return [v - 0.1 * g / (_norm(of(t)) + 1e-3) for v, g in zip(t, of(t), strict=True)]
-
-        end = lax.fori_loop(0, 10, step, trainable)
-        return (loss, aux), [v - e for v, e in zip(trainable, end, strict=True)]
 
 
 # Examples of keras.io.
@@ -817,70 +563,6 @@ class _GenerativeAdversarial(keras.Model):
         return logs, (trainable, [count + 1, *others], optimizer, metrics)
 
 
-@_own(loss=None, built=True, y=None, evaluate=False)
-class _SimpleContrast(Step):
-    """SimCLR: two noisy views, rows against rows, an accuracy over the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = kl.GaussianNoise(0.3), kl.Dropout(0.2)
-        self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="matched")
-
-    @property
-    def metrics(self):
-        return [self.accuracy]
-
-    def call(self, x, training=False):
-        if not training:
-            return self.network(x)
-        one, other = self.first(x, training=True), self.second(x, training=True)
-        return self.network(one), self.network(other)
-
-    def train_step(self, state, data):
-        trainable, others, optimizer, metrics = state
-        x = inputs_of(data)
-
-        def loss_of(trainable):
-            (a, b), new = self.stateless_call(trainable, others, x, training=True)
-            a, b = (z / jnp.linalg.norm(z + 1e-6, axis=1, keepdims=True) for z in (a, b))
-            logits = a @ b.T / 0.3
-            labels = jnp.arange(x.shape[0])
-            loss = keras.losses.sparse_categorical_crossentropy(
-                jnp.concatenate([labels, labels]),
-                jnp.concatenate([logits, logits.T]),
-                from_logits=True,
-            )
-            return jnp.mean(loss), (labels, logits, new)
-
-        (loss, (labels, logits, others)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
-            trainable
-        )
-        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-        metrics = self.accuracy.stateless_update_state(metrics, labels, logits)
-        logs = {"loss": loss, "matched": self.accuracy.stateless_result(metrics)}
-        return logs, (trainable, others, optimizer, metrics)
-
-
-@_own(built=True)
-class _Distillation(keras.Model):
-    """Learns from a teacher that is given, and from its softened shares over the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.student, self.teacher = net(), net(kl.Dense(6, "relu"))
-        self.teacher.trainable = False
-
-    def call(self, x):
-        return self.student(x)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        soft = jax.nn.softmax(self.teacher(x, training=False) / 2)
-        own = jax.nn.log_softmax(y_pred / 2)
-        loss = super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
-        relations = jnp.mean(jnp.square(y_pred @ y_pred.T - soft @ soft.T))
-        return loss - jnp.mean(jnp.sum(soft * own, -1)) + 0.1 * relations
-
-
 @_own(built=True)
 class _ComputeLossOfBatch(Plain):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
@@ -906,67 +588,6 @@ class _LossesInATracker(Plain):
         loss = jnp.mean(jnp.square(y - y_pred))
         self.tracker.update_state(jnp.std(y_pred))
         return loss
-
-
-@_own()
-class _Siamese(Step):
-    """Triplets of the rows of one batch: anchors, and rows one and two further on."""
-
-    def loss_of(self, trainable, others, x, y):
-        z, others = self.stateless_call(trainable, others, x, training=True)
-        near = jnp.sum(jnp.square(z - jnp.roll(z, 1, 0)), -1)
-        far = jnp.sum(jnp.square(z - jnp.roll(z, 2, 0)), -1)
-        return jnp.mean(jax.nn.relu(near - far + 1)), (z, others)
-
-
-@_own()
-class _BringYourOwnLatent(Step):
-    """BYOL: predictor, projector with batch normalization, and a slow target."""
-
-    def __init__(self):
-        super().__init__(net(kl.BatchNormalization()))
-        self.target = net(kl.BatchNormalization())
-        self.target.trainable = False
-
-    def loss_of(self, trainable, others, x, y):
-        p, others = self.stateless_call(trainable, others, x, training=True)
-        names = [v.path for v in self.non_trainable_variables]
-        slow = [others[names.index(v.path)] for v in self.target.variables]
-        t = lax.stop_gradient(self.target.stateless_call([], slow, x + 0.1)[0])
-        p = p / (jnp.linalg.norm(p, axis=-1, keepdims=True) + 1e-3)
-        t = t / (jnp.linalg.norm(t, axis=-1, keepdims=True) + 1e-3)
-        return 2 - 2 * jnp.mean(jnp.sum(p * t, -1)), (p, others)
-
-
-@case()
-def domain_adversarial():
-    """Reverses the gradient of a head that tells the halves of the batch apart."""
-
-    @jax.custom_vjp
-    def reversed_gradient(z):
-        return z
-
-    reversed_gradient.defvjp(lambda z: (z, None), lambda _, g: (-g,))
-
-    class Domains(Step):
-        def __init__(self):
-            super().__init__()
-            self.head = keras.Sequential([keras.Input((3,)), kl.Dense(1)])
-
-        def call(self, x, training=False):
-            p = self.network(x, training=training)
-            return ops.concatenate([p, self.head(reversed_gradient(p))], -1) if training else p
-
-        def loss_of(self, trainable, others, x, y):
-            p, others = self.stateless_call(trainable, others, x, training=True)
-            n = x.shape[0]
-            half = (jnp.arange(n) < n // 2).astype(p.dtype)
-            domain = keras.losses.binary_crossentropy(half[:, None], p[:, 3:], from_logits=True)
-            return jnp.mean(jnp.square(p[:, :3] - y)) + jnp.mean(domain), (p[:, :3], others)
-
-    model = Domains()
-    model.build((None, 6))
-    return compiled(model)
 
 
 @_own(loss=None, built=True)
@@ -1003,28 +624,6 @@ class _Reinforcement(Step):
 
 
 @_own()
-class _DiscountedReturns(Step):
-    """The rows of a batch are one episode: returns are summed from its end."""
-
-    def loss_of(self, trainable, others, x, y):
-        values, others = self.stateless_call(trainable, others, x, training=True)
-        back = lambda total, reward: (reward + 0.9 * total,) * 2
-        returns = lax.scan(back, jnp.zeros(3, y.dtype), y, reverse=True)[1]
-        ahead = jnp.concatenate([values[1:], values[-1:]])
-        return jnp.mean(jnp.square(returns / 10 - values)) + jnp.mean(
-            jnp.square(lax.stop_gradient(ahead) - values)
-        ), (values, others)
-
-
-@_own(optimizer=lambda: keras.optimizers.Adam(0.02))
-class _FreezesInTheStep(Step):
-    """Trains the head only, by gradients of zero for the rest."""
-
-    def changed(self, gradients):
-        return [jnp.zeros_like(g) if i < 2 else g for i, g in enumerate(gradients)]
-
-
-@_own()
 class _WeightsAveragedInTheStep(Step):
     def train_step(self, state, data):
         before = state[0]
@@ -1032,14 +631,6 @@ class _WeightsAveragedInTheStep(Step):
         mean = [0.3 * b + 0.7 * a for b, a in zip(before, trainable, strict=True)]
         far = _norm([a - b for a, b in zip(trainable, before, strict=True)])
         return logs | {"far": far}, (mean, *rest)
-
-
-@_own()
-class _WeightsProjectedInTheStep(Step):
-    def train_step(self, state, data):
-        logs, (trainable, *rest) = super().train_step(state, data)
-        norm = _norm(trainable)
-        return logs | {"norm": norm}, ([v * jnp.minimum(1, 2 / norm) for v in trainable], *rest)
 
 
 @_own()
@@ -1056,66 +647,6 @@ class _LearningRateInTheStep(Step):
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
         logs, metrics = self.measured(metrics, loss, data[1], p)
         return logs, (trainable, others, optimizer, metrics)
-
-
-@_own()
-class _LineSearch(Step):
-    """Tries three lengths of the step, and takes the one with the least loss of the batch."""
-
-    def train_step(self, state, data):
-        trainable, others, optimizer, metrics = state
-        x, y = data[:2]
-        (loss, (p, others)), gradients = self.gradients(trainable, others, x, y)
-        move = lambda a: [v - a * g for v, g in zip(trainable, gradients, strict=True)]
-        lengths = jnp.array([0.02, 0.1, 0.5])
-        losses = jnp.stack([self.loss_of(move(a), others, x, y)[0] for a in lengths])
-        trainable = move(lengths[jnp.argmin(losses)])
-        logs, metrics = self.measured(metrics, loss, y, p)
-        return logs, (trainable, others, optimizer, metrics)
-
-
-@_own()
-class _Evolution(Step):
-    """Estimates the gradient from differences of the loss, without differentiating."""
-
-    def gradients(self, trainable, others, x, y):
-        loss, aux = self.loss_of(trainable, others, x, y)
-        flat, back = flatten_util.ravel_pytree(trainable)
-        noise = jax.random.normal(jax.random.key(4), (6, flat.size), flat.dtype)
-        of = lambda e: self.loss_of(back(flat + 0.1 * e), others, x, y)[0]
-        losses = jax.vmap(of)(noise)
-        ranks = jnp.argsort(jnp.argsort(losses)) / 5 - 0.5
-        return (loss, aux), back(ranks @ noise)
-
-
-@_own()
-class _ConjugateGradients(Step):
-    """Solves a linear system of the batch's curvature in the step."""
-
-    def gradients(self, trainable, others, x, y):
-        aux, gradients = super().gradients(trainable, others, x, y)
-        of = jax.grad(lambda t: self.loss_of(t, others, x, y)[0])
-
-        def product(v):
-            curved = jax.jvp(of, (trainable,), (v,))[1]
-            return [c + 2.0 * w for c, w in zip(curved, v, strict=True)]
-
-        return aux, jax.scipy.sparse.linalg.cg(product, gradients, maxiter=4, tol=0.0)[0]
-
-
-@case(x="images")
-def patches_that_are_masked():
-    """A masked autoencoder: hides pixels by a fixed key, and counts only those."""
-
-    class Masked(Step):
-        def loss_of(self, trainable, others, x, y):
-            hidden = jax.random.bernoulli(jax.random.key(6), 0.5, x.shape[:3])[..., None]
-            p, others = self.stateless_call(trainable, others, jnp.where(hidden, 0, x))
-            target = jnp.mean(x * hidden, (1, 2))
-            loss = jnp.sum(jnp.square(p[:, :2] - target)) / jnp.sum(hidden)
-            return 10 * loss, (p, others)
-
-    return compiled(Masked(net(x="images")))
 
 
 def _stateful_assign():

@@ -18,11 +18,7 @@ from jax.sharding import PartitionSpec as P
 from distributary.context import current_mode, get_strategy, in_default_context
 from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.keras_bridge import _keras_private as keras_private
-from distributary.keras_bridge._replica import (
-    aggregation_of_state,
-    in_optimizer,
-    replica_context,
-)
+from distributary.keras_bridge._replica import aggregation_of_state, in_optimizer, replica_context
 from distributary.keras_bridge._variables import keeps_on_servers, place, planned_layout
 from distributary.topology import shard_dim
 from distributary.tracing import Handle, current_scope, outside_of_trace
@@ -139,9 +135,7 @@ class TracedVariables(keras.StatelessScope):
 
     def get_current_value(self, variable: object) -> Any:
         scope = current_scope()
-        if scope is None:
-            return None
-        return scope.read(_stand_in(variable)._handle)
+        return None if scope is None else scope.read(_stand_in(variable)._handle)
 
     def add_update(self, update: Any) -> None:
         variable, value = update

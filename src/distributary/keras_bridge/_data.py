@@ -160,8 +160,7 @@ class DatasetAdapter(UnknownSizes):
         stacked = private(
             "keras.src.trainers.data_adapters.data_adapter_utils:super_batch_iterator"
         )
-        several: Iterator[Any] = stacked(batches, super_batch)
-        return several
+        return stacked(batches, super_batch)
 
     def _batches(self) -> Iterator[Any]:
         batches = self._dataset.global_batches(self._skip)
@@ -330,23 +329,20 @@ class ArrayBatches:
         return self
 
     def __next__(self) -> Any:
-        return self._next(self._size(), None)
+        return self.next_own(own=False)
 
-    def next_own(self) -> Any:
+    def next_own(self, own: bool = True) -> Any:
         """Returns the next batch; `OwnRows` if the replicas of several workers split it evenly."""
-        return self._next(self._size(), None, own=True)
-
-    def _size(self) -> int:
         if self._start >= self._num_rows:
             raise StopIteration
-        return min(self._batch_size, self._num_rows - self._start)
+        return self._next(min(self._batch_size, self._num_rows - self._start), None, own)
 
     def take(self, count: int) -> tuple[Any, int]:
         """Returns up to `count` full batches as one nest `[batch, row, ...]`, and their number."""
         count = min(count, (self._num_rows - self._start) // self._batch_size)
-        return (self._next(self._batch_size, count, own=True), count) if count else (None, 0)
+        return (self._next(self._batch_size, count, True), count) if count else (None, 0)
 
-    def _next(self, size: int, count: int | None, own: bool = False) -> Any:
+    def _next(self, size: int, count: int | None, own: bool) -> Any:
         """Returns the next batch, of `size` rows; if `count` is given, so many batches, stacked."""
         if self._start == 0:
             self._begin()
@@ -390,8 +386,9 @@ def _permutation(num_rows: int, adapter: Any, extended: Any) -> Any:
         return np.random.default_rng(epoch).permutation(num_rows)
     if extended.num_workers == 1:
         return np.random.permutation(num_rows)
-    state = [np.asarray(part) for part in np.random.get_state(legacy=True)[1:3]]
-    key, position = extended.from_chief(state, "the order of the rows")
+    _, *state = np.random.get_state(legacy=True)
+    parts = [np.asarray(part) for part in state[:2]]
+    key, position = extended.from_chief(parts, "the order of the rows")
     generator = np.random.RandomState()
     generator.set_state(("MT19937", key, int(position), 0, 0.0))
     order = generator.permutation(num_rows)
@@ -402,8 +399,7 @@ def _permutation(num_rows: int, adapter: Any, extended: Any) -> Any:
 
 def epoch_of(adapter: Any) -> int | None:
     """Returns how many epochs Keras' adapter has seen; None before Keras 3.16, or of our own."""
-    epoch: int | None = getattr(adapter, "_epoch", None)
-    return epoch
+    return getattr(adapter, "_epoch", None)
 
 
 def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
@@ -430,6 +426,5 @@ def _shapes(batch: Any) -> object:
 
 
 def _stack(*leaves: Any) -> Any:
-    if all(isinstance(leaf, np.ndarray) for leaf in leaves):
-        return np.stack(leaves)
-    return jnp.stack(leaves)
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    return (np if on_host else jnp).stack(leaves)

@@ -26,13 +26,6 @@ from distributary.topology import REPLICA_AXIS
 from distributary.tracing import push
 
 
-def _must_combine() -> bool:
-    """Returns whether an optimizer receives the gradients of a single replica."""
-    if in_optimizer():
-        return False
-    return replica_context() is not None or is_for_servers() or is_away_from_variables()
-
-
 def _combined(gradients: Sequence[Any]) -> list[Any]:
     """Sums the gradients of all replicas of `Strategy.run`."""
     present = [gradient for gradient in gradients if gradient is not None]
@@ -65,7 +58,8 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
                 build_optimizer(args[0], given["trainable_variables"])
         if args[0].built:
             settle(args[0])
-        if not _must_combine():
+        of_one = replica_context() is not None or is_for_servers() or is_away_from_variables()
+        if in_optimizer() or not of_one:
             return original(**given)
         with optimizing():
             given["grads"] = _combined(given["grads"])

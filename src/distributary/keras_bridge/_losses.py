@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from distributary.keras_bridge import _keras_private as keras_private
+from distributary.keras_bridge._keras_private import apply_mask
 from distributary.keras_bridge._replica import is_uneven, replica_context, total
 
 _AVERAGING = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -80,20 +80,19 @@ def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
             return losses / context.num_replicas_in_sync
         if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
             return losses
-        num_replicas = context.num_replicas_in_sync
         loss = jnp.sum(losses)
         if reduction not in _AVERAGING:
             return loss
         is_weighted = reduction == "mean_with_sample_weight"
         weights: Any = None
         if is_weighted:
-            weights = keras_private.apply_mask(sample_weight, mask, losses.dtype, reduction)
+            weights = apply_mask(sample_weight, mask, losses.dtype, reduction)
         if weights is not None:
             divisor = total(context, jnp.sum(jnp.asarray(weights)).astype(loss.dtype))
         elif is_uneven():
             divisor = total(context, jnp.asarray(losses.size, loss.dtype))
         else:
-            divisor = jnp.asarray(losses.size * num_replicas, loss.dtype)
+            divisor = jnp.asarray(losses.size * context.num_replicas_in_sync, loss.dtype)
         if mask is not None and not is_weighted:
             # Weights of valid entries are scaled by total over valid, so that they count for all.
             valid = jnp.sum(jnp.asarray(mask).astype(losses.dtype))

@@ -39,8 +39,7 @@ class ModelStep:
         self._on_servers = keeps_on_servers(strategy)
         #: The method, if it takes only the batch: it reads and assigns the variables itself, as
         #: methods for TensorFlow do.
-        is_stateful = takes_only_data(trainer, kind)
-        self.stateful = getattr(trainer, f"{kind}_step") if is_stateful else None
+        self.stateful = getattr(trainer, f"{kind}_step") if takes_only_data(trainer, kind) else None
 
     def __call__(self, data: Nest) -> Nest:
         """Runs the step; returns the logs or predictions."""
@@ -74,11 +73,10 @@ class ModelStep:
 
     def variables(self) -> list[list[Any]]:
         """Returns the variables of the model whose values make up the state, see `PARTS`."""
-        return [variables_of_part(self._trainer, part) for part in PARTS[self._kind]]
+        return [_variables(self._trainer, part) for part in PARTS[self._kind]]
 
 
-def variables_of_part(trainer: Any, part: str) -> list[Any]:
-    """Returns the variables of a model that belong to a part of the state, see `PARTS`."""
+def _variables(trainer: Any, part: str) -> list[Any]:
     return list(
         trainer.optimizer.variables
         if part == "optimizer"

@@ -239,8 +239,7 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, purge_model_variables=purge_model_variables, **parts)
-        optimizer = getattr(self, "optimizer", None)
-        for variable in () if optimizer is None else optimizer.variables:
+        for variable in getattr(getattr(self, "optimizer", None), "variables", ()):
             place_in_parts(variable, strategy)
         for variable in (*self.variables, *self.metrics_variables):
             place(variable, strategy)

@@ -9,7 +9,7 @@ import keras
 
 from distributary.checkpoint import settle
 from distributary.errors import DistributaryError
-from distributary.keras_bridge import _keras_private as keras_private
+from distributary.keras_bridge._keras_private import in_stateless_scope, sync_state, to_snake_case
 from distributary.keras_bridge._models import strategy_of
 
 
@@ -71,14 +71,14 @@ def post_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_layer(layer: Any) -> dict[str, Any]:
     if isinstance(layer, keras.Model):
-        keras_private.sync_state(layer)
+        sync_state(layer)
     own = [*layer._trainable_variables, *layer._non_trainable_variables]
     own += [generator.state for generator in layer._seed_generators]
     parts = [(variable.name, variable) for variable in own]
     parts += [(_name(part), part) for part in layer._layers]
     optimizer = getattr(layer, "optimizer", None) if isinstance(layer, keras.Model) else None
     if optimizer is not None:
-        if layer.built and not optimizer.built and not keras_private.in_stateless_scope():
+        if layer.built and not optimizer.built and not in_stateless_scope():
             _build(optimizer, layer)
         parts.append(("optimizer", optimizer))
     return _numbered(parts)
@@ -104,7 +104,7 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def _name(layer: Any) -> str:
-    kind = keras_private.to_snake_case(type(layer).__name__)
+    kind = to_snake_case(type(layer).__name__)
     return kind if re.fullmatch(rf"{re.escape(kind)}(_\d+)?", layer.name) else layer.name
 
 

@@ -1,6 +1,7 @@
 """Keras variables under a strategy."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -197,26 +198,24 @@ def value(original: property) -> property:
 
     def value(self: Any) -> Any:
         kept = self._value
-        current: Any
-        if not isinstance(kept, ON_SERVERS):
-            with latest_program.lock:  # so that programs see `_shared` before they donate
-                # A tape records the cast, too.
-                with keras_private.AutocastScope(None) if is_recording() else nullcontext():
-                    current = in_device_memory(read(self))
-                # In a symbolic scope, Keras wants shapes only.
-                if current is self._value and not keras_private.in_symbolic_scope():
-                    self._shared = True
-            current = whole_value(self, current)
-            if not is_recording():
-                return current
-            return self._maybe_autocast(noted_read(self, current))
-        scope = keras_private.get_stateless_scope() if keras_private.in_stateless_scope() else None
-        current = None if scope is None else scope.get_current_value(self)
-        if current is None:
-            # In a symbolic scope only shapes matter, so do not fetch the value.
-            is_symbolic = keras_private.in_symbolic_scope()
-            current = jnp.zeros(kept.shape, kept.dtype) if is_symbolic else kept._peek()
-        return self._maybe_autocast(current)
+        if isinstance(kept, ON_SERVERS):
+            scope = keras_private.get_stateless_scope()
+            in_scope = keras_private.in_stateless_scope()
+            current = scope.get_current_value(self) if in_scope else None
+            if current is None:
+                # In a symbolic scope only shapes matter, so do not fetch the value.
+                is_symbolic = keras_private.in_symbolic_scope()
+                current = jnp.zeros(kept.shape, kept.dtype) if is_symbolic else kept._peek()
+            return self._maybe_autocast(current)
+        with latest_program.lock:  # so that programs see `_shared` before they donate
+            # A tape records the cast, too.
+            with keras_private.AutocastScope(None) if is_recording() else nullcontext():
+                current = in_device_memory(read(self))
+            # In a symbolic scope, Keras wants shapes only.
+            if current is self._value and not keras_private.in_symbolic_scope():
+                self._shared = True
+        current = whole_value(self, current)
+        return self._maybe_autocast(noted_read(self, current)) if is_recording() else current
 
     return property(value, doc=original.__doc__)
 
@@ -237,12 +236,8 @@ def on_servers(variable: Any, value: Any) -> Any:
 def whole_value(variable: Any, value: Any) -> Any:
     """Turns the stored array of a variable into a value that this process can use."""
     layout = variable._layout
-    if (
-        shard_dim(layout) is None
-        or not isinstance(value, jax.Array)
-        or isinstance(value, jax.core.Tracer)
-        or value.is_fully_replicated
-    ):
+    in_parts = shard_dim(layout) is not None and isinstance(value, jax.Array)
+    if not in_parts or isinstance(value, jax.core.Tracer) or value.is_fully_replicated:
         return in_device_memory(local_copy(value))
     with jax.ensure_compile_time_eval():
         whole = fetch_whole(value, variable.shape)
@@ -319,8 +314,7 @@ def refuse(original: Callable[..., Any]) -> Callable[..., Any]:
             raise UnsupportedError(
                 f"Keras runs on the backend {keras.backend.backend()!r}, but {get_strategy()!r}"
                 " distributes JAX. Set the environment variable KERAS_BACKEND=jax before keras is"
-                ' imported, for example with os.environ["KERAS_BACKEND"] = "jax" in the first lines'
-                " of the script."
+                ' imported: os.environ["KERAS_BACKEND"] = "jax" in the first lines of the script.'
             )
         original(self, *args, **kwargs)
 
@@ -333,27 +327,22 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     Every device holds a part of them, if the strategy shards the optimizer's state. On servers,
     they lie next to the variable that they belong to, whose `_layout` Keras hands on.
     """
+    signature = inspect.signature(original)
 
-    def add_variable(
-        self: Any,
-        shape: Any,
-        initializer: object = "zeros",
-        dtype: object = None,
-        aggregation: str = "none",
-        layout: Any = None,
-        name: str | None = None,
-    ) -> Any:
+    def add_variable(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        layout, optimizer = given.get("layout"), given["self"]
         if not has_strategy() and not isinstance(layout, ON_SERVERS):
-            variable = original(self, shape, initializer, dtype, aggregation, layout, name)
+            variable = original(**given)
         else:
             if has_strategy():
-                layout = get_strategy().extended.optimizer_layout(shape) or layout
+                layout = get_strategy().extended.optimizer_layout(given["shape"]) or layout
             # Without a layout, Keras initializes it as a whole, and it is split afterwards.
             with laid_out(layout):
-                variable = original(self, shape, initializer, dtype, aggregation, None, name)
+                variable = original(**{**given, "layout": None})
             variable._distributary_layout = layout  # used if it is created or moved later
-        if self.built:
-            settle(self, len(self.variables))
+        if optimizer.built:
+            settle(optimizer, len(optimizer.variables))
         return variable
 
     return add_variable
