@@ -302,14 +302,6 @@ for _name, _make in {
     )
 
 
-@case(
-    fit=lambda model, x, y: {"callbacks": [keras.callbacks.SwapEMAWeights()]},
-    excluded="Keras on JAX reads an array that it has given away",
-)
-def callback_swaps_averages():
-    return _normalized(optimizer=keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.7))
-
-
 @case(fit=lambda model, x, y: {"x": {"a": x}, "y": y})
 def rows_in_a_dictionary():
     x = keras.Input((6,), name="a")

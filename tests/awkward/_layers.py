@@ -288,18 +288,6 @@ class _OwnNormalization(kl.Layer):
         return self.scale * (x - mean) / ops.sqrt(variance + 1e-3)
 
 
-class _Tracks(kl.Layer):
-    """Has a metric of its own, which every call of the layer updates."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = keras.metrics.Mean(name="norm")
-
-    def call(self, x, training=False):
-        self.norm.update_state(ops.sqrt(ops.sum(ops.square(x))))
-        return x
-
-
 class _Adds(kl.Layer):
     """Adds a function of the batch to the loss."""
 
@@ -325,12 +313,6 @@ def _of_layers(name, *make, kind="layers", x="vectors", optimizer=None, y="targe
 
 _of_layers("codebook", _Codebook, kind="state")
 _of_layers("own_normalization", _OwnNormalization, kind="state")
-_of_layers(
-    "tracks_a_norm",
-    _Tracks,
-    kind="state",
-    excluded="Keras on JAX has no values of metrics while a layer is called in fit",
-)
 for _name, _function in {
     "adds_mean": lambda x: 0.1 * ops.mean(ops.square(x)),
     "adds_sum": lambda x: 0.01 * ops.sum(ops.square(x)),
@@ -350,11 +332,6 @@ _of_layers("batch_normalization_of_axis", lambda: kl.BatchNormalization(axis=1),
 _of_layers("batch_normalization_of_series", kl.BatchNormalization, x="series")
 _of_layers("batch_normalization_masked", kl.Masking, kl.BatchNormalization, x="series")
 _of_layers("batch_renormalization", lambda: kl.BatchNormalization(renorm=True, momentum=0.7))
-_of_layers(
-    "batch_normalization_synchronized",
-    lambda: kl.BatchNormalization(synchronized=True),
-    excluded="Keras on JAX refuses synchronized=True",
-)
 
 
 def _frozen_normalization():
@@ -520,17 +497,6 @@ add(
 )
 
 
-def _product_begins(rng, inputs):
-    kernel = 0.3 * jax.random.normal(rng, (inputs.shape[-1], 4))
-    return {"kernel": kernel}, {"mean": jnp.zeros(4)}
-
-
-def _centred_product(params, state, inputs, training):
-    product = inputs @ params["kernel"]
-    mean = jnp.mean(product, 0) if training else state["mean"]
-    return product - mean, {"mean": 0.8 * state["mean"] + 0.2 * mean if training else mean}
-
-
 class _RowsOfOthers(kl.Layer):
     """Attends from every row to the rows of the whole batch, with weights."""
 
@@ -554,10 +520,5 @@ class _FastWeights(kl.Layer):
         return x @ (kernel - 0.5 * jax.grad(loss)(kernel))
 
 
-_of_layers(
-    "jax_layer",
-    lambda: kl.JaxLayer(_centred_product, init_fn=_product_begins),
-    excluded="asks TensorFlow for shapes",
-)
 _of_layers("attention_to_other_rows", _RowsOfOthers)
 _of_layers("fast_weights", _FastWeights)

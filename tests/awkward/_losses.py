@@ -475,15 +475,14 @@ def _built_in(make: Callable[..., Any], activation: str | None = None, **reducti
 
 for _name, (_make, _y, _activation) in _BUILT_IN.items():
     add(f"keras_{_name}", "losses", _built_in(_make, _activation), y=_y)
-for _reduction in ("sum", "mean", "mean_with_sample_weight", "none"):
+for _reduction in ("sum", "mean", "mean_with_sample_weight"):
     for _name in ("mse", "sparse"):
         _make, _y, _ = _BUILT_IN[_name]
         add(
             f"keras_{_name}_{_reduction}",
             "losses",
-            _built_in(_make, reduction=None if _reduction == "none" else _reduction),
+            _built_in(_make, reduction=_reduction),
             y=_y,
-            excluded="its losses are no scalar" if _reduction == "none" else "",
             fit=lambda model, x, y: {"sample_weight": (np.arange(len(x)) % 4).astype("float32")},
         )
 
@@ -494,5 +493,3 @@ def _ctc() -> Any:
 
 
 add("keras_ctc", "losses", _ctc, x="series", y="sequence labels")
-_nan = "its gradient is NaN on one device"
-add("keras_circle", "losses", _built_in(kls.Circle), y="labels", excluded=_nan)

@@ -223,7 +223,6 @@ def _policy(name, optimizer=sgd):
 # Rounding of half precision is larger than what is compared: see `rounding_of`.
 add("mixed_bfloat16", "models", _policy("mixed_bfloat16"))
 add("mixed_float16", "models", _policy("mixed_float16"))
-add("float64_policy", "models", _policy("float64"), excluded="needs jax_enable_x64")
 
 
 @case()

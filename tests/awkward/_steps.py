@@ -72,15 +72,13 @@ def _name(cls: type) -> str:
 
 def _step(cls: type, **options: Any) -> type:
     """Makes a case of a subclass of `Step`, by its name in the way of functions."""
-    optimizer = options.pop("optimizer", sgd)
-    loss = options.pop("loss", "mse")
-    network = options.pop("network", net)
+    metrics = options.pop("metrics", None)
 
     def build():
-        model = cls(network())
+        model = cls(net())
         # A model without an `Input` is built by a call, in the scope.
         model.build((None, *DATA[options.get("x", "vectors")]().shape[1:]))
-        return compiled(model, loss, optimizer())
+        return compiled(model, metrics=metrics)
 
     add(_name(cls), "steps", build, **options)
     return cls
@@ -116,9 +114,11 @@ def inputs_of(data):
 # Gradients that are changed before they are applied.
 
 
-@_step
 class _AsInTheGuide(Step):
-    pass
+    """Logs the results of compiled metrics in a dict of their own."""
+
+
+_step(_AsInTheGuide, metrics=["mae"])
 
 
 @_step

@@ -16,7 +16,7 @@ _SELECTION = {
     "optimizers": ["own_noise_of_norm", "loss_scale_of_one_row", "schedule_cosine_decay",
                    "several_optimizers"],
     "steps": ["clips_by_norm", "sharpness_aware", "momentum_contrast", "own_predict_step",
-              "compute_metrics_of_batch", "two_steps_in_one"],
+              "own_test_step", "as_in_the_guide", "compute_metrics_of_batch", "two_steps_in_one"],
     "replicas": ["gathered_rows", "tape_clips"],
     "models": ["two_outputs"],
     "fit": ["weights_of_a_batch_are_zero", "batches_of_other_sizes"],

@@ -179,81 +179,6 @@ def test_batches_that_do_not_divide_equal_one_device(rows, batch_size, strategy_
 # Steps written by the user.
 
 
-class _CustomSteps(keras.Model):
-    """As in the guide "Customizing what happens in fit() with JAX"."""
-
-    def compute_loss_and_updates(
-        self, trainable_variables, non_trainable_variables, x, y, training=False
-    ):
-        y_pred, non_trainable_variables = self.stateless_call(
-            trainable_variables, non_trainable_variables, x, training=training
-        )
-        return self.compute_loss(x, y, y_pred), (y_pred, non_trainable_variables)
-
-    def _logs(self, metrics_variables, loss, y, y_pred):
-        new, logs = [], {}
-        for metric in self.metrics:
-            own = metrics_variables[len(new) : len(new) + len(metric.variables)]
-            if metric.name == "loss":
-                own = metric.stateless_update_state(own, loss)
-            else:
-                own = metric.stateless_update_state(own, y, y_pred)
-            logs[metric.name] = metric.stateless_result(own)
-            new += own
-        return logs, new
-
-    def train_step(self, state, data):
-        trainable_variables, non_trainable_variables, optimizer_variables, metrics_variables = state
-        x, y = data
-        grad_fn = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
-        (loss, (y_pred, non_trainable_variables)), grads = grad_fn(
-            trainable_variables, non_trainable_variables, x, y, training=True
-        )
-        trainable_variables, optimizer_variables = self.optimizer.stateless_apply(
-            optimizer_variables, grads, trainable_variables
-        )
-        logs, metrics_variables = self._logs(metrics_variables, loss, y, y_pred)
-        logs["twice"] = 2 * loss
-        return logs, (
-            trainable_variables,
-            non_trainable_variables,
-            optimizer_variables,
-            metrics_variables,
-        )
-
-    def test_step(self, state, data):
-        trainable_variables, non_trainable_variables, metrics_variables = state
-        x, y = data
-        loss, (y_pred, non_trainable_variables) = self.compute_loss_and_updates(
-            trainable_variables, non_trainable_variables, x, y
-        )
-        logs, metrics_variables = self._logs(metrics_variables, loss, y, y_pred)
-        return logs, (trainable_variables, non_trainable_variables, metrics_variables)
-
-    def predict_step(self, state, data):
-        outputs, non_trainable_variables = super().predict_step(state, data)
-        return {"outputs": outputs, "twice": 2 * outputs}, non_trainable_variables
-
-
-def test_own_train_test_and_predict_steps_equal_one_device(strategy_of):
-    model, reference = (small.model(s, _CustomSteps) for s in (strategy_of(2), None))
-
-    history = small.fit(model, *small.data(13))
-    evaluated = model.evaluate(*small.data(), batch_size=8, return_dict=True, verbose=0)
-    predicted = model.predict(small.data(6)[0], batch_size=4, verbose=0)
-
-    assert history.history.keys() == {"loss", "mae", "twice"}
-    _assert_equal_history(history, small.fit(reference, *small.data(13)))
-    small.assert_equal_weights(model, reference)
-    for got, expected in (
-        (evaluated, reference.evaluate(*small.data(), batch_size=8, return_dict=True, verbose=0)),
-        (predicted, reference.predict(small.data(6)[0], batch_size=4, verbose=0)),
-    ):
-        assert got.keys() == expected.keys()
-        for name in expected:
-            np.testing.assert_allclose(got[name], expected[name], **small.CLOSE)
-
-
 def test_an_output_without_rows_of_the_batch_comes_once_for_each_batch(strategy_of):
     class Model(keras.Model):
         def __init__(self):
@@ -273,7 +198,6 @@ def test_an_output_without_rows_of_the_batch_comes_once_for_each_batch(strategy_
     assert len(kernels) == 2
 
 
-# With three replicas, every batch of 4 rows is uneven.
 # Which strategy a model belongs to.
 
 

@@ -2,7 +2,13 @@
 
 Reordering operations (take, skip, shard, shuffle, repeat) work the same on both. As long as a
 dataset only reorders the rows of a source, they work on row numbers. The rows themselves are
-gathered only when a batch of them is needed.
+gathered only when a batch of them is needed. In
+`from_tensor_slices(x).skip(2).shuffle(3).batch(2)`:
+
+    Numbers    0 1 2 3 4 5      the rows of x
+    _Sliced        2 3 4 5
+    _Shuffled      3 2 5 4      drawn from a buffer of 3
+    Picked         x[[3, 2]]    for the first batch
 """
 
 import abc
@@ -273,6 +279,7 @@ class Chained(Stream):
 
     def _over(self) -> bool:
         """Returns whether nothing more will come; to be called at the end of a stream."""
+        # Invariant: once it is True it stays so, however often `block` and `advance` ask again.
         # Repeating an empty stream forever would never end.
         empty = self._current is not None and not self._from_current and self._length is not None
         self._ended = self._ended or empty or not self._next_stream()

@@ -126,18 +126,17 @@ def _normalized_parts(layer: Any, inputs: Any, num_parts: int) -> Any:
     squares = jnp.square(jnp.where(present, parts - mean, 0))
     variance = jnp.sum(squares, axes, keepdims=True) / entries
     weights = (counts / num_rows).astype(dtype)
-    for moving, own in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
-        of_all = jnp.tensordot(weights, own.reshape(num_parts, -1), 1)
+    for moving, statistic in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+        of_all = jnp.tensordot(weights, statistic.reshape(num_parts, -1), 1)
         old = keras.ops.cast(moving, dtype)
         moving.assign(old * layer.momentum + of_all * (1.0 - layer.momentum))
     scale = jax.lax.rsqrt(variance + layer.epsilon)
     if layer.scale:
         scale *= keras.ops.cast(layer.gamma, dtype).reshape(shape[1:])
-    made = (parts - mean) * scale
+    normalized = (parts - mean) * scale
     if layer.center:
-        made += keras.ops.cast(layer.beta, dtype).reshape(shape[1:])
-    made = made.reshape(rows.shape)[:num_rows]
-    return keras.ops.cast(made, layer.compute_dtype)
+        normalized += keras.ops.cast(layer.beta, dtype).reshape(shape[1:])
+    return keras.ops.cast(normalized.reshape(rows.shape)[:num_rows], layer.compute_dtype)
 
 
 def _num_parts(layer: Any, inputs: Any, training: Any, mask: Any) -> int:

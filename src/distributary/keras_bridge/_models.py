@@ -170,9 +170,9 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
                     begin_call(self, original, args, kwargs)
                 return original(self, *args, **kwargs)
             except Exception as error:
-                told = explained(error)
-                shorten(told)
-                raise told from None
+                clear = explained(error)
+                shorten(clear)
+                raise clear from None
             finally:
                 current_call.reset(token)
 

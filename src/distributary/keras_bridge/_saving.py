@@ -403,11 +403,11 @@ def _read_backup(callback: Any) -> tuple[int, bytes]:
 def _callbacks() -> list[tuple[Any, list[str]]]:
     """Returns the other callbacks of this call with a state, and the attributes that have it."""
     call = current_call.get()
-    found = []
+    states = []
     for callback in call.callbacks if call else ():
-        names = [name for cls, own in _STATES for name in own if isinstance(callback, cls)]
-        found.append((callback, [name for name in names if hasattr(callback, name)]))
-    return [(callback, names) for callback, names in found if names]
+        names = [name for cls, names in _STATES if isinstance(callback, cls) for name in names]
+        states.append((callback, [name for name in names if hasattr(callback, name)]))
+    return [(callback, names) for callback, names in states if names]
 
 
 def _packed_callbacks() -> bytes:

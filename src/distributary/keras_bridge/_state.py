@@ -95,11 +95,10 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     for variable in optimizer.variables:
         name = variable.name
         starts = (name[: i + 1] for i in range(len(name) - 1, -1, -1) if name[i] == "_")
-        found = next((start for start in starts if start in prefixes), None)
-        if found is None:
-            parts.append((name, variable))
-        else:
-            parts.append((f"{name.removeprefix(found)}.{prefixes[found]}", variable))
+        prefix = next((start for start in starts if start in prefixes), None)
+        if prefix is not None:
+            name = f"{name.removeprefix(prefix)}.{prefixes[prefix]}"
+        parts.append((name, variable))
     return _numbered(parts)
 
 
