@@ -34,41 +34,52 @@ def told(*parts: str) -> Callable[[Mistake], Mistake]:
     return note
 
 
+def told_step(
+    *parts: str, args: tuple[Any, ...] = (BATCH,), options: dist.RunOptions | None = None
+) -> Callable[[Callable[..., Any]], None]:
+    """Notes a step that is a mistake; its message must have its name, and `parts`."""
+
+    def note(step: Callable[..., Any]) -> None:
+        run = lambda strategy: strategy.run(step, args=args, options=options)
+        MISTAKES[step.__name__] = run, (step.__name__, *parts)
+
+    return note
+
+
+def told_each(mistakes: dict[str, tuple[str, Mistake]]) -> None:
+    """Notes mistakes by name, with what their messages must contain, separated by bars."""
+    for name, (parts, mistake) in mistakes.items():
+        MISTAKES[name] = mistake, tuple(parts.split(" | "))
+
+
 # Python decides by a traced value
 
 
-@told(
-    "train_step: `if`, `while`, `assert` or max() at test_mistakes.py",
+@told_step(
+    "if_of_a_batch: `if`, `while`, `assert` or max() at test_mistakes.py",
     "`batch['x']`",
     "jnp.where",
     "jax.lax.cond",
+    args=({"x": BATCH, "y": BATCH},),
+    options=AS_IT_IS,
 )
-def if_of_a_batch(strategy):
-    def train_step(batch):
-        if batch["x"].mean() > 0:
-            return batch["x"]
-        return -batch["x"]
-
-    strategy.run(train_step, args=({"x": BATCH, "y": BATCH},), options=AS_IT_IS)
+def if_of_a_batch(batch):
+    if batch["x"].mean() > 0:
+        return batch["x"]
+    return -batch["x"]
 
 
-@told("train_step", "`batch`", "jax.lax.while_loop")
-def while_of_a_batch(strategy):
-    def train_step(batch):
-        while batch.sum() > 1:
-            batch = batch / 2
-        return batch
-
-    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
+@told_step("`batch`", "jax.lax.while_loop", options=AS_IT_IS)
+def while_of_a_batch(batch):
+    while batch.sum() > 1:
+        batch = batch / 2
+    return batch
 
 
-@told("train_step", "`batch`", "return it")
-def assert_of_a_batch(strategy):
-    def train_step(batch):
-        assert jnp.isfinite(batch).all()
-        return batch.sum()
-
-    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
+@told_step("`batch`", "return it", options=AS_IT_IS)
+def assert_of_a_batch(batch):
+    assert jnp.isfinite(batch).all()
+    return batch.sum()
 
 
 @told("train_step", "jnp.where")
@@ -93,121 +104,79 @@ def if_in_a_function(strategy):
     update(BATCH)
 
 
-@told("train_step", "`batch`", "jnp.maximum")
-def max_of_two_values(strategy):
-    def train_step(batch):
-        return max(batch.mean(), 1.0)
-
-    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
+@told_step("`batch`", "jnp.maximum", options=AS_IT_IS)
+def max_of_two_values(batch):
+    return max(batch.mean(), 1.0)
 
 
-@told("train_step", "`batch`", "float()", "Return it", "strategy.reduce")
-def float_of_a_loss(strategy):
-    def train_step(batch):
-        loss = (batch**2).mean()
-        return float(loss)
-
-    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
+@told_step("`batch`", "float()", "Return it", "strategy.reduce", options=AS_IT_IS)
+def float_of_a_loss(batch):
+    loss = (batch**2).mean()
+    return float(loss)
 
 
-@told("train_step", "`batch`", ".item()", "Return it", "strategy.reduce")
-def item_of_a_loss(strategy):
-    def train_step(batch):
-        return (batch**2).mean().item()
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("`batch`", ".item()", "Return it", "strategy.reduce")
+def item_of_a_loss(batch):
+    return (batch**2).mean().item()
 
 
-@told("train_step", "`batch`", "int", "astype")
-def int_of_a_value(strategy):
-    def train_step(batch):
-        return int(batch.sum())
-
-    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
+@told_step("`batch`", "int", "astype", options=AS_IT_IS)
+def int_of_a_value(batch):
+    return int(batch.sum())
 
 
-@told("train_step", "`num_steps`", "jax.lax.fori_loop")
-def range_of_an_argument(strategy):
-    def train_step(batch, num_steps):
-        for _ in range(num_steps):
-            batch = batch * 2
-        return batch
-
-    strategy.run(train_step, args=(BATCH, 3), options=AS_IT_IS)
+@told_step("`num_steps`", "jax.lax.fori_loop", args=(BATCH, 3), options=AS_IT_IS)
+def range_of_an_argument(batch, num_steps):
+    for _ in range(num_steps):
+        batch = batch * 2
+    return batch
 
 
-@told("train_step", "`size`", "shape")
-def shape_from_an_argument(strategy):
-    def train_step(batch, size):
-        return batch.sum() + jnp.zeros((size,))
-
-    strategy.run(train_step, args=(BATCH, 3))
+@told_step("`size`", "shape", args=(BATCH, 3))
+def shape_from_an_argument(batch, size):
+    return batch.sum() + jnp.zeros((size,))
 
 
-@told("train_step", "`size`", "shape")
-def reshape_to_an_argument(strategy):
-    def train_step(batch, size):
-        return batch.reshape(size, -1)
-
-    strategy.run(train_step, args=(BATCH, 2))
+@told_step("`size`", "shape", args=(BATCH, 2))
+def reshape_to_an_argument(batch, size):
+    return batch.reshape(size, -1)
 
 
-@told("train_step", "a slice", "jax.lax.dynamic_slice")
-def slice_to_an_argument(strategy):
-    def train_step(batch, size):
-        return batch[:size]
-
-    strategy.run(train_step, args=(BATCH, 2))
+@told_step("a slice", "jax.lax.dynamic_slice", args=(BATCH, 2))
+def slice_to_an_argument(batch, size):
+    return batch[:size]
 
 
-@told("train_step", "mask", "jnp.where")
-def rows_by_a_mask(strategy):
-    def train_step(batch):
-        return batch[batch > 0].sum()
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("mask", "jnp.where")
+def rows_by_a_mask(batch):
+    return batch[batch > 0].sum()
 
 
-@told("train_step", "`batch`", "size=")
-def unique_of_a_batch(strategy):
-    def train_step(batch):
-        return jnp.unique(batch)
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("`batch`", "size=")
+def unique_of_a_batch(batch):
+    return jnp.unique(batch)
 
 
-@told("train_step", "`batch`", "size=")
-def nonzero_of_a_batch(strategy):
-    def train_step(batch):
-        return jnp.nonzero(batch)[0]
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("`batch`", "size=")
+def nonzero_of_a_batch(batch):
+    return jnp.nonzero(batch)[0]
 
 
-@told("train_step", "`batch`", "jnp.log for np.log")
-def numpy_function_of_a_batch(strategy):
-    def train_step(batch):
-        return np.log(batch)
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("`batch`", "jnp.log for np.log")
+def numpy_function_of_a_batch(batch):
+    return np.log(batch)
 
 
-@told("train_step", "`batch`", "jnp.asarray")
-def numpy_array_of_a_batch(strategy):
-    def train_step(batch):
-        return np.asarray(batch)
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("`batch`", "jnp.asarray")
+def numpy_array_of_a_batch(batch):
+    return np.asarray(batch)
 
 
-@told("train_step", "jax.debug.print")
-def print_with_a_format(strategy):
-    def train_step(batch):
-        loss = batch.mean()
-        print(f"loss {loss:.3f}")
-        return loss
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("jax.debug.print")
+def print_with_a_format(batch):
+    loss = batch.mean()
+    print(f"loss {loss:.3f}")
+    return loss
 
 
 @told("train_step", "`batch`", "jnp.asarray(values)[i]")
@@ -220,13 +189,10 @@ def list_by_a_traced_number(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-@told("train_step", ".at[")
-def assign_an_item(strategy):
-    def train_step(batch):
-        batch[0] = 0.0
-        return batch
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step(".at[")
+def assign_an_item(batch):
+    batch[0] = 0.0
+    return batch
 
 
 @told("train_step", "hash", "jnp")
@@ -239,69 +205,55 @@ def key_of_a_dict(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-@told("train_step", "the seed", "jax.random.fold_in(key, seed)")
-def generator_from_the_data(strategy):
-    def train_step(batch):
-        return batch + np.random.default_rng(batch[0].astype(int)).normal()
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("the seed", "jax.random.fold_in(key, seed)")
+def generator_from_the_data(batch):
+    return batch + np.random.default_rng(batch[0].astype(int)).normal()
 
 
 # Methods of arrays of other libraries
 
 
-@told("train_step", ".numpy()", "Return the array")
-def numpy_method(strategy):
-    def train_step(batch):
-        return batch.numpy().mean()
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step(".numpy()", "Return the array")
+def numpy_method(batch):
+    return batch.numpy().mean()
 
 
-@told("train_step", ".backward()", "value_and_grad")
-def backward_of_a_loss(strategy):
-    def train_step(batch):
-        loss = (batch**2).mean()
-        loss.backward()
-        return loss
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step(".backward()", "value_and_grad")
+def backward_of_a_loss(batch):
+    loss = (batch**2).mean()
+    loss.backward()
+    return loss
 
 
-@told("train_step", ".to()", "device")
-def to_a_device(strategy):
-    def train_step(batch):
-        return batch.to("cuda")
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step(".to()", "device")
+def to_a_device(batch):
+    return batch.to("cuda")
 
 
-@told("train_step", ".detach()", "jax.lax.stop_gradient")
-def detach_an_array(strategy):
-    def train_step(batch):
-        return batch.detach()
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step(".detach()", "jax.lax.stop_gradient")
+def detach_an_array(batch):
+    return batch.detach()
 
 
-@told("train_step: an item of a NumPy array at test_mistakes.py", ".at[i].set(value)")
-def a_number_into_an_item_of_numpy(strategy):
-    def train_step(batch):
-        sums = np.zeros(2)
-        sums[0] = batch.sum()
-        return batch + sums[0]
+@told_step(
+    "a_number_into_an_item_of_numpy: an item of a NumPy array at test_mistakes.py",
+    ".at[i].set(value)",
+)
+def a_number_into_an_item_of_numpy(batch):
+    sums = np.zeros(2)
+    sums[0] = batch.sum()
+    return batch + sums[0]
 
-    strategy.run(train_step, args=(BATCH,))
 
-
-@told("train_step: a function of NumPy at test_mistakes.py", "`batch`", ".at[i].set(value)")
-def rows_into_items_of_numpy(strategy):
-    def train_step(batch):
-        padded = np.zeros((16, 3))
-        padded[: len(batch)] += batch
-        return padded
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step(
+    "rows_into_items_of_numpy: a function of NumPy at test_mistakes.py",
+    "`batch`",
+    ".at[i].set(value)",
+)
+def rows_into_items_of_numpy(batch):
+    padded = np.zeros((16, 3))
+    padded[: len(batch)] += batch
+    return padded
 
 
 @told("batch", "on the host", "for x in dataset.batch(n): x * value")
@@ -314,20 +266,14 @@ def a_traced_value_in_a_padded_batch(strategy):
     total(2.0)
 
 
-@told("train_step", ".unsqueeze()", "jnp.expand_dims")
-def unsqueeze_an_array(strategy):
-    def train_step(batch):
-        return batch.unsqueeze(0)
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step(".unsqueeze()", "jnp.expand_dims")
+def unsqueeze_an_array(batch):
+    return batch.unsqueeze(0)
 
 
-@told("train_step", ".as_list()", "shape")
-def shape_as_list(strategy):
-    def train_step(batch):
-        return batch.reshape(batch.shape.as_list())
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step(".as_list()", "shape")
+def shape_as_list(batch):
+    return batch.reshape(batch.shape.as_list())
 
 
 # Objects of other libraries
@@ -348,12 +294,9 @@ def tensor_of_tensorflow(strategy):
     strategy.run(train_step, args=(tensor,))
 
 
-@told("train_step", "torch.Tensor", ".numpy()")
-def tensor_of_torch(strategy):
-    def train_step(batch):
-        return batch["x"]
-
-    strategy.run(train_step, args=({"x": _foreign("torch", "Tensor")},))
+@told_step("torch.Tensor", ".numpy()", args=({"x": _foreign("torch", "Tensor")},))
+def tensor_of_torch(batch):
+    return batch["x"]
 
 
 @told("train_step", "torch model", "Keras", "Flax")
@@ -444,46 +387,24 @@ def batch_in_a_tuple(strategy):
     strategy.run(train_step, args=(next(iter(data)),))
 
 
-@told("train_step(x, y)", "1 argument", "'y'", "args=(x, y)")
-def missing_argument(strategy):
-    def train_step(x, y):
-        return x
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("missing_argument(x, y)", "1 argument", "'y'", "args=(x, y)")
+def missing_argument(x, y):
+    return x
 
 
-@told("train_step(batch)", "2 arguments", "args=((x, y),)")
-def parts_of_a_batch(strategy):
-    def train_step(batch):
-        return batch[0]
-
-    strategy.run(train_step, args=(BATCH, BATCH))
+@told_step("parts_of_a_batch(batch)", "2 arguments", "args=((x, y),)", args=(BATCH, BATCH))
+def parts_of_a_batch(batch):
+    return batch[0]
 
 
-@told("kwargs", "dict")
-def bare_array_as_kwargs(strategy):
-    strategy.run(lambda x: x, (BATCH,), BATCH)
+@told_step("`names`", "numbers", args=(BATCH, np.array(["a", "b"])))
+def strings_in_a_batch(batch, names):
+    return batch
 
 
-@told("train_step", "`names`", "numbers")
-def strings_in_a_batch(strategy):
-    def train_step(batch, names):
-        return batch
-
-    strategy.run(train_step, args=(BATCH, np.array(["a", "b"])))
-
-
-@told("train_step", "returned", "arrays")
-def returned_object(strategy):
-    def train_step(batch):
-        return {"loss": batch.sum(), "model": object()}
-
-    strategy.run(train_step, args=(BATCH,))
-
-
-@told("object in result['model']")
-def object_in_a_result(strategy):
-    strategy.run(lambda batch: {"model": object()}, args=(BATCH,))
+@told_step("returned", "arrays")
+def returned_object(batch):
+    return {"loss": batch.sum(), "model": object()}
 
 
 @told("train_step", "async", "plain function")
@@ -494,12 +415,9 @@ def coroutine_as_step(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-@told("train_step", "yield")
-def generator_as_step(strategy):
-    def train_step(batch):
-        yield batch
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("yield")
+def generator_as_step(batch):
+    yield batch
 
 
 @told("jax.jit", "distributary.function")
@@ -508,6 +426,17 @@ def run_in_jit(strategy):
         return batch.sum()
 
     jax.jit(lambda batch: strategy.run(train_step, args=(batch,)))(BATCH)
+
+
+told_each(
+    {
+        "bare_array_as_kwargs": ("kwargs | dict", lambda s: s.run(lambda x: x, (BATCH,), BATCH)),
+        "object_in_a_result": (
+            "object in result['model']",
+            lambda s: s.run(lambda batch: {"model": object()}, args=(BATCH,)),
+        ),
+    }
+)
 
 
 # What is not an argument, or is a value of an earlier step
@@ -590,10 +519,15 @@ def weights_in_a_function_that_the_step_calls(strategy):
 
 # Results
 
+_PER_REPLICA = "PerReplica | strategy.reduce | experimental_local_results"
 
-@told("PerReplica", "strategy.reduce", "experimental_local_results")
-def float_of_a_result(strategy):
-    float(strategy.run(lambda x: x.sum(), args=(BATCH,)))
+
+def _rows(strategy):
+    return strategy.run(jnp.asarray, args=(BATCH,))
+
+
+def _sums(strategy):
+    return strategy.run(jnp.sum, args=(BATCH,))
 
 
 @told("PerReplica", "strategy.reduce", "experimental_local_results")
@@ -602,78 +536,15 @@ def format_of_a_result(strategy):
     return f"{loss:.3f}"
 
 
-@told("PerReplica", "strategy.reduce", "experimental_local_results")
-def numpy_of_a_result(strategy):
-    np.mean(strategy.run(lambda x: x.sum(), args=(BATCH,)))
-
-
-@told("PerReplica", "strategy.reduce", "experimental_local_results")
-def comparison_of_a_result(strategy):
-    return strategy.run(lambda x: x.sum(), args=(BATCH,)) < 3
-
-
-@told("PerReplica", "strategy.reduce", "experimental_local_results")
-def method_of_a_result(strategy):
-    return strategy.run(lambda x: x, args=(BATCH,)).mean()
-
-
-@told("PerReplica", "strategy.reduce", "experimental_local_results")
-def item_of_a_result(strategy):
-    return strategy.run(lambda x: x, args=(BATCH,))[0]
-
-
-@told("PerReplica", "strategy.reduce", "experimental_local_results")
-def round_a_result(strategy):
-    return round(strategy.run(lambda x: x, args=(BATCH,)), 2)
-
-
-@told("PerReplica", "strategy.reduce", "experimental_local_results")
-def if_of_a_result(strategy):
-    return 1 if strategy.run(lambda x: x.sum(), args=(BATCH,)) else 2
-
-
-@told("PerReplica", "strategy.reduce", "experimental_local_results")
-def loop_over_a_result(strategy):
-    return list(strategy.run(lambda x: x.sum(), args=(BATCH,)))
-
-
-@told("PerReplica", "strategy.reduce")
-def jnp_of_a_result(strategy):
-    return jnp.mean(strategy.run(lambda x: x.sum(), args=(BATCH,)))
-
-
 @told("reduce", "axis=None", "axis=0")
 def reduce_without_axis(strategy):
     losses = strategy.run(lambda x: x.sum(), args=(BATCH,))
     strategy.reduce("SUM", losses)
 
 
-@told("gather", "axis=0")
-def gather_without_axis(strategy):
-    strategy.gather(strategy.run(lambda x: x, args=(BATCH,)))
-
-
-@told("reduce", "SUM", "MEAN")
-def average_as_operation(strategy):
-    strategy.reduce("AVG", strategy.run(lambda x: x.sum(), args=(BATCH,)), axis=None)
-
-
-@told("reduce", "SUM", "MEAN")
-def function_as_operation(strategy):
-    strategy.reduce(jnp.sum, strategy.run(lambda x: x.sum(), args=(BATCH,)), axis=None)
-
-
-@told("reduce", "comes first")
-def value_before_operation(strategy):
-    strategy.reduce(strategy.run(lambda x: x.sum(), args=(BATCH,)), "SUM", axis=None)
-
-
-@told("train_step", "all_reduce", "SUM")
-def value_before_operation_in_a_step(strategy):
-    def train_step(batch):
-        return dist.get_replica_context().all_reduce(batch, "SUM")
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("all_reduce", "SUM")
+def value_before_operation_in_a_step(batch):
+    return dist.get_replica_context().all_reduce(batch, "SUM")
 
 
 @told("train_step", "all_reduce", "get_replica_context()")
@@ -684,28 +555,45 @@ def reduce_in_a_step(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-@told("train_step", "'batch'", "get_replica_context().all_reduce")
-def axis_of_pmap(strategy):
-    def train_step(batch):
-        return jax.lax.pmean(batch, axis_name="batch")
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("'batch'", "get_replica_context().all_reduce")
+def axis_of_pmap(batch):
+    return jax.lax.pmean(batch, axis_name="batch")
 
 
-@told("replica_id_in_sync_group")
-def rank_of_a_replica(strategy):
-    def train_step(batch):
-        return batch * dist.get_replica_context().rank
-
-    strategy.run(train_step, args=(BATCH,))
-
-
-@told("replica_id_in_sync_group")
-def old_name_of_the_replica_id(strategy):
-    def train_step(batch):
-        return batch * dist.get_replica_context().replica_id
-
-    strategy.run(train_step, args=(BATCH,))
+told_each(
+    {
+        "float_of_a_result": (_PER_REPLICA, lambda s: float(_sums(s))),
+        "numpy_of_a_result": (_PER_REPLICA, lambda s: np.mean(_sums(s))),
+        "comparison_of_a_result": (_PER_REPLICA, lambda s: _sums(s) < 3),
+        "method_of_a_result": (_PER_REPLICA, lambda s: _rows(s).mean()),
+        "item_of_a_result": (_PER_REPLICA, lambda s: _rows(s)[0]),
+        "round_a_result": (_PER_REPLICA, lambda s: round(_rows(s), 2)),
+        "if_of_a_result": (_PER_REPLICA, lambda s: 1 if _sums(s) else 2),
+        "loop_over_a_result": (_PER_REPLICA, lambda s: list(_sums(s))),
+        "jnp_of_a_result": ("PerReplica | strategy.reduce", lambda s: jnp.mean(_sums(s))),
+        "gather_without_axis": ("gather | axis=0", lambda s: s.gather(_rows(s))),
+        "rank_of_a_replica": (
+            "replica_id_in_sync_group",
+            lambda s: s.run(lambda: dist.get_replica_context().rank),
+        ),
+        "old_name_of_the_replica_id": (
+            "replica_id_in_sync_group",
+            lambda s: s.run(lambda: dist.get_replica_context().replica_id),
+        ),
+        "average_as_operation": (
+            "reduce | SUM | MEAN",
+            lambda s: s.reduce("AVG", _sums(s), axis=None),
+        ),
+        "function_as_operation": (
+            "reduce | SUM | MEAN",
+            lambda s: s.reduce(jnp.sum, _sums(s), axis=None),
+        ),
+        "value_before_operation": (
+            "reduce | comes first",
+            lambda s: s.reduce(_sums(s), "SUM", axis=None),
+        ),
+    }
+)
 
 
 # Variables and models
@@ -801,126 +689,96 @@ def if_in_a_layer(strategy):
 # Names and arguments of tf.distribute, and of others
 
 
-@told("experimental_run_v2", "strategy.run")
-def experimental_run_v2(strategy):
-    strategy.experimental_run_v2(lambda x: x, args=(BATCH,))
-
-
-@told("experimental_run", "strategy.run")
-def experimental_run(strategy):
-    strategy.experimental_run(lambda x: x)
-
-
-@told("make_dataset_iterator", "experimental_distribute_dataset")
-def make_dataset_iterator(strategy):
-    strategy.make_dataset_iterator([BATCH])
-
-
-@told("experimental_make_numpy_dataset", "distributary.data.Dataset.from_tensor_slices")
-def numpy_dataset(strategy):
-    strategy.experimental_make_numpy_dataset(BATCH)
-
-
-@told("num_replicas", "num_replicas_in_sync")
-def short_name_of_num_replicas(strategy):
-    return strategy.num_replicas
-
-
 @told("strategy.scope()")
 def with_the_strategy_itself(strategy):
     with strategy:
         pass
 
 
-@told("num_gpus", "devices=")
-def num_gpus(strategy):
-    dist.MirroredStrategy(num_gpus=2)
-
-
-@told("'device'", 'OneDeviceStrategy("GPU:0")')
-def one_device_without_a_device(strategy):
-    dist.OneDeviceStrategy()
-
-
-@told("devices", "list")
-def number_of_devices(strategy):
-    dist.MirroredStrategy(2)
-
-
-@told("'gpu:0'", "CPU:0 to CPU:7", "jax[cuda")
-def gpu_that_is_not_there(strategy):
-    dist.MirroredStrategy(devices=["gpu:0", "gpu:1"])
-
-
-@told("cuda:0", "GPU:0")
-def cuda_device(strategy):
-    dist.MirroredStrategy(devices=["cuda:0"])
-
-
-@told("cluster_resolver", "ParameterServerStrategy")
-def parameter_servers_without_resolver(strategy):
-    dist.experimental.ParameterServerStrategy()
-
-
-@told("DistributedDataParallel", "MirroredStrategy")
-def distributed_data_parallel(strategy):
-    return dist.DistributedDataParallel
-
-
-@told("init_process_group", "MultiWorkerMirroredStrategy")
-def init_process_group(strategy):
-    dist.init_process_group("nccl")
-
-
-@told("get_rank", "replica_id_in_sync_group")
-def get_rank(strategy):
-    return dist.get_rank()
-
-
-@told("all_reduce", "get_replica_context().all_reduce")
-def all_reduce_of_the_module(strategy):
-    return dist.all_reduce(BATCH)
-
-
-@told("CollectiveHints", "CommunicationOptions")
-def collective_hints(strategy):
-    return dist.experimental.CollectiveHints
-
-
-@told("Strategy", "MirroredStrategy")
-def abstract_strategy(strategy):
-    dist.Strategy()
-
-
-@told("MirroredStrategy")
-def misspelled_strategy(strategy):
-    return dist.MirorredStrategy
+told_each(
+    {
+        "experimental_run_v2": (
+            "experimental_run_v2 | strategy.run",
+            lambda s: s.experimental_run_v2(lambda x: x, args=(BATCH,)),
+        ),
+        "experimental_run": (
+            "experimental_run | strategy.run",
+            lambda s: s.experimental_run(lambda x: x),
+        ),
+        "make_dataset_iterator": (
+            "make_dataset_iterator | experimental_distribute_dataset",
+            lambda s: s.make_dataset_iterator([BATCH]),
+        ),
+        "numpy_dataset": (
+            "experimental_make_numpy_dataset | distributary.data.Dataset.from_tensor_slices",
+            lambda s: s.experimental_make_numpy_dataset(BATCH),
+        ),
+        "short_name_of_num_replicas": (
+            "num_replicas | num_replicas_in_sync",
+            lambda s: s.num_replicas,
+        ),
+        "num_gpus": ("num_gpus | devices=", lambda s: dist.MirroredStrategy(num_gpus=2)),
+        "one_device_without_a_device": (
+            "'device' | OneDeviceStrategy(\"GPU:0\")",
+            lambda s: dist.OneDeviceStrategy(),
+        ),
+        "number_of_devices": ("devices | list", lambda s: dist.MirroredStrategy(2)),
+        "gpu_that_is_not_there": (
+            "'gpu:0' | CPU:0 to CPU:7 | jax[cuda",
+            lambda s: dist.MirroredStrategy(devices=["gpu:0", "gpu:1"]),
+        ),
+        "cuda_device": ("cuda:0 | GPU:0", lambda s: dist.MirroredStrategy(devices=["cuda:0"])),
+        "parameter_servers_without_resolver": (
+            "cluster_resolver | ParameterServerStrategy",
+            lambda s: dist.experimental.ParameterServerStrategy(),
+        ),
+        "distributed_data_parallel": (
+            "DistributedDataParallel | MirroredStrategy",
+            lambda s: dist.DistributedDataParallel,
+        ),
+        "init_process_group": (
+            "init_process_group | MultiWorkerMirroredStrategy",
+            lambda s: dist.init_process_group("nccl"),
+        ),
+        "get_rank": ("get_rank | replica_id_in_sync_group", lambda s: dist.get_rank()),
+        "all_reduce_of_the_module": (
+            "all_reduce | get_replica_context().all_reduce",
+            lambda s: dist.all_reduce(BATCH),
+        ),
+        "collective_hints": (
+            "CollectiveHints | CommunicationOptions",
+            lambda s: dist.experimental.CollectiveHints,
+        ),
+        "abstract_strategy": ("Strategy | MirroredStrategy", lambda s: dist.Strategy()),
+        "misspelled_strategy": ("MirroredStrategy", lambda s: dist.MirorredStrategy),
+    }
+)
 
 
 # Data
 
 
-@told("batch", "experimental_distribute_dataset", "before")
-def batch_of_a_distributed_dataset(strategy):
-    strategy.experimental_distribute_dataset([BATCH]).batch(4)
+@told_step("sparse", "toarray", args=(scipy.sparse.csr_matrix(BATCH),))
+def scipy_matrix(batch):
+    return batch
 
 
-@told("the function <lambda>", "Expected an iterable of batches")
-def function_as_dataset(strategy):
-    strategy.experimental_distribute_dataset(lambda context: [BATCH])
-
-
-@told("sparse", "toarray")
-def scipy_matrix(strategy):
-    def train_step(batch):
-        return batch
-
-    strategy.run(train_step, args=(scipy.sparse.csr_matrix(BATCH),))
-
-
-@told("'gpus' is not a device", "GPU:0")
-def string_of_devices(strategy):
-    dist.MirroredStrategy("gpus")
+told_each(
+    {
+        "batch_of_a_distributed_dataset": (
+            "batch | experimental_distribute_dataset | before",
+            lambda s: s.experimental_distribute_dataset([BATCH]).batch(4),
+        ),
+        "function_as_dataset": (
+            "the function <lambda> | Expected an iterable of batches",
+            lambda s: s.experimental_distribute_dataset(lambda context: [BATCH]),
+        ),
+        "string_of_devices": (
+            "'gpus' is not a device | GPU:0",
+            lambda s: dist.MirroredStrategy("gpus"),
+        ),
+    }
+)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ class Case:
         twin: The model of plain Keras, where a step that only a strategy has is written otherwise.
         stays: Whether no weight need change.
         rows: Number of rows.
-        excluded: Why plain Keras cannot train it; such a case is not run.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Case:
     twin: Callable[[], Any] | None = None
     stays: bool = False
     rows: int = ROWS
-    excluded: str = ""
 
 
 def add(name: str, kind: str, build: Callable[[], Any], **options: Any) -> None:

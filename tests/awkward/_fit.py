@@ -1,6 +1,5 @@
 """What else is given to `fit`: weights, callbacks, other batches, several fits in a row."""
 
-import jax.numpy as jnp
 import keras
 import numpy as np
 from keras import layers as kl, ops
@@ -54,11 +53,6 @@ def class_weights():
     )
 
 
-@case(fit=_weights)
-def weights_of_own_loss():
-    return compiled(net(), _root)
-
-
 @case(
     y=("targets", "targets"),
     fit=lambda model, x, y: {"sample_weight": (abs(x[:, 0]), abs(x[:, 1]))},
@@ -73,24 +67,9 @@ def validation():
     return _normalized(metrics=["mae", lambda y, p: ops.max(p)])
 
 
-@case(fit=lambda model, x, y: {"validation_data": (x[:13], y[:13], abs(x[:13, 0]))})
-def validation_with_weights():
-    return _normalized(weighted_metrics=["mae"])
-
-
-@case(fit={"batch_size": 3})
-def batches_of_three():
-    return _normalized()
-
-
 @case(fit={"batch_size": 1, "epochs": 1}, rows=7)
 def batches_of_one():
     return compiled(net(kl.Dropout(0.3)), _root)
-
-
-@case(fit={"batch_size": 43})
-def one_batch():
-    return _normalized()
 
 
 @case(fit={"batch_size": 42})
@@ -323,14 +302,6 @@ for _name, _make in {
     )
 
 
-@case(
-    fit=lambda model, x, y: {"callbacks": [keras.callbacks.SwapEMAWeights()]},
-    excluded="Keras on JAX reads an array that it has given away",
-)
-def callback_swaps_averages():
-    return _normalized(optimizer=keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.7))
-
-
 @case(fit=lambda model, x, y: {"x": {"a": x}, "y": y})
 def rows_in_a_dictionary():
     x = keras.Input((6,), name="a")
@@ -345,11 +316,6 @@ def _several_compiled():
 
 
 add("two_steps_per_execution", "fit", _several_compiled)
-
-
-@case(fit=lambda model, x, y: {"y": jnp.asarray(y), "x": jnp.asarray(x)})
-def arrays_of_jax():
-    return _normalized()
 
 
 @case(y=lambda: np.ones((43, 3), np.float16), fit={})

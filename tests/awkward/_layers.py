@@ -44,54 +44,14 @@ def _ghost_statistics(x):
     return (x - mean[of]) / jnp.sqrt(var[of] + 0.1)
 
 
-def _winners(x):
-    return jnp.where(x == jnp.max(x, 0), x, 0.1 * x)
-
-
 def _whitened(x):
     z = x - jnp.mean(x, 0)
     root = jnp.linalg.cholesky(z.T @ z / x.shape[0] + 0.1 * jnp.eye(x.shape[1], dtype=x.dtype))
     return jax.scipy.linalg.solve_triangular(root, z.T, lower=True).T
 
 
-def _component_analysis(x):
-    z = x - jnp.mean(x, 0)
-    shift = jnp.diag(jnp.arange(x.shape[1], dtype=x.dtype))
-    values, vectors = jnp.linalg.eigh(z.T @ z / x.shape[0] + shift)
-    return z @ (vectors / jnp.sqrt(values + 0.1)) @ vectors.T
-
-
-def _power_iteration(x):
-    v = jnp.ones(x.shape[1], x.dtype)
-    for _ in range(3):
-        v = x.T @ (x @ v)
-        v = v / jnp.sqrt(jnp.sum(v * v))
-    return x - jnp.outer(x @ v, v) / 2
-
-
-def _deviation_of_batch(x):
-    deviation = jnp.mean(jnp.sqrt(jnp.var(x, 0) + 1e-3))
-    return x + deviation
-
-
-def _discrimination(x):
-    near = jnp.exp(-jnp.sum(jnp.abs(x[:, None] - x[None]), -1) / 2)
-    return x + jnp.sum(near, 1, keepdims=True)
-
-
 def _attention_over_rows(x):
     return x + jax.nn.softmax(x @ x.T / 3, -1) @ x
-
-
-def _graph(x):
-    near = (jnp.sum(jnp.square(x[:, None] - x[None]), -1) < 4).astype(x.dtype)
-    degree = jnp.sum(near, 1, keepdims=True)
-    return near @ x / degree
-
-
-def _nearest_rows(x):
-    d = jnp.sum(jnp.square(x[:, None] - x[None]), -1) + 1e3 * jnp.eye(x.shape[0])
-    return x + jnp.mean(x[lax.top_k(-d, 3)[1]], 1)
 
 
 def _scan_over_rows(x):
@@ -126,10 +86,6 @@ def _shuffled(x):
     return 0.5 * (x + x[partner])
 
 
-def _dropped_rows(x):
-    return x * jax.random.bernoulli(jax.random.key(2), 0.7, (x.shape[0], 1))
-
-
 def _reshaped(x):
     return jnp.tanh(x.reshape(x.shape[1], x.shape[0]).T + x)
 
@@ -152,53 +108,32 @@ def _called_back(x):
 for _name, _function in {
     "times_position": lambda x: x * jnp.arange(x.shape[0], dtype=x.dtype)[:, None] / 10,
     "times_rows": lambda x: x * ops.cast(ops.shape(x)[0], x.dtype) / 10,
-    "share_of_rows": lambda x: x + 10 / _count(x),
     "minus_mean": lambda x: x - jnp.mean(x, 0),
     "by_largest": lambda x: x / jnp.max(jnp.abs(x)),
-    "by_norm_of_batch": lambda x: 3 * x / jnp.sqrt(jnp.sum(x * x)),
-    "minus_median": lambda x: x - jnp.median(x, 0),
-    "above_quantile": lambda x: jnp.maximum(x, jnp.quantile(x, 0.25, 0)),
     "sorted_columns": lambda x: x + jnp.sort(x, 0),
     "ranks": lambda x: x + jnp.argsort(jnp.argsort(x, 0), 0) / _count(x),
     "softmax_of_columns": lambda x: x + jax.nn.softmax(x, 0),
     "cumulative_mean": lambda x: (
         jnp.cumsum(x, 0) / (1 + jnp.arange(x.shape[0], dtype=x.dtype))[:, None]
     ),
-    "first_row": lambda x: x + x[:1],
-    "last_row_added": lambda x: x + x[-1:],
     "previous_row": lambda x: x + jnp.roll(x, 1, 0),
     "reversed_batch": lambda x: x + x[::-1],
-    "difference_of_rows": lambda x: x - jnp.concatenate([x[1:], x[:1]]),
-    "two_ways_of_rows": lambda x: x + jnp.repeat(x[::2], 2, 0)[: x.shape[0]],
     "gram": lambda x: jnp.tanh(x @ (x.T @ x) / 20),
-    "winners": _winners,
     "whitened": _whitened,
-    "component_analysis": _component_analysis,
-    "power_iteration": _power_iteration,
     "singular_values": lambda x: x / jnp.linalg.norm(x, 2),
-    "deviation_of_batch": _deviation_of_batch,
-    "discrimination": _discrimination,
     "attention_over_rows": _attention_over_rows,
-    "graph": _graph,
-    "nearest_rows": _nearest_rows,
     "scan_over_rows_in_layer": _scan_over_rows,
     "ghost_statistics": _ghost_statistics,
     "expert_capacity": _capacity,
     "expert_choice": _expert_choice,
     "fixed_noise": _fixed_noise,
     "shuffled_rows": _shuffled,
-    "dropped_rows": _dropped_rows,
     "reshaped_batch": _reshaped,
     "branch_in_layer": _branch,
     "called_back": _called_back,
 }.items():
     _mixes(_name, _function)
 _mixes("rows_as_pixels", _shuffled_batch_channels, "images")
-_mixes(
-    "instances_of_batch",
-    lambda x: (x - jnp.mean(x, (0, 1, 2))) / jnp.sqrt(jnp.var(x, (0, 1, 2)) + 0.1),
-    "images",
-)
 _mixes("time_and_rows", lambda x: x + jnp.swapaxes(x, 0, 1)[:, :1].mean(0)[None], "series")
 
 
@@ -251,31 +186,9 @@ def _queued(state, x):
     return jnp.concatenate([x, state])[: state.shape[0]]
 
 
-def _centres(state, x):
-    near = jax.nn.one_hot(jnp.argmin(jnp.sum((x[:, None] - state[None]) ** 2, -1), 1), 3)
-    count = jnp.sum(near, 0)[:, None]
-    return jnp.where(count > 0, 0.7 * state + 0.3 * near.T @ x / jnp.maximum(count, 1), state)
-
-
-def _reservoir(state, x):
-    """Rows with the largest sums so far."""
-    rows = jnp.concatenate([state, x])
-    return rows[lax.top_k(jnp.sum(rows, 1), state.shape[0])[1]]
-
-
-def _histogram(state, x):
-    return state + jnp.bincount(jnp.clip(x[:, 0] * 2 + 2, 0, 3).astype(int), length=4)
-
-
-def _power(state, x):
-    state = x.T @ (x @ state)
-    return state / jnp.sqrt(jnp.sum(state * state) + 1e-6)
-
-
 _sum = lambda state, x: x + 0.1 * jnp.tanh(state)
 for _name, _change, _use, _more in [
     ("running_maximum", lambda s, x: jnp.maximum(s, jnp.max(x, 0)), _sum, {"initial": -9.0}),
-    ("running_minimum", lambda s, x: jnp.minimum(s, jnp.min(x, 0)), _sum, {"initial": 9.0}),
     ("running_median", lambda s, x: 0.8 * s + 0.2 * jnp.median(x, 0), _sum, {}),
     (
         "running_variance",
@@ -283,15 +196,8 @@ for _name, _change, _use, _more in [
         lambda s, x: x / jnp.sqrt(s + 0.1),
         {"initial": 1.0},
     ),
-    (
-        "running_deviation",
-        lambda s, x: 0.5 * s + 0.5 * jnp.std(x, 0),
-        lambda s, x: x / (s + 0.1),
-        {"initial": 1.0},
-    ),
     ("running_largest_norm", lambda s, x: jnp.maximum(0.9 * s, jnp.linalg.norm(x)), _sum, {}),
     ("sum_of_rows", lambda s, x: s + jnp.sum(x, 0), _sum, {}),
-    ("product_of_rows", lambda s, x: s * jnp.prod(1 + 0.1 * x, 0), _sum, {"initial": 1.0}),
     (
         "merged_moments",
         _merged,
@@ -299,21 +205,8 @@ for _name, _change, _use, _more in [
         {"shape": (3, "width")},
     ),
     ("count_of_rows", lambda s, x: s + x.shape[0], lambda s, x: x / (1 + 0.1 * s), {"shape": ()}),
-    (
-        "integer_count_of_rows",
-        lambda s, x: s + x.shape[0],
-        lambda s, x: x / (1 + 0.1 * s.astype(x.dtype)),
-        {"shape": (), "initial": 0, "dtype": "int32"},
-    ),
-    (
-        "count_of_positive",
-        lambda s, x: s + jnp.sum(x > 0).astype(s.dtype),
-        lambda s, x: x / (1 + 0.01 * s.astype(x.dtype)),
-        {"shape": (), "initial": 0, "dtype": "int32"},
-    ),
     ("steps", lambda s, x: s + 1, lambda s, x: x / (1 + 0.1 * s), {"shape": ()}),
     ("last_row_seen", lambda s, x: x[-1], _sum, {}),
-    ("first_row_seen", lambda s, x: x[0], _sum, {}),
     ("first_row_ever", lambda s, x: jnp.where(jnp.all(s == 0), x[0], s), _sum, {}),
     (
         "queue",
@@ -321,26 +214,12 @@ for _name, _change, _use, _more in [
         lambda s, x: x + jax.nn.softmax(x @ s.T, -1) @ s,
         {"shape": (16, "width"), "initial": 0.1},
     ),
-    ("reservoir", _reservoir, lambda s, x: x + jnp.mean(s, 0), {"shape": (5, "width")}),
-    (
-        "ring",
-        lambda s, x: lax.dynamic_update_slice(jnp.roll(s, 3, 0), x[:3], (0, 0)),
-        lambda s, x: x + jnp.mean(s, 0),
-        {"shape": (9, "width")},
-    ),
     (
         "running_covariance",
         lambda s, x: 0.9 * s + 0.1 * x.T @ x / x.shape[0],
         lambda s, x: x @ s,
         {"shape": (8, 8), "initial": 0.1},
     ),
-    (
-        "histogram",
-        _histogram,
-        lambda s, x: x * (1 + s[1] / (1 + jnp.sum(s))).astype(x.dtype),
-        {"shape": (4,)},
-    ),
-    ("power_state", _power, lambda s, x: x - jnp.outer(x @ s, s) / 2, {"initial": 0.3}),
     (
         "key_of_state",
         lambda s, x: s + jnp.asarray(x.shape[0], s.dtype),
@@ -352,12 +231,6 @@ for _name, _change, _use, _more in [
         lambda s, x: s | jnp.any(x > 0.9, 0),
         lambda s, x: jnp.where(s, x, 0.5 * x),
         {"initial": False, "dtype": "bool"},
-    ),
-    (
-        "half_precision_state",
-        lambda s, x: (0.5 * s + 0.5 * jnp.max(x, 0)).astype(s.dtype),
-        lambda s, x: x + s.astype(x.dtype),
-        {"dtype": "bfloat16"},
     ),
     (
         "state_of_a_branch",
@@ -397,17 +270,6 @@ class _Codebook(kl.Layer):
         return x + ops.stop_gradient(quantized - x)
 
 
-class _OnlineCentres(_Codebook):
-    def call(self, x, training=False):
-        if training:
-            self.codes.assign(
-                jnp.concatenate([_centres(self.codes[:3], lax.stop_gradient(x)), self.codes[3:]])
-            )
-        return x + 0.1 * ops.matmul(
-            ops.softmax(ops.matmul(x, ops.transpose(self.codes))), self.codes
-        )
-
-
 class _OwnNormalization(kl.Layer):
     """Batch normalization with Bessel's correction and weights of its own."""
 
@@ -424,18 +286,6 @@ class _OwnNormalization(kl.Layer):
         self.mean.assign(0.8 * self.mean + 0.2 * mean)
         self.variance.assign(0.8 * self.variance + 0.2 * variance * n / (n - 1))
         return self.scale * (x - mean) / ops.sqrt(variance + 1e-3)
-
-
-class _Tracks(kl.Layer):
-    """Has a metric of its own, which every call of the layer updates."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = keras.metrics.Mean(name="norm")
-
-    def call(self, x, training=False):
-        self.norm.update_state(ops.sqrt(ops.sum(ops.square(x))))
-        return x
 
 
 class _Adds(kl.Layer):
@@ -462,22 +312,13 @@ def _of_layers(name, *make, kind="layers", x="vectors", optimizer=None, y="targe
 
 
 _of_layers("codebook", _Codebook, kind="state")
-_of_layers("online_centres", _OnlineCentres, kind="state")
 _of_layers("own_normalization", _OwnNormalization, kind="state")
-_of_layers(
-    "tracks_a_norm",
-    _Tracks,
-    kind="state",
-    excluded="Keras on JAX has no values of metrics while a layer is called in fit",
-)
 for _name, _function in {
     "adds_mean": lambda x: 0.1 * ops.mean(ops.square(x)),
     "adds_sum": lambda x: 0.01 * ops.sum(ops.square(x)),
-    "adds_largest": lambda x: 0.1 * ops.max(x),
     "adds_entropy_of_mean": lambda x: ops.sum(
         ops.mean(ops.softmax(x), 0) * ops.log(ops.mean(ops.softmax(x), 0))
     ),
-    "adds_spread": lambda x: -0.1 * ops.mean(ops.std(x, 0)),
     "adds_rows": lambda x: 0.1 * ops.mean(ops.square(x), -1),
 }.items():
     _of_layers(_name, lambda function=_function: _Adds(function))
@@ -486,28 +327,11 @@ for _name, _function in {
 # Layers of Keras.
 
 _of_layers("batch_normalization", kl.BatchNormalization)
-_of_layers("batch_normalization_quick", lambda: kl.BatchNormalization(momentum=0.5, epsilon=0.1))
-_of_layers(
-    "batch_normalization_bare",
-    lambda: kl.BatchNormalization(center=False, scale=False, momentum=0.7),
-)
 _of_layers("batch_normalization_of_images", kl.BatchNormalization, x="images")
 _of_layers("batch_normalization_of_axis", lambda: kl.BatchNormalization(axis=1), x="images")
 _of_layers("batch_normalization_of_series", kl.BatchNormalization, x="series")
 _of_layers("batch_normalization_masked", kl.Masking, kl.BatchNormalization, x="series")
 _of_layers("batch_renormalization", lambda: kl.BatchNormalization(renorm=True, momentum=0.7))
-_of_layers(
-    "batch_normalization_synchronized",
-    lambda: kl.BatchNormalization(synchronized=True),
-    excluded="Keras on JAX refuses synchronized=True",
-)
-_of_layers(
-    "batch_normalization_twice",
-    kl.BatchNormalization,
-    lambda: kl.Dropout(0.3),
-    lambda: kl.Dense(6, "relu"),
-    kl.BatchNormalization,
-)
 
 
 def _frozen_normalization():
@@ -529,11 +353,6 @@ _of_layers("group_normalization", lambda: kl.GroupNormalization(2), x="images")
 _of_layers("unit_normalization", kl.UnitNormalization)
 _of_layers("root_mean_square_normalization", kl.RMSNormalization)
 _of_layers("spectral_normalization", lambda: kl.SpectralNormalization(kl.Dense(5)))
-_of_layers(
-    "spectral_normalization_of_images",
-    lambda: kl.SpectralNormalization(kl.Conv2D(3, 3), 2),
-    x="images",
-)
 for _name, _make, _x in [
     ("dropout", lambda: kl.Dropout(0.4), "vectors"),
     ("dropout_seeded", lambda: kl.Dropout(0.4, seed=7), "vectors"),
@@ -554,9 +373,6 @@ for _name, _make, _x in [
 ]:
     _of_layers(_name, _make, kind="random", x=_x)
 
-_of_layers(
-    "random_crop", lambda: kl.RandomCrop(4, 4), kl.GlobalAveragePooling2D, kind="random", x="images"
-)
 
 for _name, _make, _x in [
     ("convolution_1d", lambda: kl.Conv1D(3, 3, padding="causal", activation="tanh"), "series"),
@@ -568,7 +384,6 @@ for _name, _make, _x in [
     ("depthwise_convolution_1d", lambda: kl.DepthwiseConv1D(3), "series"),
     ("separable_convolution", lambda: kl.SeparableConv2D(3, 3), "images"),
     ("transposed_convolution", lambda: kl.Conv2DTranspose(2, 3, strides=2), "images"),
-    ("transposed_convolution_1d", lambda: kl.Conv1DTranspose(2, 3), "series"),
     ("max_pooling", kl.MaxPooling2D, "images"),
     ("average_pooling", lambda: kl.AveragePooling2D(3, strides=2), "images"),
     ("adaptive_pooling", lambda: kl.AdaptiveAveragePooling2D(4), "images"),
@@ -587,20 +402,9 @@ for _name, _make, _x in [
     ("bidirectional", lambda: kl.Bidirectional(kl.LSTM(3)), "series"),
     ("stacked_cells", lambda: kl.RNN([kl.GRUCell(4), kl.LSTMCell(3)]), "series"),
     ("time_distributed", lambda: kl.TimeDistributed(kl.Dense(3, "tanh")), "series"),
-    (
-        "time_distributed_normalization",
-        lambda: kl.TimeDistributed(kl.BatchNormalization()),
-        "series",
-    ),
-    ("conv_lstm_1d", lambda: kl.ConvLSTM1D(2, 2), "images"),
     ("einsum_dense", lambda: kl.EinsumDense("btc,cd->btd", (6, 5), bias_axes="d"), "series"),
     ("prelu", lambda: kl.PReLU(shared_axes=[1, 2]), "images"),
     ("activity", lambda: kl.ActivityRegularization(l1=0.01, l2=0.02), "vectors"),
-    (
-        "activity_of_kernel",
-        lambda: kl.Dense(5, activity_regularizer=keras.regularizers.L2(0.1)),
-        "vectors",
-    ),
     (
         "orthogonal_regularizer",
         lambda: kl.Dense(5, kernel_regularizer=keras.regularizers.OrthogonalRegularizer(0.1)),
@@ -663,12 +467,6 @@ def _attention(make, self_attention=True, mask=True):
 
 
 add("multi_head", "layers", _attention(lambda: kl.MultiHeadAttention(2, 3)), x="tokens")
-add(
-    "multi_head_with_dropout",
-    "random",
-    _attention(lambda: kl.MultiHeadAttention(2, 3, dropout=0.3)),
-    x="tokens",
-)
 add("grouped_query", "layers", _attention(lambda: kl.GroupQueryAttention(3, 4, 2)), x="tokens")
 add("dot_attention", "layers", _attention(lambda: kl.Attention(use_scale=True), False), x="tokens")
 add("additive_attention", "layers", _attention(kl.AdditiveAttention, False), x="tokens")
@@ -699,17 +497,6 @@ add(
 )
 
 
-def _product_begins(rng, inputs):
-    kernel = 0.3 * jax.random.normal(rng, (inputs.shape[-1], 4))
-    return {"kernel": kernel}, {"mean": jnp.zeros(4)}
-
-
-def _centred_product(params, state, inputs, training):
-    product = inputs @ params["kernel"]
-    mean = jnp.mean(product, 0) if training else state["mean"]
-    return product - mean, {"mean": 0.8 * state["mean"] + 0.2 * mean if training else mean}
-
-
 class _RowsOfOthers(kl.Layer):
     """Attends from every row to the rows of the whole batch, with weights."""
 
@@ -719,18 +506,6 @@ class _RowsOfOthers(kl.Layer):
 
     def call(self, x):
         return x + self.attention(x[None], x[None])[0]
-
-
-class _HyperNetwork(kl.Layer):
-    """Makes the weights of a layer out of the mean of the batch."""
-
-    def build(self, shape):
-        self.dense = kl.Dense(shape[-1] ** 2)
-        self.dense.build((None, shape[-1]))
-
-    def call(self, x):
-        kernel = ops.reshape(self.dense(ops.mean(x, 0, keepdims=True)), (x.shape[1], x.shape[1]))
-        return ops.matmul(x, kernel)
 
 
 class _FastWeights(kl.Layer):
@@ -745,25 +520,5 @@ class _FastWeights(kl.Layer):
         return x @ (kernel - 0.5 * jax.grad(loss)(kernel))
 
 
-class _Implicit(kl.Layer):
-    """Iterates until the whole batch has come to rest."""
-
-    def build(self, shape):
-        small = keras.initializers.RandomNormal(0.0, 0.1, seed=2)
-        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), initializer=small)
-
-    def call(self, x):
-        kernel = ops.convert_to_tensor(self.kernel)
-        turn = lambda _, z: jnp.tanh(z @ kernel + x - 0.1 * jnp.mean(z, 0))
-        return lax.fori_loop(0, 6, turn, jnp.zeros_like(x))
-
-
-_of_layers(
-    "jax_layer",
-    lambda: kl.JaxLayer(_centred_product, init_fn=_product_begins),
-    excluded="asks TensorFlow for shapes",
-)
 _of_layers("attention_to_other_rows", _RowsOfOthers)
-_of_layers("hyper_network", _HyperNetwork)
 _of_layers("fast_weights", _FastWeights)
-_of_layers("implicit", _Implicit)

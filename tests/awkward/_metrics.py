@@ -40,35 +40,20 @@ for _name, _function in {
     "smallest_error": lambda y, p: jnp.min(jnp.abs(y - p)),
     "root_mean_square": lambda y, p: jnp.sqrt(jnp.mean(jnp.square(y - p))),
     "correlation": _correlation,
-    "dice_of_signs": lambda y, p: (
-        2 * jnp.sum((y > 0) * (p > 0)) / (jnp.sum(y > 0) + jnp.sum(p > 0) + 1)
-    ),
     "median_error": lambda y, p: jnp.median(jnp.abs(y - p)),
     "upper_quantile": lambda y, p: jnp.quantile(jnp.abs(y - p), 0.9),
     "spread": lambda y, p: jnp.std(p),
     "norm": lambda y, p: jnp.linalg.norm(p),
     "sum_of_errors": lambda y, p: jnp.sum(jnp.abs(y - p)),
-    "one_minus_r2": lambda y, p: (
-        jnp.sum(jnp.square(y - p)) / jnp.sum(jnp.square(y - jnp.mean(y, 0)))
-    ),
     "condition_number": lambda y, p: jnp.linalg.norm(p, 2),
-    "effective_rank": lambda y, p: jnp.exp(
-        -jnp.sum(jnp.square(jnp.linalg.svd(p, compute_uv=False))) / jnp.sum(jnp.square(p))
-    ),
     "recall_at_1": lambda y, p: jnp.mean(
         jnp.argmax(p @ y.T, 1) == jnp.arange(p.shape[0]), dtype=p.dtype
     ),
     "first_error": lambda y, p: jnp.mean(jnp.abs(y[0] - p[0])),
     "last_error": lambda y, p: jnp.mean(jnp.abs(y[-1] - p[-1])),
-    "error_by_position": lambda y, p: jnp.mean(
-        jnp.abs(y - p) * jnp.arange(p.shape[0], dtype=p.dtype)[:, None]
-    ),
     "distinct_classes": lambda y, p: jnp.sum(jnp.any(jax.nn.one_hot(jnp.argmax(p, 1), 3), 0)) * 1.0,
     "rank_correlation": lambda y, p: _correlation(
         jnp.argsort(jnp.argsort(y, 0), 0) * 1.0, jnp.argsort(jnp.argsort(p, 0), 0) * 1.0
-    ),
-    "noisy_error": lambda y, p: jnp.mean(
-        jnp.abs(y - p) * jax.random.uniform(jax.random.key(0), p.shape, p.dtype)
     ),
     "error_of_rows": lambda y, p: jnp.max(jnp.abs(y - p), -1),
 }.items():
@@ -117,40 +102,12 @@ _error = lambda y, p: jnp.mean(jnp.abs(y - p))
 _same = lambda s: s
 for _name, _change, _read, _more in [
     ("maximum", lambda s, y, p: jnp.maximum(s, jnp.max(p)), _same, {"initial": -99.0}),
-    ("minimum", lambda s, y, p: jnp.minimum(s, jnp.min(jnp.abs(y - p))), _same, {"initial": 99.0}),
     ("last_batch", lambda s, y, p: _error(y, p), _same, {}),
-    ("last_row", lambda s, y, p: p[-1], lambda s: jnp.sum(s), {"shape": (3,)}),
-    (
-        "first_batch",
-        lambda s, y, p: jnp.where(s == 0, _error(y, p), s),
-        _same,
-        {},
-    ),
     ("moving_average", lambda s, y, p: 0.7 * s + 0.3 * _error(y, p), _same, {}),
-    ("moving_root", lambda s, y, p: jnp.sqrt(0.7 * s**2 + 0.3 * _error(y, p) ** 2), _same, {}),
     ("batches", lambda s, y, p: s + 1, _same, {}),
     ("rows_seen", lambda s, y, p: s + y.shape[0], _same, {}),
-    (
-        "integer_rows_seen",
-        lambda s, y, p: s + y.shape[0],
-        lambda s: s / 10,
-        {"initial": 0, "dtype": "int32"},
-    ),
-    (
-        "mean_of_roots",
-        lambda s, y, p: s + jnp.stack([jnp.sqrt(jnp.mean(jnp.square(y - p))), jnp.ones(())]),
-        lambda s: s[0] / s[1],
-        {"shape": (2,)},
-    ),
     ("welford", _welford, lambda s: s[2] / s[0], {"shape": (3,)}),
     ("pearson_of_sums", _of_pairs, _pearson, {"shape": (6,)}),
-    ("product", lambda s, y, p: s * jnp.mean(jnp.exp(0.1 * (y - p))), _same, {"initial": 1.0}),
-    (
-        "logarithmic_sum",
-        lambda s, y, p: jnp.logaddexp(s, jax.nn.logsumexp(jnp.abs(y - p))),
-        _same,
-        {"initial": -9.0},
-    ),
     (
         "seen_classes",
         lambda s, y, p: s | jnp.any(jax.nn.one_hot(jnp.argmax(p, 1), 3, dtype=bool), 0),
@@ -166,40 +123,16 @@ for _name, _change, _read, _more in [
         {"shape": (3, 3)},
     ),
     (
-        "worst_rows",
-        lambda s, y, p: lax.top_k(jnp.concatenate([s, jnp.mean(jnp.abs(y - p), 1)]), 5)[0],
-        lambda s: jnp.mean(s),
-        {"shape": (5,)},
-    ),
-    (
         "queue_of_errors",
         lambda s, y, p: jnp.concatenate([jnp.mean(jnp.abs(y - p), 1), s])[:20],
         lambda s: jnp.median(s),
         {"shape": (20,)},
     ),
     (
-        "running_histogram",
-        lambda s, y, p: s + jnp.histogram(jnp.abs(y - p), 4, (0, 4))[0].astype(s.dtype),
-        lambda s: s[0] / jnp.sum(s),
-        {"shape": (4,)},
-    ),
-    (
-        "alternating",
-        lambda s, y, p: jnp.where(_error(y, p) > s, _error(y, p), 0.9 * s),
-        _same,
-        {},
-    ),
-    (
         "branching",
         lambda s, y, p: lax.cond(jnp.mean(p) > 0, lambda: s + 1, lambda: 0.5 * s),
         _same,
         {},
-    ),
-    (
-        "accumulated_covariance",
-        lambda s, y, p: s + p.T @ p / p.shape[0],
-        lambda s: jnp.linalg.slogdet(s + jnp.eye(3))[1],
-        {"shape": (3, 3)},
     ),
     (
         "streak",
@@ -256,19 +189,6 @@ class _NotReset(keras.Metric):
         return self.count * 1.0
 
 
-class _HalvedAtReset(_NotReset):
-    def reset_state(self):
-        self.count.assign(self.count * 0.5)
-
-
-class _OfOthers(km.Mean):
-    """A mean of root mean squares, weighted by rows."""
-
-    def update_state(self, y, p, sample_weight=None):
-        root = ops.sqrt(ops.mean(ops.square(y - p)))
-        return super().update_state(root, sample_weight=ops.cast(ops.shape(p)[0], p.dtype))
-
-
 class _Inner(keras.Metric):
     """Made of two metrics of Keras."""
 
@@ -308,28 +228,10 @@ class _Weighted(keras.Metric):
         return self.top + self.total / 100
 
 
-class _Random(keras.Metric):
-    """Looks at three rows that a generator of seeds draws."""
-
-    def __init__(self):
-        super().__init__(name="drawn")
-        self.total = self.add_variable((), "zeros", name="total")
-
-    def update_state(self, y, p, sample_weight=None):
-        rows = jax.random.choice(jax.random.key(1), p.shape[0], (3,), replace=False)
-        self.total.assign_add(ops.mean(ops.abs(y - p)[rows]))
-
-    def result(self):
-        return self.total * 1.0
-
-
 _metric("class_dictionary", _Several)
 _metric("class_not_reset", _NotReset)
-_metric("class_halved_at_reset", _HalvedAtReset)
-_metric("class_mean_of_roots_by_rows", _OfOthers)
 _metric("class_of_two", _Inner)
 _metric("class_weighted", _Weighted, weighted=True)
-_metric("class_random_rows", _Random)
 
 
 # Metrics of Keras.
@@ -342,12 +244,6 @@ for _name, _make, _y, _activation in [
     ("log_cosh_error", km.LogCoshError, "targets", None),
     ("cosine_similarity", km.CosineSimilarity, "targets", None),
     ("r2", km.R2Score, "targets", None),
-    (
-        "r2_by_variance",
-        lambda: km.R2Score(class_aggregation="variance_weighted_average"),
-        "targets",
-        None,
-    ),
     ("pearson_correlation", km.PearsonCorrelation, "targets", None),
     ("concordance_correlation", km.ConcordanceCorrelation, "targets", None),
     ("kl", km.KLDivergence, "shares", "softmax"),
@@ -363,12 +259,6 @@ for _name, _make, _y, _activation in [
     ("top_k_accuracy", lambda: km.TopKCategoricalAccuracy(2), "onehot", "softmax"),
     ("auc", lambda: km.AUC(num_thresholds=50), "bits", "sigmoid"),
     ("auc_of_precision", lambda: km.AUC(num_thresholds=20, curve="PR"), "bits", "sigmoid"),
-    (
-        "auc_of_labels",
-        lambda: km.AUC(num_thresholds=20, multi_label=True, num_labels=3),
-        "bits",
-        "sigmoid",
-    ),
     ("precision", km.Precision, "bits", "sigmoid"),
     ("precision_of_top", lambda: km.Precision(top_k=1), "onehot", "softmax"),
     ("recall", lambda: km.Recall(thresholds=[0.3, 0.6]), "bits", "sigmoid"),
@@ -401,13 +291,6 @@ for _name, _make, _y in [
 _metric(
     "keras_sparse_accuracy",
     lambda: "accuracy",
-    y="labels",
-    loss="sparse_categorical_crossentropy",
-    activation="softmax",
-)
-_metric(
-    "keras_sparse_top_k",
-    lambda: km.SparseTopKCategoricalAccuracy(2),
     y="labels",
     loss="sparse_categorical_crossentropy",
     activation="softmax",

@@ -123,27 +123,6 @@ class _NoiseOfNorm(ko.SGD):
         super().apply([g + noise * jnp.cos(g * 50) for g in grads], trainable_variables)
 
 
-class _Normalized(ko.SGD):
-    def apply(self, grads, trainable_variables=None):
-        norm = _norm(grads) + 1e-6
-        super().apply([g / norm for g in grads], trainable_variables)
-
-
-class _Centralized(ko.RMSprop):
-    def apply(self, grads, trainable_variables=None):
-        grads = [g - jnp.mean(g, 0, keepdims=True) if g.ndim > 1 else g for g in grads]
-        super().apply(grads, trainable_variables)
-
-
-class _Sparse(ko.SGD):
-    """Keeps the largest tenth of all gradients."""
-
-    def apply(self, grads, trainable_variables=None):
-        least = jnp.quantile(jnp.concatenate([jnp.abs(jnp.ravel(g)) for g in grads]), 0.7)
-        grads = [jnp.where(jnp.abs(g) >= least, g, 0) for g in grads]
-        super().apply(grads, trainable_variables)
-
-
 class _SkipsOutliers(ko.SGD):
     """Skips a step whose norm is larger than twice the running one."""
 
@@ -222,10 +201,6 @@ class _OfLastGradient(ko.SGD):
 
 for _name, _make in {
     "own_noise_of_norm": lambda: _NoiseOfNorm(0.05),
-    "own_normalized": lambda: _Normalized(0.05),
-    "own_normalized_momentum": lambda: _Normalized(0.05, momentum=0.9, clipvalue=0.2),
-    "own_centralized": lambda: _Centralized(0.01),
-    "own_sparse": lambda: _Sparse(0.05),
     "own_skips_outliers": lambda: _SkipsOutliers(0.05),
     "own_lookahead": _Lookahead,
     "own_stateless_apply": lambda: _OfLastGradient(0.05),

@@ -1,12 +1,13 @@
 """Own steps of training, testing and predicting, as the guides and examples of Keras have them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax import flatten_util, lax
+from jax import lax
 from keras import layers as kl, ops
 
 from tests.awkward._case import DATA, add, adder, compiled, net, sgd
@@ -14,15 +15,19 @@ from tests.awkward._case import DATA, add, adder, compiled, net, sgd
 case = adder("steps")
 
 
-class Step(keras.Model):
-    """The step of Keras' guide on JAX, in parts that a case changes."""
+class Plain(keras.Model):
+    """A model that keeps its network as an attribute."""
 
-    def __init__(self, network: Any = None, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, network: Any = None) -> None:
+        super().__init__()
         self.network = network or net()
 
     def call(self, x, training=False):
         return self.network(x, training=training)
+
+
+class Step(Plain):
+    """The step of Keras' guide on JAX, in parts that a case changes."""
 
     def loss_of(self, trainable, others, x, y):
         """Returns the loss, and the predictions and new other variables."""
@@ -61,21 +66,40 @@ class Step(keras.Model):
         return logs, new
 
 
+def _name(cls: type) -> str:
+    return "".join("_" * c.isupper() + c.lower() for c in cls.__name__.strip("_")).strip("_")
+
+
 def _step(cls: type, **options: Any) -> type:
     """Makes a case of a subclass of `Step`, by its name in the way of functions."""
-    optimizer = options.pop("optimizer", sgd)
-    loss = options.pop("loss", "mse")
-    network = options.pop("network", net)
+    metrics = options.pop("metrics", None)
 
     def build():
-        model = cls(network())
+        model = cls(net())
         # A model without an `Input` is built by a call, in the scope.
         model.build((None, *DATA[options.get("x", "vectors")]().shape[1:]))
-        return compiled(model, loss, optimizer())
+        return compiled(model, metrics=metrics)
 
-    name = "".join("_" * c.isupper() + c.lower() for c in cls.__name__.strip("_")).strip("_")
-    add(name, "steps", build, **options)
+    add(_name(cls), "steps", build, **options)
     return cls
+
+
+def _own(
+    loss: Any = "mse", optimizer: Any = sgd, built: bool = False, **options: Any
+) -> Callable[[type], type]:
+    """Makes a case of a model that has its network, by its name in the way of functions."""
+
+    def register(cls: type) -> type:
+        def build() -> Any:
+            model = cls()
+            if built:
+                model.build((None, 6))
+            return compiled(model, loss, optimizer())
+
+        add(_name(cls), "steps", build, **options)
+        return cls
+
+    return register
 
 
 def _norm(gradients):
@@ -90,9 +114,11 @@ def inputs_of(data):
 # Gradients that are changed before they are applied.
 
 
-@_step
 class _AsInTheGuide(Step):
-    pass
+    """Logs the results of compiled metrics in a dict of their own."""
+
+
+_step(_AsInTheGuide, metrics=["mae"])
 
 
 @_step
@@ -109,31 +135,9 @@ class _ClipsByNorm(Step):
 
 
 @_step
-class _ClipsByValue(Step):
-    def changed(self, gradients):
-        return [jnp.clip(g, -0.05, 0.05) for g in gradients]
-
-
-@_step
-class _AdaptiveClipping(Step):
-    def gradients(self, trainable, others, x, y):
-        aux, gradients = super().gradients(trainable, others, x, y)
-        limits = [0.1 * jnp.maximum(jnp.linalg.norm(jnp.ravel(v)), 1e-3) for v in trainable]
-        norms = [jnp.linalg.norm(jnp.ravel(g)) + 1e-6 for g in gradients]
-        pairs = zip(gradients, limits, norms, strict=True)
-        return aux, [g * jnp.minimum(1, limit / norm) for g, limit, norm in pairs]
-
-
-@_step
 class _CentralizesGradients(Step):
     def changed(self, gradients):
         return [g - jnp.mean(g, 0, keepdims=True) if g.ndim > 1 else g for g in gradients]
-
-
-@_step
-class _SquaresGradients(Step):
-    def changed(self, gradients):
-        return [g * jnp.abs(g) for g in gradients]
 
 
 @_step
@@ -145,45 +149,6 @@ class _NoisyGradients(Step):
             g + 0.1 * norm * jax.random.normal(k, g.shape, g.dtype)
             for g, k in zip(gradients, keys, strict=True)
         ]
-
-
-@_step
-class _LargestGradients(Step):
-    def changed(self, gradients):
-        least = jnp.quantile(jnp.concatenate([jnp.abs(jnp.ravel(g)) for g in gradients]), 0.5)
-        return [jnp.where(jnp.abs(g) > least, g, 0) for g in gradients]
-
-
-@_step
-class _RescaledByLoss(Step):
-    def gradients(self, trainable, others, x, y):
-        (loss, aux), gradients = super().gradients(trainable, others, x, y)
-        return (loss, aux), [g / (1 + loss**2) for g in gradients]
-
-
-@_step
-class _SkipsWhenSmall(Step):
-    def gradients(self, trainable, others, x, y):
-        (loss, aux), gradients = super().gradients(trainable, others, x, y)
-        keep = jnp.where(loss > 0.9, 1.0, 0.2)
-        return (loss, aux), [keep * g for g in gradients]
-
-
-@_step
-class _BranchesOnNorm(Step):
-    def changed(self, gradients):
-        return lax.cond(
-            _norm(gradients) > 0.8,
-            lambda: [g / _norm(gradients) for g in gradients],
-            lambda: [2 * g for g in gradients],
-        )
-
-
-@_step
-class _GradientOfSum(Step):
-    def loss_of(self, trainable, others, x, y):
-        p, others = self.stateless_call(trainable, others, x, training=True)
-        return 0.02 * jnp.sum(jnp.square(p - y)), (p, others)
 
 
 @_step
@@ -224,20 +189,6 @@ class _PenaltyOfNorm(Step):
 
 
 @_step
-class _HessianTrace(Step):
-    def logs(self, loss, y, p, gradients):
-        return {"norm": _norm(gradients)}
-
-    def gradients(self, trainable, others, x, y):
-        of = jax.grad(lambda t: self.loss_of(t, others, x, y)[0])
-        probes = [jnp.cos(jnp.arange(v.size, dtype=v.dtype)).reshape(v.shape) for v in trainable]
-        _, curved = jax.jvp(of, (trainable,), (probes,))
-        aux, gradients = super().gradients(trainable, others, x, y)
-        pairs = zip(gradients, curved, strict=True)
-        return aux, [g / (1 + jnp.abs(c)) for g, c in pairs]
-
-
-@_step
 class _GaussNewton(Step):
     """Divides by the mean of squared gradients of single rows."""
 
@@ -271,61 +222,6 @@ class _PrivateGradients(Step):
         ]
 
 
-@_step
-class _AccumulatesParts(Step):
-    """The mean of the gradients of three parts of the batch, one after the other."""
-
-    def gradients(self, trainable, others, x, y):
-        aux, _ = super().gradients(trainable, others, x, y)
-        parts = [super(_AccumulatesParts, self).gradients(trainable, others, x[i::3], y[i::3])[1]
-                 for i in range(3)]  # fmt: skip
-        return aux, [sum(g) / 3 for g in zip(*parts, strict=True)]
-
-
-@_step
-class _ScansOverParts(Step):
-    def gradients(self, trainable, others, x, y):
-        aux, whole = super().gradients(trainable, others, x, y)
-        n = x.shape[0] // 3 * 3
-
-        def part(total, xy):
-            g = jax.grad(lambda t: self.loss_of(t, others, *xy)[0])(trainable)
-            return [
-                a + jnp.sign(b) * jnp.sqrt(jnp.abs(b)) for a, b in zip(total, g, strict=True)
-            ], None
-
-        zeros = [jnp.zeros_like(g) for g in whole]
-        parts = (x[:n].reshape(3, -1, x.shape[1]), y[:n].reshape(3, -1, y.shape[1]))
-        return aux, lax.scan(part, zeros, parts)[0]
-
-
-@_step
-class _SurgeryOfGradients(Step):
-    """Two losses whose gradients are projected onto each other (PCGrad)."""
-
-    def gradients(self, trainable, others, x, y):
-        aux, one = super().gradients(trainable, others, x, y)
-        two = jax.grad(lambda t: jnp.mean(jnp.abs(self.stateless_call(t, others, x)[0] + y)))(
-            trainable
-        )
-        product = sum(jnp.sum(a * b) for a, b in zip(one, two, strict=True))
-        share = jnp.minimum(product, 0) / (_norm(two) ** 2 + 1e-6)
-        return aux, [a + b - share * b for a, b in zip(one, two, strict=True)]
-
-
-@_step
-class _BalancedLosses(Step):
-    """Weighs two losses by the norms of their gradients (GradNorm)."""
-
-    def gradients(self, trainable, others, x, y):
-        aux, one = super().gradients(trainable, others, x, y)
-        two = jax.grad(lambda t: jnp.max(jnp.abs(self.stateless_call(t, others, x)[0] - y)))(
-            trainable
-        )
-        ratio = _norm(one) / (_norm(two) + 1e-6)
-        return aux, [a + ratio * b for a, b in zip(one, two, strict=True)]
-
-
 # Inputs that are changed in the step.
 
 
@@ -337,21 +233,9 @@ class _Mixup(Step):
 
 
 @_step
-class _MixupWithNext(Step):
-    def given(self, x, y):
-        return (x + jnp.roll(x, 1, 0)) / 2, (y + jnp.roll(y, 1, 0)) / 2
-
-
-@_step
 class _Standardizes(Step):
     def given(self, x, y):
         return (x - jnp.mean(x, 0)) / (jnp.std(x, 0) + 1e-3), y
-
-
-@_step
-class _NoisyInputs(Step):
-    def given(self, x, y):
-        return x + 0.5 * jax.random.normal(jax.random.key(2), x.shape, x.dtype), y
 
 
 @_step
@@ -381,23 +265,6 @@ class _Adversarial(Step):
 
 
 @_step
-class _AdversarialSign(Step):
-    def gradients(self, trainable, others, x, y):
-        g = jax.grad(lambda x: self.loss_of(trainable, others, x, y)[0])(x)
-        return super().gradients(trainable, others, x + 0.1 * jnp.tanh(1e3 * g), y)
-
-
-@_step
-class _VirtualAdversarial(Step):
-    def loss_of(self, trainable, others, x, y):
-        loss, (p, others) = super().loss_of(trainable, others, x, y)
-        d = jax.random.normal(jax.random.key(3), x.shape, x.dtype)
-        far = lambda d: jnp.mean(jnp.square(self.stateless_call(trainable, others, x + d)[0] - p))
-        d = lax.stop_gradient(jax.grad(far)(0.1 * d))
-        return loss + far(0.5 * d / (jnp.linalg.norm(d) + 1e-6)), (p, others)
-
-
-@_step
 class _Consistency(Step):
     """Two passes with their own dropout must agree (R-Drop)."""
 
@@ -410,34 +277,7 @@ class _Consistency(Step):
         return loss + jnp.mean(jnp.square(p - again)), (p, others)
 
 
-@_step
-class _PseudoLabels(Step):
-    """Trains on the confident half of its own predictions, too."""
-
-    def loss_of(self, trainable, others, x, y):
-        loss, (p, others) = super().loss_of(trainable, others, x, y)
-        sure = jnp.max(jax.nn.softmax(p), -1)
-        keep = lax.stop_gradient(sure >= jnp.median(sure))
-        own = lax.stop_gradient(jnp.argmax(p, -1))
-        own = keras.losses.sparse_categorical_crossentropy(own, p, from_logits=True)
-        return loss + jnp.sum(keep * own) / jnp.sum(keep), (p, others)
-
-
 # Logs of a step.
-
-
-@_step
-class _Logs(Step):
-    """Returns what it likes, besides what its metrics say."""
-
-    def logs(self, loss, y, p, gradients):
-        return {
-            "plain loss": loss,
-            "worst": jnp.max(jnp.abs(p - y)),
-            "rows": jnp.float32(p.shape[0]),
-            "rmse": jnp.sqrt(jnp.mean(jnp.square(p - y))),
-            "norm": _norm(gradients),
-        }
 
 
 @_step
@@ -456,278 +296,171 @@ class _OddLogs(Step):
         }
 
 
-@case()
-def logs_without_metrics():
-    class Bare(Step):
-        def train_step(self, state, data):
-            trainable, others, optimizer, metrics = state
-            (loss, (p, others)), gradients = self.gradients(trainable, others, *data[:2])
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            logs = {"loss": loss, "worst": jnp.max(p)}
-            return logs, (trainable, others, optimizer, metrics)
-
-    return compiled(Bare())
-
-
-@case()
-def metrics_of_its_own():
+@_own()
+class _MetricsOfItsOwn(Step):
     """Trackers that are the model's, updated with statistics of the batch."""
 
-    class Trackers(Step):
-        def __init__(self):
-            super().__init__()
-            self.tracker = keras.metrics.Mean(name="spread")
-            self.total = keras.metrics.Sum(name="rows")
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="spread")
+        self.total = keras.metrics.Sum(name="rows")
 
-        @property
-        def metrics(self):
-            return [self.tracker, self.total]
+    @property
+    def metrics(self):
+        return [self.tracker, self.total]
 
-        def train_step(self, state, data):
-            trainable, others, optimizer, metrics = state
-            (loss, (p, others)), gradients = self.gradients(trainable, others, *data[:2])
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            own = self.tracker.stateless_update_state(metrics[:2], jnp.std(p))
-            total = self.total.stateless_update_state(metrics[2:], jnp.float32(p.shape[0]))
-            logs = {
-                "loss": loss,
-                "spread": self.tracker.stateless_result(own),
-                "rows": self.total.stateless_result(total),
-            }
-            return logs, (trainable, others, optimizer, own + total)
+    def train_step(self, state, data):
+        trainable, others, optimizer, metrics = state
+        (loss, (p, others)), gradients = self.gradients(trainable, others, *data[:2])
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        own = self.tracker.stateless_update_state(metrics[:2], jnp.std(p))
+        total = self.total.stateless_update_state(metrics[2:], jnp.float32(p.shape[0]))
+        logs = {
+            "loss": loss,
+            "spread": self.tracker.stateless_result(own),
+            "rows": self.total.stateless_result(total),
+        }
+        return logs, (trainable, others, optimizer, own + total)
 
-        def test_step(self, state, data):
-            trainable, others, metrics = state
-            p, _ = self.stateless_call(trainable, others, data[0])
-            own = self.tracker.stateless_update_state(metrics[:2], jnp.max(p))
-            logs = {"spread": self.tracker.stateless_result(own)}
-            return logs, (trainable, others, own + metrics[2:])
-
-    return compiled(Trackers())
+    def test_step(self, state, data):
+        trainable, others, metrics = state
+        p, _ = self.stateless_call(trainable, others, data[0])
+        own = self.tracker.stateless_update_state(metrics[:2], jnp.max(p))
+        logs = {"spread": self.tracker.stateless_result(own)}
+        return logs, (trainable, others, own + metrics[2:])
 
 
-@case()
-def own_test_step():
-    class Tested(Step):
-        def test_step(self, state, data):
-            trainable, others, metrics = state
-            x, y = data[:2]
-            p, others = self.stateless_call(trainable, others, x, training=False)
-            logs = {"worst": jnp.max(jnp.abs(p - y)), "rows": jnp.float32(x.shape[0])}
-            logs["correlation"] = jnp.mean((p - jnp.mean(p)) * (y - jnp.mean(y)))
-            return logs, (trainable, others, metrics)
-
-    return compiled(Tested())
+@_own()
+class _OwnTestStep(Step):
+    def test_step(self, state, data):
+        trainable, others, metrics = state
+        x, y = data[:2]
+        p, others = self.stateless_call(trainable, others, x, training=False)
+        logs = {"worst": jnp.max(jnp.abs(p - y)), "rows": jnp.float32(x.shape[0])}
+        logs["correlation"] = jnp.mean((p - jnp.mean(p)) * (y - jnp.mean(y)))
+        return logs, (trainable, others, metrics)
 
 
-@case()
-def own_predict_step():
+@_own()
+class _OwnPredictStep(Step):
     """Predictions that relate rows to each other."""
 
-    class Predicted(Step):
-        def predict_step(self, state, data):
-            p, others = self.stateless_call(*state, inputs_of(data), training=False)
-            ranks = jnp.argsort(jnp.argsort(p[:, 0])) / p.shape[0]
-            return {"relative": p - jnp.mean(p, 0), "rank": ranks}, others
-
-    return compiled(Predicted())
-
-
-@case()
-def predicts_columns():
-    """A prediction that has as many columns as the batch has rows would not concatenate."""
-
-    class Columns(Step):
-        def predict_step(self, state, data):
-            p, others = self.stateless_call(*state, inputs_of(data), training=False)
-            return (p, jnp.cumsum(p, 0), jnp.broadcast_to(jnp.max(p), (p.shape[0],))), others
-
-    return compiled(Columns())
+    def predict_step(self, state, data):
+        p, others = self.stateless_call(*state, inputs_of(data), training=False)
+        ranks = jnp.argsort(jnp.argsort(p[:, 0])) / p.shape[0]
+        return {"relative": p - jnp.mean(p, 0), "rank": ranks}, others
 
 
 # State that a step changes.
 
 
-@case()
-def teacher_of_averages():
+@_own()
+class _TeacherOfAverages(Step):
     """A teacher whose weights are a moving average of the student's (mean teacher, BYOL)."""
 
-    class Teacher(Step):
-        def __init__(self):
-            super().__init__()
-            self.teacher = net()
-            self.teacher.trainable = False
+    def __init__(self):
+        super().__init__()
+        self.teacher = net()
+        self.teacher.trainable = False
 
-        def loss_of(self, trainable, others, x, y):
-            loss, (p, others) = super().loss_of(trainable, others, x, y)
-            target = self._of_teacher(others, x + 0.1)
-            return loss + jnp.mean(jnp.square(p - lax.stop_gradient(target))), (p, others)
+    def loss_of(self, trainable, others, x, y):
+        loss, (p, others) = super().loss_of(trainable, others, x, y)
+        target = self._of_teacher(others, x + 0.1)
+        return loss + jnp.mean(jnp.square(p - lax.stop_gradient(target))), (p, others)
 
-        def _of_teacher(self, others, x):
-            return self.teacher.stateless_call([], others[-4:], x)[0]
+    def _of_teacher(self, others, x):
+        return self.teacher.stateless_call([], others[-4:], x)[0]
 
-        def train_step(self, state, data):
-            logs, (trainable, others, optimizer, metrics) = super().train_step(state, data)
-            pairs = zip(others[-4:], trainable, strict=True)
-            others = others[:-4] + [0.8 * t + 0.2 * s for t, s in pairs]
-            return logs, (trainable, others, optimizer, metrics)
-
-    return compiled(Teacher())
+    def train_step(self, state, data):
+        logs, (trainable, others, optimizer, metrics) = super().train_step(state, data)
+        pairs = zip(others[-4:], trainable, strict=True)
+        others = others[:-4] + [0.8 * t + 0.2 * s for t, s in pairs]
+        return logs, (trainable, others, optimizer, metrics)
 
 
-@case()
-def momentum_contrast():
+@_own()
+class _MomentumContrast(Step):
     """MoCo: keys of a slow encoder, negatives from a queue of the last rows."""
 
-    class Contrast(Step):
-        def __init__(self):
-            super().__init__()
-            self.slow = net()
-            self.slow.trainable = False
-            self.queue = self.add_weight(
-                shape=(20, 3), initializer=keras.initializers.RandomNormal(seed=1), trainable=False
-            )
+    def __init__(self):
+        super().__init__()
+        self.slow = net()
+        self.slow.trainable = False
+        self.queue = self.add_weight(
+            shape=(20, 3), initializer=keras.initializers.RandomNormal(seed=1), trainable=False
+        )
 
-        def train_step(self, state, data):
-            trainable, others, optimizer, metrics = state
-            x = data[0]
-            *slow, queue = [others[i] for i in self.positions(others)]
-            keys = self.slow.stateless_call([], slow, x + 0.2)[0]
+    def train_step(self, state, data):
+        trainable, others, optimizer, metrics = state
+        x = data[0]
+        *slow, queue = [others[i] for i in self.positions(others)]
+        keys = self.slow.stateless_call([], slow, x + 0.2)[0]
 
-            def loss_of(trainable):
-                q = self.stateless_call(trainable, others, x, training=True)[0]
-                positive = jnp.sum(q * keys, -1, keepdims=True)
-                logits = jnp.concatenate([positive, q @ queue.T], 1)
-                return jnp.mean(jax.nn.logsumexp(logits, 1) - logits[:, 0])
+        def loss_of(trainable):
+            q = self.stateless_call(trainable, others, x, training=True)[0]
+            positive = jnp.sum(q * keys, -1, keepdims=True)
+            logits = jnp.concatenate([positive, q @ queue.T], 1)
+            return jnp.mean(jax.nn.logsumexp(logits, 1) - logits[:, 0])
 
-            loss, gradients = jax.value_and_grad(loss_of)(trainable)
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            slow = [0.7 * a + 0.3 * b for a, b in zip(slow, trainable, strict=True)]
-            queue = jnp.concatenate([keys, queue])[:20]
-            others = list(others)
-            for position, value in zip(self.positions(others), [*slow, queue], strict=True):
-                others[position] = value
-            return {"loss": loss}, (trainable, others, optimizer, metrics)
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        slow = [0.7 * a + 0.3 * b for a, b in zip(slow, trainable, strict=True)]
+        queue = jnp.concatenate([keys, queue])[:20]
+        others = list(others)
+        for position, value in zip(self.positions(others), [*slow, queue], strict=True):
+            others[position] = value
+        return {"loss": loss}, (trainable, others, optimizer, metrics)
 
-        def positions(self, others):
-            paths = [v.path for v in self.non_trainable_variables]
-            wanted = [v.path for v in [*self.slow.variables, self.queue]]
-            return [paths.index(path) for path in wanted]
-
-    return compiled(Contrast())
+    def positions(self, others):
+        paths = [v.path for v in self.non_trainable_variables]
+        wanted = [v.path for v in [*self.slow.variables, self.queue]]
+        return [paths.index(path) for path in wanted]
 
 
-@case()
-def centres_in_the_step():
-    """Center loss: class centres are running means that the step moves."""
-
-    class Centres(Step):
-        def __init__(self):
-            super().__init__()
-            self.centres = self.add_weight(shape=(3, 3), initializer="ones", trainable=False)
-
-        def loss_of(self, trainable, others, x, y):
-            loss, (p, _) = super().loss_of(trainable, others, x, y)
-            kinds = jax.nn.one_hot(jnp.argmax(y, -1), 3)
-            centres = others[-1]
-            loss = loss + 0.3 * jnp.mean(jnp.square(p - kinds @ centres))
-            count = jnp.sum(kinds, 0)[:, None]
-            means = kinds.T @ p / jnp.maximum(count, 1)
-            centres = jnp.where(count > 0, 0.6 * centres + 0.4 * means, centres)
-            return loss, (p, [*others[:-1], lax.stop_gradient(centres)])
-
-    return compiled(Centres())
-
-
-@case()
-def running_scale():
-    """Divides the loss by a running mean of its root."""
-
-    class Scaled(Step):
-        def __init__(self):
-            super().__init__()
-            self.scale = self.add_weight(shape=(), initializer="ones", trainable=False)
-
-        def loss_of(self, trainable, others, x, y):
-            p, _ = self.stateless_call(trainable, others, x, training=True)
-            loss = jnp.sqrt(jnp.mean(jnp.square(p - y)))
-            scale = lax.stop_gradient(0.5 * others[-1] + 0.5 * loss)
-            return loss / scale, (p, [*others[:-1], scale])
-
-    return compiled(Scaled())
-
-
-@case()
-def every_third_step_only():
+@_own(optimizer=lambda: keras.optimizers.Adam(0.05))
+class _EveryThirdStepOnly(Step):
     """Applies gradients when a counter of its own says so."""
 
-    class Third(Step):
-        def __init__(self):
-            super().__init__()
-            self.count = self.add_weight(shape=(), initializer="zeros", dtype="int32",
-                                         trainable=False)  # fmt: skip
+    def __init__(self):
+        super().__init__()
+        self.count = self.add_weight(shape=(), initializer="zeros", dtype="int32",
+                                     trainable=False)  # fmt: skip
 
-        def train_step(self, state, data):
-            trainable, others, optimizer, metrics = state
-            (loss, (p, others)), gradients = self.gradients(trainable, others, *data[:2])
-            new, moved = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            due = others[-1] % 3 == 0
-            trainable, optimizer = jax.tree.map(
-                lambda a, b: jnp.where(due, a, b), (new, moved), (trainable, optimizer)
-            )
-            others = [*others[:-1], others[-1] + 1]
-            logs, metrics = self.measured(metrics, loss, data[1], p)
-            return logs, (trainable, others, optimizer, metrics)
-
-    return compiled(Third(), "mse", keras.optimizers.Adam(0.05))
+    def train_step(self, state, data):
+        trainable, others, optimizer, metrics = state
+        (loss, (p, others)), gradients = self.gradients(trainable, others, *data[:2])
+        new, moved = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        due = others[-1] % 3 == 0
+        trainable, optimizer = jax.tree.map(
+            lambda a, b: jnp.where(due, a, b), (new, moved), (trainable, optimizer)
+        )
+        others = [*others[:-1], others[-1] + 1]
+        logs, metrics = self.measured(metrics, loss, data[1], p)
+        return logs, (trainable, others, optimizer, metrics)
 
 
-@case()
-def two_steps_in_one():
+@_own()
+class _TwoStepsInOne(Step):
     """Applies the optimizer twice to one batch."""
 
-    class Twice(Step):
-        def train_step(self, state, data):
-            _, state = super().train_step(state, data)
-            return super().train_step(state, data)
-
-    return compiled(Twice())
+    def train_step(self, state, data):
+        _, state = super().train_step(state, data)
+        return super().train_step(state, data)
 
 
-@case()
-def inner_loop():
+@_own()
+class _InnerLoop(Step):
     """Model-agnostic meta-learning: adapts to one half of the batch, learns from the other."""
 
-    class Meta(Step):
-        def loss_of(self, trainable, others, x, y):
-            n = x.shape[0] // 2
-            inner = lambda t: super(Meta, self).loss_of(t, others, x[:n], y[:n])[0]
-            fast = [v - 0.2 * g for v, g in zip(trainable, jax.grad(inner)(trainable), strict=True)]
-            loss, (p, others) = super().loss_of(fast, others, x[n:], y[n:])
-            return loss, (jnp.concatenate([p, p])[: x.shape[0]], others)
+    def loss_of(self, trainable, others, x, y):
+        n = x.shape[0] // 2
+        inner = lambda t: super(_InnerLoop, self).loss_of(t, others, x[:n], y[:n])[0]
+        fast = [v - 0.2 * g for v, g in zip(trainable, jax.grad(inner)(trainable), strict=True)]
+        loss, (p, others) = super().loss_of(fast, others, x[n:], y[n:])
+        return loss, (jnp.concatenate([p, p])[: x.shape[0]], others)
 
-        def measured(self, variables, loss, y, p):
-            return {"loss": loss}, variables
-
-    return compiled(Meta())
-
-
-@case()
-def reptile():
-    """Ten steps of descent in a loop, and a step towards where they end."""
-
-    class Reptile(Step):
-        def gradients(self, trainable, others, x, y):
-            (loss, aux), _ = super().gradients(trainable, others, x, y)
-            of = jax.grad(lambda t: self.loss_of(t, others, x, y)[0])
-
-            def step(_, t):
-                return [v - 0.1 * g / (_norm(of(t)) + 1e-3) for v, g in zip(t, of(t), strict=True)]
-
-            end = lax.fori_loop(0, 10, step, trainable)
-            return (loss, aux), [v - e for v, e in zip(trainable, end, strict=True)]
-
-    return compiled(Reptile())
+    def measured(self, variables, loss, y, p):
+        return {"loss": loss}, variables
 
 
 # Examples of keras.io.
@@ -783,434 +516,137 @@ def variational_autoencoder():
     return compiled(model, None, keras.optimizers.Adam(0.01))
 
 
-@case(y=None, evaluate=False, predict=False)
-def generative_adversarial():
+@_own(
+    loss=None, optimizer=lambda: keras.optimizers.Adam(0.01), y=None, evaluate=False, predict=False
+)
+class _GenerativeAdversarial(keras.Model):
     """Two networks against each other on noise, whose key is a state of the model."""
 
-    class Adversaries(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.generator = keras.Sequential([keras.Input((4,)), kl.Dense(8, "tanh"), kl.Dense(6)])
-            self.critic = keras.Sequential(
-                [keras.Input((6,)), kl.Dense(8, "tanh"), kl.BatchNormalization(), kl.Dense(1)]
-            )
-            self.count = self.add_weight(shape=(), initializer="zeros", dtype="uint32",
-                                         trainable=False)  # fmt: skip
-            self.built = True
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input((4,)), kl.Dense(8, "tanh"), kl.Dense(6)])
+        self.critic = keras.Sequential(
+            [keras.Input((6,)), kl.Dense(8, "tanh"), kl.BatchNormalization(), kl.Dense(1)]
+        )
+        self.count = self.add_weight(shape=(), initializer="zeros", dtype="uint32",
+                                     trainable=False)  # fmt: skip
+        self.built = True
 
-        def call(self, x):
-            return self.critic(x)
+    def call(self, x):
+        return self.critic(x)
 
-        def train_step(self, state, data):
-            trainable, others, optimizer, metrics = state
-            n = len(self.generator.trainable_variables)
-            g, d = trainable[:n], trainable[n:]
-            count, *others = others
-            real = inputs_of(data)
-            noise = jax.random.normal(jax.random.key(count), (real.shape[0], 4))
+    def train_step(self, state, data):
+        trainable, others, optimizer, metrics = state
+        n = len(self.generator.trainable_variables)
+        g, d = trainable[:n], trainable[n:]
+        count, *others = others
+        real = inputs_of(data)
+        noise = jax.random.normal(jax.random.key(count), (real.shape[0], 4))
 
-            def of_critic(d):
-                fake, _ = self.generator.stateless_call(g, [], noise)
-                both = jnp.concatenate([real, fake])
-                logits, state = self.critic.stateless_call(d, others, both, training=True)
-                labels = jnp.concatenate([jnp.ones((len(real), 1)), jnp.zeros((len(fake), 1))])
-                loss = keras.losses.binary_crossentropy(labels, logits, from_logits=True)
-                return jnp.mean(loss), state
+        def of_critic(d):
+            fake, _ = self.generator.stateless_call(g, [], noise)
+            both = jnp.concatenate([real, fake])
+            logits, state = self.critic.stateless_call(d, others, both, training=True)
+            labels = jnp.concatenate([jnp.ones((len(real), 1)), jnp.zeros((len(fake), 1))])
+            loss = keras.losses.binary_crossentropy(labels, logits, from_logits=True)
+            return jnp.mean(loss), state
 
-            def of_generator(g):
-                fake, _ = self.generator.stateless_call(g, [], noise)
-                logits, _ = self.critic.stateless_call(d, others, fake)
-                return -jnp.mean(jnp.log(jax.nn.sigmoid(logits) + 1e-3)) + jnp.std(fake)
+        def of_generator(g):
+            fake, _ = self.generator.stateless_call(g, [], noise)
+            logits, _ = self.critic.stateless_call(d, others, fake)
+            return -jnp.mean(jnp.log(jax.nn.sigmoid(logits) + 1e-3)) + jnp.std(fake)
 
-            (loss_d, others), of_d = jax.value_and_grad(of_critic, has_aux=True)(d)
-            loss_g, of_g = jax.value_and_grad(of_generator)(g)
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, of_g + of_d, trainable)
-            logs = {"critic": loss_d, "generator": loss_g}
-            return logs, (trainable, [count + 1, *others], optimizer, metrics)
-
-    return compiled(Adversaries(), None, keras.optimizers.Adam(0.01))
+        (loss_d, others), of_d = jax.value_and_grad(of_critic, has_aux=True)(d)
+        loss_g, of_g = jax.value_and_grad(of_generator)(g)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, of_g + of_d, trainable)
+        logs = {"critic": loss_d, "generator": loss_g}
+        return logs, (trainable, [count + 1, *others], optimizer, metrics)
 
 
-@case(y=None, evaluate=False)
-def simple_contrast():
-    """SimCLR: two noisy views, rows against rows, an accuracy over the batch."""
-
-    class Contrast(Step):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = kl.GaussianNoise(0.3), kl.Dropout(0.2)
-            self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="matched")
-
-        @property
-        def metrics(self):
-            return [self.accuracy]
-
-        def call(self, x, training=False):
-            if not training:
-                return self.network(x)
-            one, other = self.first(x, training=True), self.second(x, training=True)
-            return self.network(one), self.network(other)
-
-        def train_step(self, state, data):
-            trainable, others, optimizer, metrics = state
-            x = inputs_of(data)
-
-            def loss_of(trainable):
-                (a, b), new = self.stateless_call(trainable, others, x, training=True)
-                a, b = (z / jnp.linalg.norm(z + 1e-6, axis=1, keepdims=True) for z in (a, b))
-                logits = a @ b.T / 0.3
-                labels = jnp.arange(x.shape[0])
-                loss = keras.losses.sparse_categorical_crossentropy(
-                    jnp.concatenate([labels, labels]),
-                    jnp.concatenate([logits, logits.T]),
-                    from_logits=True,
-                )
-                return jnp.mean(loss), (labels, logits, new)
-
-            (loss, (labels, logits, others)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
-                trainable
-            )
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            metrics = self.accuracy.stateless_update_state(metrics, labels, logits)
-            logs = {"loss": loss, "matched": self.accuracy.stateless_result(metrics)}
-            return logs, (trainable, others, optimizer, metrics)
-
-    model = Contrast()
-    model.build((None, 6))
-    return compiled(model, None)
+@_own(built=True)
+class _ComputeLossOfBatch(Plain):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return jnp.sqrt(jnp.mean(jnp.square(y - y_pred))) + jnp.std(y_pred)
 
 
-@case()
-def distillation():
-    """Learns from a teacher that is given, and from its softened shares over the batch."""
-
-    class Distiller(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.student, self.teacher = net(), net(kl.Dense(6, "relu"))
-            self.teacher.trainable = False
-
-        def call(self, x):
-            return self.student(x)
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            soft = jax.nn.softmax(self.teacher(x, training=False) / 2)
-            own = jax.nn.log_softmax(y_pred / 2)
-            loss = super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
-            relations = jnp.mean(jnp.square(y_pred @ y_pred.T - soft @ soft.T))
-            return loss - jnp.mean(jnp.sum(soft * own, -1)) + 0.1 * relations
-
-    model = Distiller()
-    model.build((None, 6))
-    return compiled(model)
+@_own(built=True)
+class _ComputeMetricsOfBatch(Plain):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return logs | {"top": jnp.max(y_pred), "rows": jnp.float32(x.shape[0])}
 
 
-@case()
-def compute_loss_of_batch():
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.network = net()
-
-        def call(self, x):
-            return self.network(x)
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            return jnp.sqrt(jnp.mean(jnp.square(y - y_pred))) + jnp.std(y_pred)
-
-    model = Own()
-    model.build((None, 6))
-    return compiled(model)
-
-
-@case()
-def compute_metrics_of_batch():
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.network = net()
-
-        def call(self, x):
-            return self.network(x)
-
-        def compute_metrics(self, x, y, y_pred, sample_weight=None):
-            logs = super().compute_metrics(x, y, y_pred, sample_weight)
-            return logs | {"top": jnp.max(y_pred), "rows": jnp.float32(x.shape[0])}
-
-    model = Own()
-    model.build((None, 6))
-    return compiled(model)
-
-
-@case()
-def losses_in_a_tracker():
+@_own(built=True)
+class _LossesInATracker(Plain):
     """`compute_loss` that feeds a metric of its own with a statistic of the batch."""
 
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.network = net()
-            self.tracker = keras.metrics.Mean(name="spread")
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="spread")
 
-        def call(self, x):
-            return self.network(x)
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            loss = jnp.mean(jnp.square(y - y_pred))
-            self.tracker.update_state(jnp.std(y_pred))
-            return loss
-
-    model = Own()
-    model.build((None, 6))
-    return compiled(model)
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = jnp.mean(jnp.square(y - y_pred))
+        self.tracker.update_state(jnp.std(y_pred))
+        return loss
 
 
-@case()
-def siamese():
-    """Triplets of the rows of one batch: anchors, and rows one and two further on."""
-
-    class Triplets(Step):
-        def loss_of(self, trainable, others, x, y):
-            z, others = self.stateless_call(trainable, others, x, training=True)
-            near = jnp.sum(jnp.square(z - jnp.roll(z, 1, 0)), -1)
-            far = jnp.sum(jnp.square(z - jnp.roll(z, 2, 0)), -1)
-            return jnp.mean(jax.nn.relu(near - far + 1)), (z, others)
-
-    return compiled(Triplets())
-
-
-@case()
-def bring_your_own_latent():
-    """BYOL: predictor, projector with batch normalization, and a slow target."""
-
-    class Latent(Step):
-        def __init__(self):
-            super().__init__(net(kl.BatchNormalization()))
-            self.target = net(kl.BatchNormalization())
-            self.target.trainable = False
-
-        def loss_of(self, trainable, others, x, y):
-            p, others = self.stateless_call(trainable, others, x, training=True)
-            names = [v.path for v in self.non_trainable_variables]
-            slow = [others[names.index(v.path)] for v in self.target.variables]
-            t = lax.stop_gradient(self.target.stateless_call([], slow, x + 0.1)[0])
-            p = p / (jnp.linalg.norm(p, axis=-1, keepdims=True) + 1e-3)
-            t = t / (jnp.linalg.norm(t, axis=-1, keepdims=True) + 1e-3)
-            return 2 - 2 * jnp.mean(jnp.sum(p * t, -1)), (p, others)
-
-    return compiled(Latent())
-
-
-@case()
-def domain_adversarial():
-    """Reverses the gradient of a head that tells the halves of the batch apart."""
-
-    @jax.custom_vjp
-    def reversed_gradient(z):
-        return z
-
-    reversed_gradient.defvjp(lambda z: (z, None), lambda _, g: (-g,))
-
-    class Domains(Step):
-        def __init__(self):
-            super().__init__()
-            self.head = keras.Sequential([keras.Input((3,)), kl.Dense(1)])
-
-        def call(self, x, training=False):
-            p = self.network(x, training=training)
-            return ops.concatenate([p, self.head(reversed_gradient(p))], -1) if training else p
-
-        def loss_of(self, trainable, others, x, y):
-            p, others = self.stateless_call(trainable, others, x, training=True)
-            n = x.shape[0]
-            half = (jnp.arange(n) < n // 2).astype(p.dtype)
-            domain = keras.losses.binary_crossentropy(half[:, None], p[:, 3:], from_logits=True)
-            return jnp.mean(jnp.square(p[:, :3] - y)) + jnp.mean(domain), (p[:, :3], others)
-
-    model = Domains()
-    model.build((None, 6))
-    return compiled(model)
-
-
-@case()
-def denoising_diffusion():
+@_own(loss=None, built=True)
+class _DenoisingDiffusion(Step):
     """Times and noise drawn in the step, a table of times indexed, and an average of weights."""
 
-    class Diffusion(Step):
-        def __init__(self):
-            super().__init__(net(units=6))
-            self.seeds = keras.random.SeedGenerator(1)
+    def __init__(self):
+        super().__init__(net(units=6))
+        self.seeds = keras.random.SeedGenerator(1)
 
-        def loss_of(self, trainable, others, x, y):
-            seeds = [(self.seeds.state, others[-1])]
-            with keras.StatelessScope(state_mapping=seeds) as scope:
-                times = keras.random.uniform((x.shape[0], 1), seed=self.seeds)
-                noise = keras.random.normal(x.shape, seed=self.seeds)
-            state = scope.get_current_value(self.seeds.state)
-            noisy = jnp.cos(times) * (x - jnp.mean(x, 0)) / jnp.std(x, 0) + jnp.sin(times) * noise
-            p, others = self.stateless_call(trainable, others, noisy, training=True)
-            return jnp.mean(jnp.abs(p - noise)), (p[:, :3], [*others[:-1], state])
-
-    model = Diffusion()
-    model.build((None, 6))
-    return compiled(model, None)
+    def loss_of(self, trainable, others, x, y):
+        seeds = [(self.seeds.state, others[-1])]
+        with keras.StatelessScope(state_mapping=seeds) as scope:
+            times = keras.random.uniform((x.shape[0], 1), seed=self.seeds)
+            noise = keras.random.normal(x.shape, seed=self.seeds)
+        state = scope.get_current_value(self.seeds.state)
+        noisy = jnp.cos(times) * (x - jnp.mean(x, 0)) / jnp.std(x, 0) + jnp.sin(times) * noise
+        p, others = self.stateless_call(trainable, others, noisy, training=True)
+        return jnp.mean(jnp.abs(p - noise)), (p[:, :3], [*others[:-1], state])
 
 
-@case()
-def reinforcement():
+@_own()
+class _Reinforcement(Step):
     """Policy gradients whose advantages are standardized over the batch."""
 
-    class Policy(Step):
-        def loss_of(self, trainable, others, x, y):
-            logits, others = self.stateless_call(trainable, others, x, training=True)
-            actions = jax.random.categorical(jax.random.key(2), lax.stop_gradient(logits))
-            rewards = jnp.take_along_axis(y, actions[:, None], 1)[:, 0]
-            advantages = (rewards - jnp.mean(rewards)) / (jnp.std(rewards) + 1e-3)
-            log_p = jax.nn.log_softmax(logits)
-            chosen = jnp.take_along_axis(log_p, actions[:, None], 1)[:, 0]
-            return -jnp.mean(chosen * advantages), (logits, others)
-
-    return compiled(Policy())
+    def loss_of(self, trainable, others, x, y):
+        logits, others = self.stateless_call(trainable, others, x, training=True)
+        actions = jax.random.categorical(jax.random.key(2), lax.stop_gradient(logits))
+        rewards = jnp.take_along_axis(y, actions[:, None], 1)[:, 0]
+        advantages = (rewards - jnp.mean(rewards)) / (jnp.std(rewards) + 1e-3)
+        log_p = jax.nn.log_softmax(logits)
+        chosen = jnp.take_along_axis(log_p, actions[:, None], 1)[:, 0]
+        return -jnp.mean(chosen * advantages), (logits, others)
 
 
-@case()
-def discounted_returns():
-    """The rows of a batch are one episode: returns are summed from its end."""
-
-    class Episode(Step):
-        def loss_of(self, trainable, others, x, y):
-            values, others = self.stateless_call(trainable, others, x, training=True)
-            back = lambda total, reward: (reward + 0.9 * total,) * 2
-            returns = lax.scan(back, jnp.zeros(3, y.dtype), y, reverse=True)[1]
-            ahead = jnp.concatenate([values[1:], values[-1:]])
-            return jnp.mean(jnp.square(returns / 10 - values)) + jnp.mean(
-                jnp.square(lax.stop_gradient(ahead) - values)
-            ), (values, others)
-
-    return compiled(Episode())
+@_own()
+class _WeightsAveragedInTheStep(Step):
+    def train_step(self, state, data):
+        before = state[0]
+        logs, (trainable, *rest) = super().train_step(state, data)
+        mean = [0.3 * b + 0.7 * a for b, a in zip(before, trainable, strict=True)]
+        far = _norm([a - b for a, b in zip(trainable, before, strict=True)])
+        return logs | {"far": far}, (mean, *rest)
 
 
-@case()
-def freezes_in_the_step():
-    """Trains the head only, by gradients of zero for the rest."""
-
-    class Head(Step):
-        def changed(self, gradients):
-            return [jnp.zeros_like(g) if i < 2 else g for i, g in enumerate(gradients)]
-
-    return compiled(Head(), "mse", keras.optimizers.Adam(0.02))
-
-
-@case()
-def weights_averaged_in_the_step():
-    class Averaged(Step):
-        def train_step(self, state, data):
-            before = state[0]
-            logs, (trainable, *rest) = super().train_step(state, data)
-            mean = [0.3 * b + 0.7 * a for b, a in zip(before, trainable, strict=True)]
-            far = _norm([a - b for a, b in zip(trainable, before, strict=True)])
-            return logs | {"far": far}, (mean, *rest)
-
-    return compiled(Averaged())
-
-
-@case()
-def weights_projected_in_the_step():
-    class Projected(Step):
-        def train_step(self, state, data):
-            logs, (trainable, *rest) = super().train_step(state, data)
-            norm = _norm(trainable)
-            return logs | {"norm": norm}, ([v * jnp.minimum(1, 2 / norm) for v in trainable], *rest)
-
-    return compiled(Projected())
-
-
-@case()
-def learning_rate_in_the_step():
+@_own()
+class _LearningRateInTheStep(Step):
     """Sets the learning rate of its optimizer from the loss of the batch."""
 
-    class Rated(Step):
-        def train_step(self, state, data):
-            trainable, others, optimizer, metrics = state
-            (loss, (p, others)), gradients = self.gradients(trainable, others, *data[:2])
-            names = [v.path for v in self.optimizer.variables]
-            place = names.index(self.optimizer._learning_rate.path)
-            optimizer = list(optimizer)
-            optimizer[place] = 0.05 * jnp.tanh(loss)
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            logs, metrics = self.measured(metrics, loss, data[1], p)
-            return logs, (trainable, others, optimizer, metrics)
-
-    return compiled(Rated())
-
-
-@case()
-def line_search():
-    """Tries three lengths of the step, and takes the one with the least loss of the batch."""
-
-    class Search(Step):
-        def train_step(self, state, data):
-            trainable, others, optimizer, metrics = state
-            x, y = data[:2]
-            (loss, (p, others)), gradients = self.gradients(trainable, others, x, y)
-            move = lambda a: [v - a * g for v, g in zip(trainable, gradients, strict=True)]
-            lengths = jnp.array([0.02, 0.1, 0.5])
-            losses = jnp.stack([self.loss_of(move(a), others, x, y)[0] for a in lengths])
-            trainable = move(lengths[jnp.argmin(losses)])
-            logs, metrics = self.measured(metrics, loss, y, p)
-            return logs, (trainable, others, optimizer, metrics)
-
-    return compiled(Search())
-
-
-@case()
-def evolution():
-    """Estimates the gradient from differences of the loss, without differentiating."""
-
-    class Evolution(Step):
-        def gradients(self, trainable, others, x, y):
-            loss, aux = self.loss_of(trainable, others, x, y)
-            flat, back = flatten_util.ravel_pytree(trainable)
-            noise = jax.random.normal(jax.random.key(4), (6, flat.size), flat.dtype)
-            of = lambda e: self.loss_of(back(flat + 0.1 * e), others, x, y)[0]
-            losses = jax.vmap(of)(noise)
-            ranks = jnp.argsort(jnp.argsort(losses)) / 5 - 0.5
-            return (loss, aux), back(ranks @ noise)
-
-    return compiled(Evolution())
-
-
-@case()
-def conjugate_gradients():
-    """Solves a linear system of the batch's curvature in the step."""
-
-    class Newton(Step):
-        def gradients(self, trainable, others, x, y):
-            aux, gradients = super().gradients(trainable, others, x, y)
-            of = jax.grad(lambda t: self.loss_of(t, others, x, y)[0])
-
-            def product(v):
-                curved = jax.jvp(of, (trainable,), (v,))[1]
-                return [c + 2.0 * w for c, w in zip(curved, v, strict=True)]
-
-            return aux, jax.scipy.sparse.linalg.cg(product, gradients, maxiter=4, tol=0.0)[0]
-
-    return compiled(Newton())
-
-
-@case(x="images")
-def patches_that_are_masked():
-    """A masked autoencoder: hides pixels by a fixed key, and counts only those."""
-
-    class Masked(Step):
-        def loss_of(self, trainable, others, x, y):
-            hidden = jax.random.bernoulli(jax.random.key(6), 0.5, x.shape[:3])[..., None]
-            p, others = self.stateless_call(trainable, others, jnp.where(hidden, 0, x))
-            target = jnp.mean(x * hidden, (1, 2))
-            loss = jnp.sum(jnp.square(p[:, :2] - target)) / jnp.sum(hidden)
-            return 10 * loss, (p, others)
-
-    return compiled(Masked(net(x="images")))
+    def train_step(self, state, data):
+        trainable, others, optimizer, metrics = state
+        (loss, (p, others)), gradients = self.gradients(trainable, others, *data[:2])
+        names = [v.path for v in self.optimizer.variables]
+        place = names.index(self.optimizer._learning_rate.path)
+        optimizer = list(optimizer)
+        optimizer[place] = 0.05 * jnp.tanh(loss)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        logs, metrics = self.measured(metrics, loss, data[1], p)
+        return logs, (trainable, others, optimizer, metrics)
 
 
 def _stateful_assign():

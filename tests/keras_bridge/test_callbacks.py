@@ -245,41 +245,6 @@ def test_model_checkpoint_in_an_epoch_saves_the_weights_of_exactly_that_step(
         assert int(model.optimizer.iterations) == 4 * (epoch - 1) + batch
 
 
-class _CrashError(Exception):
-    pass
-
-
-class _RaiseIn(keras.callbacks.Callback):
-    def __init__(self, epoch, batch):
-        super().__init__()
-        self.at, self.epoch = (epoch, batch), None
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if (self.epoch, batch) == self.at:
-            raise _CrashError
-
-
-def test_training_resumed_by_backup_and_restore_equals_uninterrupted_training(
-    strategy_of, tmp_path
-):
-    backup = lambda: keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    crashed = small.model(strategy_of(2))
-    with pytest.raises(_CrashError):
-        small.fit(crashed, epochs=3, callbacks=[backup(), _RaiseIn(1, 2)])
-    assert int(crashed.optimizer.iterations) == 7
-
-    resumed = small.model(strategy_of(4))
-    history = small.fit(resumed, epochs=3, callbacks=[backup()])
-
-    assert history.epoch == [1, 2]
-    assert int(resumed.optimizer.iterations) == 12
-    small.assert_equal_weights(resumed, small.weights_after(12))
-    assert not (tmp_path / "backup").exists()
-
-
 def test_backup_in_the_middle_of_an_epoch_holds_that_step(strategy_of, tmp_path):
     backup = keras.callbacks.BackupAndRestore(
         tmp_path / "backup", save_freq=3, delete_checkpoint=False

@@ -37,6 +37,15 @@ def _loss():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
+def _descend(optimizer, variables, loss_of):
+    """Takes a step down the gradient of what `loss_of` returns, and returns that."""
+    with dist.GradientTape() as tape:
+        loss = loss_of()
+    gradients = tape.gradient(loss, variables)
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    return loss
+
+
 def _train(strategy, optimizer_of, batches, epochs=2):
     """The loop of a TensorFlow user; gives the model, losses of the steps and metric results."""
     with strategy.scope():
@@ -129,10 +138,7 @@ def test_a_table_that_some_replicas_read_no_rows_of(strategy_of):
         optimizer = keras.optimizers.SGD(0.1)
 
     def step(ids):
-        with dist.GradientTape() as tape:
-            loss = jnp.sum(layer(ids) ** 2)
-        gradients = tape.gradient(loss, layer.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+        _descend(optimizer, layer.trainable_variables, lambda: jnp.sum(layer(ids) ** 2))
 
     rows = dist.data.Dataset.from_tensor_slices(ids).batch(2)
     for batch in strategy.experimental_distribute_dataset(rows):  # of 2 rows and of 1
@@ -226,10 +232,7 @@ def test_an_optimizer_built_inside_the_step_keeps_its_slots(strategy):
 
     def step(batch):
         x, y = batch
-        with dist.GradientTape() as tape:
-            loss = loss_of(y, model(x))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        _descend(optimizer, model.trainable_variables, lambda: loss_of(y, model(x)))
 
     for batch in strategy.experimental_distribute_dataset(_BATCHES[:2] * 2):
         strategy.run(step, args=(batch,))
@@ -476,9 +479,7 @@ def test_spectral_normalization_trains_from_its_normalized_kernel(strategy):
     dense.kernel.assign(before)
 
     def step(x):
-        with dist.GradientTape() as tape:
-            loss = jnp.sum(layer(x, training=True) ** 2) / 20
-        optimizer.apply_gradients([(tape.gradient(loss, dense.kernel), dense.kernel)])
+        _descend(optimizer, [dense.kernel], lambda: jnp.sum(layer(x, training=True) ** 2) / 20)
 
     data = strategy.experimental_distribute_dataset([_ROWS])
     strategy.run(step, args=(next(iter(data)),))
@@ -571,10 +572,8 @@ def test_the_loss_scale_of_a_loop_in_half_precision_is_that_of_one_device(strate
     loss_of = keras.losses.MeanSquaredError(dtype="float16")
 
     def step(x, y):
-        with dist.GradientTape() as tape:
-            loss = optimizer.scale_loss(loss_of(y, model(x, training=True)))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        scaled = lambda: optimizer.scale_loss(loss_of(y, model(x, training=True)))
+        _descend(optimizer, model.trainable_variables, scaled)
 
     batches = strategy.experimental_distribute_dataset([(rows, y) for rows in x])
     for batch, (numbers, weights) in zip(batches, expected, strict=True):
@@ -626,11 +625,8 @@ def test_a_function_outside_of_run_trains_like_one_device(strategy_of):
 
         @dist.function
         def step(x):
-            with dist.GradientTape() as tape:
-                loss = jnp.mean(model(x, training=True) ** 2)
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-            return loss
+            loss_of = lambda: jnp.mean(model(x, training=True) ** 2)
+            return _descend(optimizer, model.trainable_variables, loss_of)
 
         return [float(step(_ROWS)) for _ in range(3)], model
 

@@ -48,16 +48,6 @@ def _two_inputs(strategy):
     return model
 
 
-def _listed_inputs(strategy):
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        keras.utils.set_random_seed(0)
-        inputs = [keras.Input((3,)), keras.Input((1,))]
-        outputs = keras.layers.Dense(1)(keras.layers.Concatenate()(inputs))
-        model = keras.Model(inputs, outputs)
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
-
-
 def _trained(strategy, data, build=small.model, **kwargs):
     model = build(strategy)
     sizes = {} if len(data) == 1 else {"batch_size": 4}
@@ -124,12 +114,6 @@ def test_dicts_of_arrays_equal_one_device(strategy_of):
     assert got.keys() == expected.keys() == {"out", "sum"}
     for name in expected:
         np.testing.assert_allclose(got[name], expected[name], **_CLOSE)
-
-
-def test_lists_of_arrays_equal_one_device(strategy_of):
-    x, y = small.data(_ROWS)
-
-    _assert_equals_one_device(strategy_of(2), lambda: ([x, x[:, :1]], y), build=_listed_inputs)
 
 
 def test_pandas_equals_one_device(strategy_of):

@@ -179,84 +179,6 @@ def test_batches_that_do_not_divide_equal_one_device(rows, batch_size, strategy_
 # Steps written by the user.
 
 
-class _CustomSteps(keras.Model):
-    """As in the guide "Customizing what happens in fit() with JAX", but with flat logs."""
-
-    flat = True
-
-    def compute_loss_and_updates(
-        self, trainable_variables, non_trainable_variables, x, y, training=False
-    ):
-        y_pred, non_trainable_variables = self.stateless_call(
-            trainable_variables, non_trainable_variables, x, training=training
-        )
-        return self.compute_loss(x, y, y_pred), (y_pred, non_trainable_variables)
-
-    def _logs(self, metrics_variables, loss, y, y_pred):
-        new, logs = [], {}
-        for metric in self.metrics:
-            own = metrics_variables[len(new) : len(new) + len(metric.variables)]
-            if metric.name == "loss":
-                own = metric.stateless_update_state(own, loss)
-            else:
-                own = metric.stateless_update_state(own, y, y_pred)
-            logs[metric.name] = metric.stateless_result(own)
-            new += own
-        if self.flat:
-            logs |= logs.pop("compile_metrics")
-        return logs, new
-
-    def train_step(self, state, data):
-        trainable_variables, non_trainable_variables, optimizer_variables, metrics_variables = state
-        x, y = data
-        grad_fn = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
-        (loss, (y_pred, non_trainable_variables)), grads = grad_fn(
-            trainable_variables, non_trainable_variables, x, y, training=True
-        )
-        trainable_variables, optimizer_variables = self.optimizer.stateless_apply(
-            optimizer_variables, grads, trainable_variables
-        )
-        logs, metrics_variables = self._logs(metrics_variables, loss, y, y_pred)
-        logs["twice"] = 2 * loss
-        return logs, (
-            trainable_variables,
-            non_trainable_variables,
-            optimizer_variables,
-            metrics_variables,
-        )
-
-    def test_step(self, state, data):
-        trainable_variables, non_trainable_variables, metrics_variables = state
-        x, y = data
-        loss, (y_pred, non_trainable_variables) = self.compute_loss_and_updates(
-            trainable_variables, non_trainable_variables, x, y
-        )
-        logs, metrics_variables = self._logs(metrics_variables, loss, y, y_pred)
-        return logs, (trainable_variables, non_trainable_variables, metrics_variables)
-
-    def predict_step(self, state, data):
-        outputs, non_trainable_variables = super().predict_step(state, data)
-        return {"outputs": outputs, "twice": 2 * outputs}, non_trainable_variables
-
-
-def test_own_train_test_and_predict_steps_equal_one_device(strategy_of):
-    model, reference = (small.model(s, _CustomSteps) for s in (strategy_of(2), None))
-
-    history = small.fit(model)
-    evaluated = model.evaluate(*small.data(), batch_size=8, return_dict=True, verbose=0)
-    predicted = model.predict(small.data(6)[0], batch_size=4, verbose=0)
-
-    _assert_equal_history(history, small.fit(reference))
-    small.assert_equal_weights(model, reference)
-    for got, expected in (
-        (evaluated, reference.evaluate(*small.data(), batch_size=8, return_dict=True, verbose=0)),
-        (predicted, reference.predict(small.data(6)[0], batch_size=4, verbose=0)),
-    ):
-        assert got.keys() == expected.keys()
-        for name in expected:
-            np.testing.assert_allclose(got[name], expected[name], **small.CLOSE)
-
-
 def test_an_output_without_rows_of_the_batch_comes_once_for_each_batch(strategy_of):
     class Model(keras.Model):
         def __init__(self):
@@ -274,82 +196,6 @@ def test_an_output_without_rows_of_the_batch_comes_once_for_each_batch(strategy_
 
     assert len(rows) == 6
     assert len(kernels) == 2
-
-
-class _GuideSteps(_CustomSteps):
-    """Logs as the guide returns them: the results of compiled metrics in a dict of their own."""
-
-    flat = False
-
-
-class _OwnMeans(keras.Model):
-    """A step with a loss of its own: the mean over the rows that it is given."""
-
-    def train_step(self, state, data):
-        trainable, non_trainable, optimizer_variables, metrics_variables = state
-        x, y = data
-
-        def loss_of(trainable):
-            predicted, new = self.stateless_call(trainable, non_trainable, x, training=True)
-            return jnp.mean((predicted - jnp.reshape(y, (-1, 1))) ** 2), new
-
-        (loss, new), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
-        trainable, optimizer_variables = self.optimizer.stateless_apply(
-            optimizer_variables, gradients, trainable
-        )
-        return {"loss": loss}, (trainable, new, optimizer_variables, metrics_variables)
-
-
-class _ThroughSuper(keras.Model):
-    """Wraps the steps of Keras."""
-
-    def train_step(self, state, data):
-        logs, state = super().train_step(state, data)
-        return {**logs, "twice": 2 * logs["mae"]}, state
-
-    def test_step(self, state, data):
-        logs, state = super().test_step(state, data)
-        return {**logs, "half": logs["loss"] / 2}, state
-
-
-class _OwnLossAndMetrics(keras.Model):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.bias_tracker = keras.metrics.Mean(name="bias")
-
-    @property
-    def metrics(self):
-        return [*super().metrics, self.bias_tracker]
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return keras.ops.mean(keras.ops.abs(y - y_pred) + 0.1 * keras.ops.square(y_pred))
-
-    def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        results = super().compute_metrics(x, y, y_pred, sample_weight)
-        self.bias_tracker.update_state(y_pred - y)
-        return {**results, "bias": self.bias_tracker.result()}
-
-
-# With three replicas, every batch of 4 rows is uneven.
-@pytest.mark.parametrize(
-    ("kind", "keys"),
-    [
-        (_CustomSteps, {"mae", "twice"}),
-        (_GuideSteps, {"mae", "twice"}),
-        (_OwnMeans, {"loss"}),
-        (_ThroughSuper, {"twice", "val_half"}),
-        (_OwnLossAndMetrics, {"bias", "val_bias"}),
-    ],
-)
-def test_steps_of_the_user_equal_one_device_on_uneven_batches(kind, keys, strategy_of):
-    model, reference = (small.model(s, kind) for s in (strategy_of(3), None))
-
-    history = small.fit(model, *small.data(13), validation_data=small.data(6))
-
-    expected = small.fit(reference, *small.data(13), validation_data=small.data(6))
-    assert keys <= history.history.keys()
-    _assert_equal_history(history, expected)
-    small.assert_equal_weights(model, reference)
 
 
 # Which strategy a model belongs to.
@@ -625,43 +471,6 @@ def _long_epoch():
     return tuple(np.tile(a, (500, 1)) for a in small.data())
 
 
-def test_after_ctrl_c_while_a_step_runs_the_weights_are_those_of_a_finished_step(strategy_of):
-    model = small.model(strategy_of(2))
-    model.optimizer.build(model.trainable_variables)
-    variables = [*model.variables, *model.optimizer.variables]
-    start = [np.asarray(v.value) for v in variables]
-    main_thread = threading.get_ident()
-    small.fit(model, epochs=1)  # Keras swallows interrupts that come while it traces
-    for variable, value in zip(variables, start, strict=True):
-        variable.assign(value)
-
-    for attempt in range(8):
-        begun = threading.Event()
-
-        def send(begun=begun):
-            begun.wait()
-            signal.pthread_kill(main_thread, signal.SIGINT)
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        go = keras.callbacks.LambdaCallback(
-            on_train_batch_begin=lambda batch, logs, at=attempt % 4, begun=begun: (
-                begun.set() if batch == at else None
-            )
-        )
-        # The thread gets its turn at the latest when the main thread waits for a program.
-        with pytest.raises(KeyboardInterrupt):
-            small.fit(model, *_long_epoch(), epochs=1, callbacks=[go])
-        sender.join()
-
-        num_steps = int(model.optimizer.iterations)
-        assert attempt % 4 <= num_steps < 2000
-        small.assert_equal_weights(model, small.weights_after(num_steps), rtol=1e-3, atol=1e-4)
-        _assert_one_copy_on_each_device(variables, 2)
-        for variable, value in zip(variables, start, strict=True):
-            variable.assign(value)
-
-
 def test_after_ctrl_c_in_a_step_with_host_callbacks_the_model_works(strategy_of):
     main_thread = threading.get_ident()
     sent = []
@@ -765,21 +574,6 @@ def test_models_travel_to_a_process_without_distributary_and_back(strategy_of, t
     small.fit(back, epochs=1)
     small.fit(reference, epochs=3)
     small.assert_equal_weights(back, reference)
-
-
-def test_weights_saved_between_fits_bring_the_model_back(strategy_of, tmp_path):
-    model = small.model(strategy_of(2))
-    small.fit(model, epochs=1)
-    model.save_weights(tmp_path / "epoch.weights.h5")
-    small.fit(model, epochs=1)
-    assert not np.allclose(model.get_weights()[0], small.weights_after(4)[0], **small.CLOSE)
-
-    model.load_weights(tmp_path / "epoch.weights.h5")
-
-    small.assert_equal_weights(model, small.weights_after(4))
-    _assert_one_copy_on_each_device(model.variables, 2)
-    small.fit(model, epochs=1)
-    small.assert_equal_weights(model, small.weights_after(8))  # the file holds the optimizer, too
 
 
 def test_a_clone_in_the_scope_of_another_strategy_is_a_model_of_its_own(strategy_of):

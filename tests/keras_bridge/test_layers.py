@@ -184,35 +184,6 @@ def test_only_added_losses_train_a_model_without_targets(train_twice, assert_sam
     assert_same_training(alone, distributed)
 
 
-def test_several_inputs_and_outputs_with_loss_weights_equal_one_device(
-    train_twice, assert_same_training
-):
-    def build():
-        left, right = keras.Input((3,), name="left"), keras.Input((2,), name="right")
-        tower = keras.Sequential([keras.Input((3,)), kl.Dense(4, "tanh"), kl.Dense(2)])
-        block = keras.Model(tower.inputs[0], tower.outputs[0], name="nested")
-        joined = kl.Concatenate()([block(left), right, block(kl.Dense(3)(right))])
-        outputs = {
-            "number": kl.Dense(2, name="number")(joined),
-            "kind": kl.Dense(3, "softmax", name="kind")(joined),
-        }
-        return _model(
-            {"left": left, "right": right},
-            outputs,
-            loss={"number": "mae", "kind": "sparse_categorical_crossentropy"},
-            loss_weights={"number": 0.3, "kind": 1.7},
-            metrics={"number": ["mse"], "kind": ["accuracy"]},
-        )
-
-    x = {"left": _floats(3), "right": _floats(2)}
-    y = {"number": _TARGET, "kind": _RANDOM.integers(0, 3, (_ROWS, 1))}
-
-    alone, distributed = train_twice(build, x, y)
-
-    assert_same_training(alone, distributed)
-    assert {"number_loss", "kind_loss", "number_mse", "kind_accuracy"} <= set(distributed.history)
-
-
 def test_a_subclassed_model_that_fit_builds_equals_one_device(strategy_of, train):
     class Small(keras.Model):
         def __init__(self):

@@ -113,20 +113,6 @@ def test_losses_and_their_gradients_equal_one_device(
     assert logs["sum_loss"][0] > 4 * logs["mean_loss"][0]
 
 
-def test_class_weights_equal_one_device(train_twice, assert_same_training):
-    def build():
-        model = keras.Sequential([keras.Input((4,)), kl.Dense(3, "softmax")])
-        loss = ko.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
-        model.compile("sgd", loss, weighted_metrics=["accuracy"])
-        return model
-
-    alone, distributed = train_twice(
-        build, _X, _LABELS, class_weight={0: 0.1, 1: 5.0, 2: 1.0}, batch_size=_UNEVEN
-    )
-
-    assert_same_training(alone, distributed)
-
-
 def test_masked_sequences_equal_one_device(train_twice, assert_same_training):
     tokens = _RANDOM.integers(1, 6, size=(_ROWS, 5))
     # Rows of replica 0 are short, those of the last replica long.
@@ -208,35 +194,6 @@ def test_metrics_equal_one_device(train, strategy_of):
         np.testing.assert_allclose(actual[key], value, rtol=5e-6, err_msg=key)
 
 
-def test_means_and_sums_that_a_model_keeps_itself_equal_one_device(
-    train_twice, assert_same_training, assert_same_evaluation
-):
-    class Counting(keras.Model):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.mean = km.Mean(name="mean_output")
-            self.sum = km.Sum(name="sum_of_outputs")
-            self.rows = km.Sum(name="rows")
-
-        def compute_metrics(self, x, y, y_pred, sample_weight=None):
-            self.mean.update_state(y_pred, sample_weight=keras.ops.abs(y))
-            self.sum.update_state(y_pred)
-            self.rows.update_state(keras.ops.ones_like(y_pred[:, 0]))
-            return super().compute_metrics(x, y, y_pred, sample_weight)
-
-    def build():
-        inputs = keras.Input((4,))
-        model = Counting(inputs, kl.Dense(3)(inputs))
-        model.compile(keras.optimizers.SGD(0.05), "mse")
-        return model
-
-    alone, distributed = train_twice(build, _X, _TARGETS["positive"], epochs=2)
-
-    assert distributed.history["rows"] == [_ROWS, _ROWS]
-    assert_same_training(alone, distributed)
-    assert_same_evaluation(alone, distributed, _X, _TARGETS["positive"])
-
-
 # Batches that cannot be shared out evenly
 
 
@@ -258,37 +215,6 @@ def test_batches_smaller_than_the_replicas_equal_one_device(
     assert_same_training(alone, distributed)
     if rows == 2:
         assert_same_evaluation(alone, distributed, x, y)
-
-
-@keras.saving.register_keras_serializable()
-class StepsAndMeans(keras.metrics.Metric):
-    """State that is not a sum over examples: the number of steps, and the sum of their means."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.steps = self.add_variable((), "zeros", aggregation="only_first_replica")
-        self.means = self.add_variable((), "zeros", aggregation="mean")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.steps.assign_add(1.0)
-        self.means.assign_add(keras.ops.mean(y_pred))
-
-    def result(self):
-        return {"steps": self.steps.value, "mean": self.means.value / self.steps.value}
-
-
-def test_state_of_a_metric_that_is_no_sum_over_examples_counts_once(train, strategy_of):
-    def build():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=[StepsAndMeans()])
-        return model
-
-    x = np.random.default_rng(0).normal(size=(26, 2)).astype(np.float32)
-    ours = train(build, x, x[:, :1], strategy=strategy_of(3), batch_size=12, epochs=2)
-    alone = train(build, x, x[:, :1], batch_size=12, epochs=2)
-
-    assert ours.history["steps"] == [3.0, 3.0]
-    np.testing.assert_allclose(ours.history["mean"], alone.history["mean"], rtol=1e-5)
 
 
 # In loops of users, a loss may turn all rows into one number.

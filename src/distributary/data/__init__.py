@@ -1,30 +1,16 @@
 """Datasets with the method names of tf.data, on NumPy arrays and without TensorFlow."""
 
-from distributary.data._arguments import (
-    check_callable as check_callable,
-    checked_int as checked_int,
-    drawn_seed as drawn_seed,
-)
-from distributary.data._batching import Batch as Batch, BatchedStream as BatchedStream
+# ruff: noqa: F401 (names that are not in `__all__` are for other packages)
+
+from distributary.data._arguments import check_callable, checked_int, drawn_seed
+from distributary.data._batching import Batch, BatchedStream
 from distributary.data._dataset import SHARD_HINT, Dataset
-from distributary.data._foreign import foreign as foreign, is_hugging_face as is_hugging_face
-from distributary.data._generated import Drawn as Drawn, Generated as Generated
-from distributary.data._iterables import (
-    Once as Once,
-    OneShot as OneShot,
-    RandomAccess as RandomAccess,
-)
-from distributary.data._iterator import (
-    DatasetIterator,
-    Optional as Optional,
-    PassIterator as PassIterator,
-)
-from distributary.data._mapping import call as call
-from distributary.data._nodes import (
-    FileSource as FileSource,
-    Node as Node,
-    SameElements as SameElements,
-)
+from distributary.data._foreign import foreign, is_hugging_face
+from distributary.data._generated import Drawn, Generated
+from distributary.data._iterables import Once, OneShot, RandomAccess
+from distributary.data._iterator import DatasetIterator, Optional, PassIterator
+from distributary.data._mapping import call
+from distributary.data._nodes import FileSource, Node, SameElements
 from distributary.data._options import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -32,41 +18,28 @@ from distributary.data._options import (
     AutoShardPolicy,
     DistributeOptions,
     Options,
-    combined as combined,
+    combined,
 )
-from distributary.data._order import WithOptions as WithOptions
-from distributary.data._prefetch import Prefetch as Prefetch, Prefetched as Prefetched
+from distributary.data._order import WithOptions
+from distributary.data._prefetch import Prefetch, Prefetched
 from distributary.data._record_files import (
     FixedLengthRecordDataset,
     TextLineDataset,
     TFRecordDataset,
 )
-from distributary.data._records import (
-    framed as framed,
-    read_file as read_file,
-    records as records,
-)
-from distributary.data._replica_rows import (
-    WorkerBatch as WorkerBatch,
-    WorkerShare as WorkerShare,
-    split_rows as split_rows,
-)
-from distributary.data._several import common_spec as common_spec
-from distributary.data._sharding import worker_dataset as worker_dataset
-from distributary.data._streams import (
-    IteratedStream as IteratedStream,
-    Path as Path,
-    Stream as Stream,
-    is_peek as is_peek,
-)
+from distributary.data._records import framed, read_file, records
+from distributary.data._replica_rows import WorkerBatch, WorkerShare, split_rows
+from distributary.data._several import common_spec
+from distributary.data._sharding import worker_dataset
+from distributary.data._streams import IteratedStream, Path, Stream, is_peek
 from distributary.data._structure import (
     TensorSpec,
-    as_array as as_array,
-    check_dense as check_dense,
-    flatten as flatten,
-    kept as kept,
-    map_arrays as map_arrays,
-    some_rows as some_rows,
+    as_array,
+    check_dense,
+    flatten,
+    kept,
+    map_arrays,
+    some_rows,
 )
 
 __all__ = [  # for users

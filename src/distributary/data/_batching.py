@@ -13,7 +13,7 @@ from jax.tree_util import PyTreeDef
 from distributary._types import Nest
 from distributary.data._nodes import Node
 from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
-from distributary.data._streams import Path, Picked, Stream
+from distributary.data._streams import Path, Picked, Pieces, Stream
 from distributary.data._structure import (
     Block,
     TensorSpec,
@@ -128,54 +128,38 @@ class Unbatch(Node):
         return size if size in (0, INFINITE_CARDINALITY) else UNKNOWN_CARDINALITY
 
     def elements(self, path: Path) -> Stream:
-        return _Unbatched(self.input.stream(path))
+        return _Unbatched(map(_BatchRows.of, self.input.stream(path)))
 
     def spec(self) -> Nest:
         return jax.tree.map(lambda s: TensorSpec(s.shape[1:], s.dtype), self.input.spec())
 
 
 @final
-class _Unbatched(Stream):
-    def __init__(self, upstream: Stream) -> None:
-        self._upstream = upstream
-        self._leaves: list[Any] = []
-        self._tree: PyTreeDef = None
-        self._left = 0
+@dataclass(frozen=True)
+class _BatchRows:
+    """A batch as a sequence of its rows."""
 
-    def _more(self) -> bool:
-        """Returns whether there is a row; fetches the next batch if necessary."""
-        while not self._left:
-            try:
-                batch = next(self._upstream)
-            except StopIteration:
-                return False
-            leaves, self._tree = flatten(batch)
-            self._leaves = [leaf if hasattr(leaf, "shape") else np.asarray(leaf) for leaf in leaves]
-            self._left = num_rows(self._leaves)
-        return True
+    leaves: list[Any]
+    tree: PyTreeDef
+    rows: range
 
-    def __next__(self) -> Nest:
-        if not self._more():
-            raise StopIteration
-        row = [leaf[-self._left] for leaf in self._leaves]
-        self._left -= 1
-        return self._tree.unflatten(row)
+    @staticmethod
+    def of(batch: Nest) -> "_BatchRows":
+        leaves, tree = flatten(batch)
+        leaves = [leaf if hasattr(leaf, "shape") else np.asarray(leaf) for leaf in leaves]
+        return _BatchRows(leaves, tree, range(num_rows(leaves)))
 
-    def block(self, count: int) -> Block | None:
-        pieces = []
-        while count and self._more():
-            taken = min(count, self._left)
-            start = len(self._leaves[0]) - self._left
-            rows = [leaf[start : start + taken] for leaf in self._leaves]
-            pieces.append(self._tree.unflatten(rows))
-            self._left -= taken
-            count -= taken
-        return join(pieces) if pieces else None
+    def __len__(self) -> int:
+        return len(self.rows)
 
-    def advance(self, count: int) -> int:
-        left = count
-        while left and self._more():
-            taken = min(left, self._left)
-            self._left -= taken
-            left -= taken
-        return count - left
+    def __getitem__(self, which: int | slice) -> Any:
+        leaves = [leaf[which] for leaf in self.leaves]
+        if isinstance(which, slice):
+            return _BatchRows(leaves, self.tree, self.rows[which])
+        return self.tree.unflatten(leaves)
+
+
+@final
+class _Unbatched(Pieces):
+    def joined(self, parts: list[_BatchRows]) -> Block:
+        return join([part.tree.unflatten(part.leaves) for part in parts])

@@ -20,12 +20,7 @@ from distributary.data._iterables import RandomAccess, generated, signature_of
 from distributary.data._iterator import DatasetIterator
 from distributary.data._mapping import Cache, Filter, Map, call
 from distributary.data._nodes import Node
-from distributary.data._options import (
-    AUTOTUNE,
-    INFINITE_CARDINALITY,
-    UNKNOWN_CARDINALITY,
-    Options,
-)
+from distributary.data._options import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
 from distributary.data._order import (
     Repeat,
     ShardHint,

@@ -1,5 +1,6 @@
 """Datasets of other libraries, recognized by their classes without importing them."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -80,10 +81,6 @@ def _from_torch_iterable(
     return Iterated(lambda: map(_from_torch, source), _length_of(source), name, batched=batched)
 
 
-def _from_torch_dataset(source: object) -> Node:
-    return RandomAccess(source, _from_torch, False)
-
-
 def _from_torch(value: Any) -> Nest:
     """Converts torch tensors of a nest to NumPy arrays, and its lists, from collate, to tuples."""
     if isinstance(value, dict):
@@ -107,8 +104,8 @@ def _from_grain_map(source: object) -> Node:
     return RandomAccess(source, present)
 
 
-def _from_grain_iterable(source: Any) -> Node:
-    name = f"grain {type(source).__name__}"
+def _iterated(source: Any, package: str = "") -> Node:
+    name = f"{package} {type(source).__name__}".strip()
     return Iterated(lambda: iter(source), UNKNOWN_CARDINALITY, name)
 
 
@@ -120,7 +117,7 @@ def is_hugging_face(source: object) -> bool:
 def _from_hugging_face(source: Any) -> Node:
     arrays = source.with_format("numpy")
     if not hasattr(source, "__len__"):
-        return Iterated(lambda: iter(arrays), UNKNOWN_CARDINALITY, "IterableDataset")
+        return _iterated(arrays)
     return RandomAccess(arrays, getitems=lambda numbers: _columns(arrays[numbers.tolist()]))
 
 
@@ -141,10 +138,8 @@ def _from_py_dataset(source: Any) -> Node:
 
     def start() -> Iterator[Any]:
         source.on_epoch_begin()
-        number = 0
-        while count is None or number < count:
+        for number in itertools.count() if count is None else range(count):
             yield source[number]
-            number += 1
         source.on_epoch_end()
 
     size = INFINITE_CARDINALITY if count is None else int(count)
@@ -158,8 +153,8 @@ _LIBRARIES: tuple[tuple[str, tuple[str, ...], Callable[[Any], Node]], ...] = (
     ("tensorflow", ("DatasetV2",), _from_tf_data),
     ("torch", ("DataLoader",), _from_torch_loader),
     ("torch", ("IterableDataset",), _from_torch_iterable),
-    ("torch", ("Dataset",), _from_torch_dataset),
+    ("torch", ("Dataset",), lambda source: RandomAccess(source, _from_torch, False)),
     ("grain", ("MapDataset",), _from_grain_map),
-    ("grain", ("IterDataset", "DataLoader"), _from_grain_iterable),
+    ("grain", ("IterDataset", "DataLoader"), lambda source: _iterated(source, "grain")),
     ("keras", ("PyDataset",), _from_py_dataset),
 )

@@ -14,7 +14,7 @@ from distributary.data._iterables import RandomAccess
 from distributary.data._nodes import Node, SameElements
 from distributary.data._options import UNKNOWN_CARDINALITY
 from distributary.data._streams import IteratedStream, MadeRows, Path, Rows, Stream, is_peek
-from distributary.data._structure import TensorSpec, flatten, num_rows, sized_spec, spec_of
+from distributary.data._structure import TensorSpec, flatten, num_rows, spec_of
 
 # The key of a cache for the elements of a complete pass; otherwise it holds rows by number.
 _ALL = "all"
@@ -55,17 +55,19 @@ class Map(Node):
         given = [spec.shape for spec in jax.tree.leaves(self.input.spec())]
         if not given or any(not shape or shape[0] is not None for shape in given):
             return super().spec()
-        for element in self.input.first():
-            opened = partial(_with_open_rows, num_rows(element))
-            return jax.tree.map(opened, spec_of(mapped(self.fn, element)))
-        return super().spec()  # says that there is no element
+        first = self.input.first()
+        if not first:
+            return super().spec()  # says that there is no element
+        rows = (num_rows(first[0]),)
+
+        def opened(spec: TensorSpec) -> TensorSpec:
+            sizes = (None, *spec.shape[1:]) if spec.shape[:1] == rows else spec.shape
+            return TensorSpec(sizes, spec.dtype)
+
+        return jax.tree.map(opened, spec_of(mapped(self.fn, first[0])))
 
     def label(self) -> str:
         return f"map({_name(self.fn)})"
-
-
-def _with_open_rows(size: int, spec: TensorSpec) -> TensorSpec:
-    return sized_spec(spec, None) if spec.shape[:1] == (size,) else spec
 
 
 @final

@@ -13,7 +13,7 @@ import numpy as np
 
 from distributary._types import Nest
 from distributary.data._streams import PEEK, Numbers, Path, Picked, Rows, Stream
-from distributary.data._structure import spec_of, stack
+from distributary.data._structure import spec_of
 from distributary.errors import InvalidValueError
 
 # Upper bound of the numbers drawn for shuffles without a seed.
@@ -171,19 +171,11 @@ class FileSource(Node):
     files: tuple[str, ...]
 
 
-class NumberedNode(Node):
+class NumberedNode(Node, Rows):
     """Base class of nodes whose elements have numbers."""
 
     def __len__(self) -> int:
         return self.cardinality()
-
-    @abc.abstractmethod
-    def row(self, number: int) -> Nest:
-        """Returns one element."""
-
-    def rows(self, numbers: np.ndarray) -> Nest:
-        """Returns several elements, stacked."""
-        return stack([self.row(number) for number in numbers.tolist()])
 
     def source(self) -> Rows | None:
         return self

@@ -1,10 +1,10 @@
 """Options for how a dataset is divided among workers."""
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import ClassVar, Final, final
+from typing import Final, final, get_args
 
 from distributary.errors import InvalidTypeError
 
@@ -46,14 +46,13 @@ class AutoShardPolicy(enum.IntEnum):
 class _Checked:
     """A dataclass whose options can be assigned; None means that an option is not set."""
 
-    _types: ClassVar[Mapping[str, type]]
-
     def __setattr__(self, name: str, value: object) -> None:
-        expected = self._types.get(name)
-        if expected is None:
+        types = type(self).__annotations__
+        if name not in types:
             raise AttributeError(
-                f"{type(self).__name__} has no option {name!r}; it has {', '.join(self._types)}."
+                f"{type(self).__name__} has no option {name!r}; it has {', '.join(types)}."
             )
+        expected, *_ = get_args(types[name]) or (types[name],)  # `bool` of `bool | None`
         if value is not None and not isinstance(value, expected):
             raise InvalidTypeError(
                 f"{type(self).__name__}: {name} is {value!r}, expected {expected.__name__}."
@@ -73,7 +72,6 @@ class DistributeOptions(_Checked):
     """
 
     auto_shard_policy: AutoShardPolicy | None = field(default=None, init=False)
-    _types: ClassVar = {"auto_shard_policy": AutoShardPolicy}
 
 
 @final
@@ -104,13 +102,6 @@ class Options(_Checked):
     experimental_optimization: SimpleNamespace = field(
         default_factory=SimpleNamespace, init=False, repr=False
     )
-    _types: ClassVar = {
-        "experimental_distribute": DistributeOptions,
-        **dict.fromkeys(
-            ("deterministic", "experimental_deterministic", "experimental_slack"), bool
-        ),
-        **dict.fromkeys(("autotune", "threading", "experimental_optimization"), SimpleNamespace),
-    }
 
     def merge(self, options: "Options") -> "Options":
         """Returns these options, overridden by everything that is set in the others."""

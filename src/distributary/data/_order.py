@@ -11,8 +11,8 @@ import numpy as np
 from distributary._types import Nest
 from distributary.data._nodes import Node, Random, SameElements
 from distributary.data._options import INFINITE_CARDINALITY, Options
-from distributary.data._streams import Chained, Path, Rows, Stream, as_array
-from distributary.data._structure import Block, join
+from distributary.data._streams import Chained, Path, Pieces, Rows, Stream, as_array
+from distributary.data._structure import Block, stack
 
 # Random numbers are drawn, and row numbers read, this many at a time.
 _CHUNK = 1024
@@ -98,37 +98,31 @@ class _Sliced(Stream):
         self._left = count
         self._step = step
 
-    def __next__(self) -> Nest:
-        if self._left <= 0:
-            raise StopIteration
-        self._left -= 1
-        if self._to_skip:
+    def _begin(self, count: int) -> int:
+        """Goes to the next element; returns how many of `count` elements the limit leaves."""
+        count = int(min(count, self._left))
+        self._left -= count
+        if count and self._to_skip:
             self._upstream.advance(self._to_skip)
-        self._to_skip = self._step - 1
+            self._to_skip = 0
+        return count
+
+    def __next__(self) -> Nest:
+        if not self._begin(1):
+            raise StopIteration
+        self._to_skip = self._step - 1  # not before it is needed: it may take long
         return next(self._upstream)
 
     def block(self, count: int) -> Block | None:
         if self._step > 1 and not self._numbers:  # the elements between would be made, too
             return super().block(count)
-        count = int(min(count, self._left))
-        self._left -= count
-        if not count:
-            return None
-        if self._to_skip:
-            self._upstream.advance(self._to_skip)
-        self._to_skip = 0
-        block = self._upstream.block(count * self._step)
+        count = self._begin(count)
+        block = self._upstream.block(count * self._step) if count else None
         return block if block is None or self._step == 1 else block[:: self._step]
 
     def advance(self, count: int) -> int:
-        count = int(min(count, self._left))
-        self._left -= count
-        if not count:
-            return 0
-        skipped = self._upstream.advance(self._to_skip + count * self._step)
-        done = max(0, skipped - self._to_skip)
-        self._to_skip = 0
-        return -(-done // self._step)
+        count = self._begin(count)
+        return -(-self._upstream.advance(count * self._step) // self._step)
 
 
 @final
@@ -173,7 +167,7 @@ class Shuffle(Reordering, Random):
 
 
 @final
-class _Shuffled(Stream):
+class _Shuffled(Pieces):
     """Elements in random order, drawn from a buffer as tf.data does.
 
     Args:
@@ -188,86 +182,47 @@ class _Shuffled(Stream):
     def __init__(
         self, upstream: Stream, buffer_size: int, seed: Sequence[int], numbers: bool, length: int
     ) -> None:
-        self._upstream = upstream
-        self._size = buffer_size
-        self._seed = seed
+        super().__init__(_drawn(upstream, buffer_size, seed, numbers))
         self._numbers = numbers
         self._length = length
-        self._buffer: Any = None
-        self._random: Any = None
-        self._picks: Iterator[int] = iter(())
-        self._ended = False
-        # Drawn, but not handed out yet.
-        self._ready: Any = ()
-        self._at = 0
 
-    def _read(self, count: int) -> Any:
+    def joined(self, parts: list[Any]) -> Block:
         if self._numbers:
-            block = self._upstream.block(count)
-            return () if block is None else as_array(block)
-        return list(itertools.islice(self._upstream, count))
-
-    def _draw(self) -> bool:
-        """Makes more elements ready; returns False at the end."""
-        if self._ended:
-            return False
-        if self._random is None:
-            # RandomState, because its order never changes between versions of NumPy.
-            bits = np.random.MT19937(np.random.SeedSequence(self._seed))
-            self._random = np.random.RandomState(bits)
-            self._buffer = self._read(self._size)
-        self._at = 0
-        # Elements are read one at a time, so that the buffer keeps its size.
-        incoming = self._read(_CHUNK if self._numbers else 1)
-        buffer = self._buffer
-        if not len(incoming):
-            self._ended = True
-            order = self._random.permutation(len(buffer))
-            is_array = isinstance(buffer, np.ndarray)
-            self._ready = buffer[order] if is_array else [buffer[i] for i in order]
-            self._buffer = None
-            return bool(len(order))
-        if self._numbers:
-            # Items of a list are quicker to exchange.
-            incoming = incoming.tolist()
-            if isinstance(buffer, np.ndarray):
-                buffer = self._buffer = buffer.tolist()
-        self._ready = []
-        for item in incoming:
-            pick = next(self._picks, None)
-            if pick is None:
-                self._picks = iter(self._random.randint(0, self._size, _CHUNK).tolist())
-                pick = next(self._picks)
-            self._ready.append(buffer[pick])
-            buffer[pick] = item
-        return True
-
-    def __next__(self) -> Nest:
-        if self._at >= len(self._ready) and not self._draw():
-            raise StopIteration
-        self._at += 1
-        return self._ready[self._at - 1]
-
-    def block(self, count: int) -> Block | None:
-        if not self._numbers:
-            return super().block(count)
-        pieces = []
-        while count and (self._at < len(self._ready) or self._draw()):
-            piece = np.asarray(self._ready[self._at : self._at + count])
-            self._at += len(piece)
-            count -= len(piece)
-            pieces.append(piece)
-        return join(pieces) if pieces else None
+            return np.concatenate(parts)
+        return stack(list(itertools.chain.from_iterable(parts)))
 
     def advance(self, count: int) -> int:
-        if self._random is None and 0 <= self._length <= count:
-            self._ended = True
-            self._random = ()
-            return self._length
-        if not self._numbers:
-            return super().advance(count)
-        skipped = self.block(count)
-        return 0 if skipped is None else len(skipped)
+        length, self._length = self._length, -1
+        if not len(self._piece) and 0 <= length <= count:  # all, and none is drawn yet
+            self._pieces = iter(())
+            return length
+        return super().advance(count)
+
+
+def _drawn(upstream: Stream, size: int, seed: Sequence[int], numbers: bool) -> Iterator[Any]:
+    """Yields the elements in random order, some at a time."""
+    # RandomState, because its order never changes between versions of NumPy.
+    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
+    picks = (i for _ in itertools.count() for i in random.randint(0, size, _CHUNK).tolist())
+    buffer = _read(upstream, size, numbers)
+    # Elements are read one at a time, so that the buffer keeps its size.
+    while len(incoming := _read(upstream, _CHUNK if numbers else 1, numbers)):
+        # The items of lists are quicker to exchange than those of arrays.
+        buffer, incoming = (x if isinstance(x, list) else x.tolist() for x in (buffer, incoming))
+        drawn = []
+        for item, pick in zip(incoming, picks, strict=False):
+            drawn.append(buffer[pick])
+            buffer[pick] = item
+        yield drawn
+    order = random.permutation(len(buffer))
+    yield buffer[order] if isinstance(buffer, np.ndarray) else [buffer[i] for i in order]
+
+
+def _read(upstream: Stream, count: int, numbers: bool) -> Any:
+    if not numbers:
+        return list(itertools.islice(upstream, count))
+    block = upstream.block(count)
+    return () if block is None else as_array(block)
 
 
 @final

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from distributary._types import Nest
 from distributary.data._nodes import Node, SameElements
@@ -38,13 +38,12 @@ class Prefetch(SameElements):
         return Prefetched(self.input.stream(path), self.depth)
 
 
-@final
-class _End:
-    """The end of a source, by an exception or, without one, by `StopIteration`."""
+_Error: TypeAlias = BaseException | type[StopIteration]
 
-    def __init__(self, error: BaseException) -> None:
-        # The class, as a kept exception would keep the frames that it has gone through.
-        self.error = StopIteration if isinstance(error, StopIteration) else error
+
+def _kept(error: BaseException) -> _Error:
+    # The class, as a kept exception would keep the frames that it has gone through.
+    return StopIteration if isinstance(error, StopIteration) else error
 
 
 class _Shared:
@@ -52,7 +51,8 @@ class _Shared:
 
     def __init__(self, source: Iterator[Any], depth: int) -> None:
         self.source = source
-        self.made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Elements, each with None; at the end None, with what the source raised.
+        self.made: queue.SimpleQueue[tuple[Any, _Error | None]] = queue.SimpleQueue()
         self.free = threading.Semaphore(depth)
         self.stopped = False
 
@@ -70,9 +70,9 @@ class _Shared:
             try:
                 element = next(source)
             except BaseException as error:
-                self.made.put(_End(error))
+                self.made.put((None, _kept(error)))
                 break
-            self.made.put(element)
+            self.made.put((element, None))
             del element
 
 
@@ -94,7 +94,7 @@ class Prefetched(Stream):
         self._patience = _PATIENCE if only_if_slow else 0.0
         self._shared = _Shared(source, depth)
         self._thread: threading.Thread | None = None
-        self._end: _End | None = None
+        self._end: _Error | None = None
         self._close: Callable[[], Any] | None = None
 
     def __next__(self) -> Nest:
@@ -119,19 +119,19 @@ class Prefetched(Stream):
             BaseException: the exception of the source, with its traceback.
         """
         if self._end is not None:
-            raise self._end.error
+            raise self._end
         shared = self._shared
         if self._patience > 0:
             return self._make(waiting)
         if self._thread is None:
             self._start()
         try:
-            element = shared.made.get_nowait()
+            element, error = shared.made.get_nowait()
         except queue.Empty:
-            element = shared.made.get() if waiting is None else self._wait(waiting)
-        if type(element) is _End:
-            self._end = element
-            raise element.error
+            element, error = shared.made.get() if waiting is None else self._wait(waiting)
+        if error is not None:  # what `close` has set stays otherwise
+            self._end = error
+            raise error
         shared.free.release()
         return element
 
@@ -140,7 +140,7 @@ class Prefetched(Stream):
         try:
             return next(self._shared.source)
         except BaseException as error:
-            self._end = _End(error)
+            self._end = _kept(error)
             raise
         finally:
             seconds = time.perf_counter() - begin
@@ -170,7 +170,7 @@ class Prefetched(Stream):
 
     def close(self) -> None:
         """Ends the thread once it has made the current element."""
-        self._end = self._end or _End(StopIteration())
+        self._end = self._end or StopIteration
         if self._thread is not None and self._close is not None:
             self._close()
             self._thread.join()

@@ -1,6 +1,5 @@
 """Datasets of the records of files: text, TFRecord, records of one size."""
 
-import abc
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -68,10 +67,7 @@ class _RecordDataset(Dataset):
         InvalidValueError: for an unknown compression and, while reading, for damaged files.
     """
 
-    @staticmethod
-    @abc.abstractmethod
-    def _parse(file: IO[bytes], name: str, compression: str) -> Iterator[bytes]:
-        """Yields the records of a file; its name and compression are for errors."""
+    _parse: Parse
 
     def __init__(
         self,
@@ -120,9 +116,7 @@ class TFRecordDataset(_RecordDataset):
     Source: `tf.data.TFRecordDataset`; `tensorflow/core/lib/io/record_reader.cc`.
     """
 
-    @staticmethod
-    def _parse(file: IO[bytes], name: str, compression: str) -> Iterator[bytes]:
-        return records(file, name, compression)
+    _parse = staticmethod(records)
 
 
 class FixedLengthRecordDataset(Dataset):

@@ -32,7 +32,8 @@ def worker_dataset(node: Node, share: WorkerShare) -> tuple[AutoShardPolicy, Nod
     if policy is AutoShardPolicy.FILE:
         node = _sharded_by_file(node, share)
     elif policy is AutoShardPolicy.HINT:
-        node = node.rewrite(lambda own: _with_hint(own, share))
+        own_shard = lambda own: shard(own.input, share.num_workers, share.worker)
+        node = node.rewrite(lambda own: own_shard(own) if isinstance(own, ShardHint) else own)
     if policy is not AutoShardPolicy.DATA:
         node = _with_batches_of_worker(node, share)
     return policy, node
@@ -80,12 +81,6 @@ def _sharded_by_file(node: Node, share: WorkerShare) -> Node:
         )
     sharded = own.replace(input=shard(own.input, share.num_workers, share.worker))
     return node.rewrite(lambda node: sharded if node is own else node)
-
-
-def _with_hint(node: Node, share: WorkerShare) -> Node:
-    if isinstance(node, ShardHint):
-        return shard(node.input, share.num_workers, share.worker)
-    return node
 
 
 def _with_batches_of_worker(node: Node, share: WorkerShare) -> Node:

@@ -2,15 +2,21 @@
 
 Reordering operations (take, skip, shard, shuffle, repeat) work the same on both. As long as a
 dataset only reorders the rows of a source, they work on row numbers. The rows themselves are
-gathered only when a batch of them is needed.
+gathered only when a batch of them is needed. In
+`from_tensor_slices(x).skip(2).shuffle(3).batch(2)`:
+
+    Numbers    0 1 2 3 4 5      the rows of x
+    _Sliced        2 3 4 5
+    _Shuffled      3 2 5 4      drawn from a buffer of 3
+    Picked         x[[3, 2]]    for the first batch
 """
 
 import abc
 import bisect
 import itertools
-import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import jax
 import numpy as np
@@ -18,7 +24,6 @@ from jax.tree_util import PyTreeDef
 
 from distributary._types import Nest
 from distributary.data._structure import Block, join, num_rows, stack
-from distributary.errors import InvalidValueError
 
 Path: TypeAlias = tuple[int, ...]
 """Says which repetition of its dataset a stream belongs to: the number of the pass, then the number
@@ -43,36 +48,38 @@ def as_array(numbers: RowNumbers) -> np.ndarray:
     return numbers
 
 
-class Rows(Protocol):
-    """Numbered elements that can be read in any order."""
+class Rows(abc.ABC):
+    """Base class of numbered elements that can be read in any order."""
 
+    @abc.abstractmethod
     def __len__(self) -> int: ...
 
+    @abc.abstractmethod
     def row(self, number: int) -> Nest:
         """Returns one element."""
 
     def rows(self, numbers: np.ndarray) -> Block:
         """Returns several elements, stacked; int64 numbers `[k]`, k > 0."""
-
-
-@final
-class MadeRows:
-    """Rows that a function makes one at a time, from the rows of a source."""
-
-    def __init__(self, source: Rows, make: Callable[[int], Nest]) -> None:
-        self._source = source
-        self.row = make
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def rows(self, numbers: np.ndarray) -> Block:
-        """Returns several elements, stacked."""
         return stack([self.row(number) for number in numbers.tolist()])
 
 
 @final
-class ZippedRows:
+class MadeRows(Rows):
+    """Rows that a function makes one at a time, from the rows of a source."""
+
+    def __init__(self, source: Rows, make: Callable[[int], Nest]) -> None:
+        self._source = source
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def row(self, number: int) -> Nest:
+        return self._make(number)
+
+
+@final
+class ZippedRows(Rows):
     """The rows of several sources side by side."""
 
     def __init__(self, sources: Sequence[Rows], tree: PyTreeDef) -> None:
@@ -83,58 +90,38 @@ class ZippedRows:
         return min(map(len, self._sources))
 
     def row(self, number: int) -> Nest:
-        """Returns one element."""
         return self._tree.unflatten([source.row(number) for source in self._sources])
 
     def rows(self, numbers: np.ndarray) -> Block:
-        """Returns several elements, stacked."""
         return self._tree.unflatten([source.rows(numbers) for source in self._sources])
 
 
 @final
-class ChainedRows:
+class ChainedRows(Rows):
     """The rows of several sources, one after the other."""
 
     def __init__(self, sources: Sequence[Rows]) -> None:
         self._sources = sources
-        self._ends = list(itertools.accumulate(map(len, sources)))
+        self._starts = list(itertools.accumulate(map(len, sources), initial=0))
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._starts[-1]
 
     def row(self, number: int) -> Nest:
-        """Returns one element."""
-        which = bisect.bisect_right(self._ends, number)
-        return self._sources[which].row(number - self._start(which))
-
-    def _start(self, which: int) -> int:
-        """Returns the number of the first row of a source."""
-        return self._ends[which - 1] if which else 0
+        which = bisect.bisect_right(self._starts, number) - 1
+        return self._sources[which].row(number - self._starts[which])
 
     def rows(self, numbers: np.ndarray) -> Block:
-        """Returns several elements, stacked."""
-        of = np.searchsorted(self._ends, numbers, side="right")
-        pieces = []
-        for which in np.unique(of):
-            places = np.flatnonzero(of == which)
-            own = numbers[places] - self._start(which)
-            pieces.append((places, self._sources[which].rows(own)))
-        if len(pieces) == 1:
-            return pieces[0][1]
-
-        def placed(*parts: np.ndarray) -> np.ndarray:
-            shapes = {part.shape[1:] for part in parts}
-            if len(shapes) > 1:
-                raise InvalidValueError(
-                    f"batch: elements have shapes {sorted(shapes)}; the arrays of a batch must"
-                    " agree. Use padded_batch to fill them up."
-                )
-            result = np.empty((len(numbers), *parts[0].shape[1:]), np.result_type(*parts))
-            for (places, _), part in zip(pieces, parts, strict=True):
-                result[places] = part
-            return result
-
-        return jax.tree.map(placed, *(piece for _, piece in pieces))
+        of = np.searchsorted(self._starts, numbers, side="right") - 1
+        blocks = [
+            self._sources[which].rows(numbers[of == which] - self._starts[which])
+            for which in np.unique(of)
+        ]
+        if len(blocks) == 1:
+            return blocks[0]
+        # The blocks have the rows in the order of their sources. This puts them where they belong.
+        places = np.argsort(np.argsort(of, kind="stable"))
+        return jax.tree.map(lambda array: array[places], join(blocks))
 
 
 class Stream(abc.ABC):
@@ -176,27 +163,59 @@ class IteratedStream(Stream):
         return super().advance(count) if self._skip is None else self._skip(count)
 
 
+class Pieces(Stream):
+    """Elements or row numbers that are made several at a time.
+
+    Args:
+        pieces: Yields sequences of them, also empty ones.
+    """
+
+    def __init__(self, pieces: Iterator[Any]) -> None:
+        self._pieces = pieces
+        self._piece: Any = ()
+        self._at = 0
+
+    def joined(self, parts: list[Any]) -> Block:
+        """Returns a block of consecutive parts of the sequences."""
+        return join(parts)
+
+    def _has_more(self) -> bool:
+        """Returns whether something is left; makes the next piece if necessary."""
+        while self._at >= len(self._piece):
+            piece = next(self._pieces, None)
+            if piece is None:
+                return False
+            self._piece, self._at = piece, 0
+        return True
+
+    def _parts(self, count: int) -> Iterator[Any]:
+        """Yields `count` elements in parts of the pieces, fewer only at the end."""
+        while count and self._has_more():
+            part = self._piece[self._at : self._at + count]
+            self._at += len(part)
+            count -= len(part)
+            yield part
+
+    def __next__(self) -> Nest:
+        if not self._has_more():
+            raise StopIteration
+        self._at += 1
+        return self._piece[self._at - 1]
+
+    def block(self, count: int) -> Block | None:
+        parts = list(self._parts(count))
+        return self.joined(parts) if parts else None
+
+    def advance(self, count: int) -> int:
+        return sum(map(len, self._parts(count)))
+
+
 @final
-class Numbers(Stream):
+class Numbers(Pieces):
     """The row numbers 0 to `count - 1`; endless if `count` is negative."""
 
     def __init__(self, count: int) -> None:
-        self._end = math.inf if count < 0 else count
-        self._at = 0
-
-    def __next__(self) -> int:
-        if self._at >= self._end:
-            raise StopIteration
-        self._at += 1
-        return self._at - 1
-
-    def block(self, count: int) -> Block | None:
-        start = self._at
-        self._at = int(min(start + count, self._end))
-        return range(start, self._at) or None
-
-    def advance(self, count: int) -> int:
-        return len(self.block(count) or ())
+        super().__init__(iter([range(sys.maxsize if count < 0 else count)]))
 
 
 @final
@@ -260,6 +279,7 @@ class Chained(Stream):
 
     def _over(self) -> bool:
         """Returns whether nothing more will come; to be called at the end of a stream."""
+        # Invariant: once it is True it stays so, however often `block` and `advance` ask again.
         # Repeating an empty stream forever would never end.
         empty = self._current is not None and not self._from_current and self._length is not None
         self._ended = self._ended or empty or not self._next_stream()
@@ -282,13 +302,10 @@ class Chained(Stream):
                 if self._over():
                     break
                 continue
-            are_numbers = isinstance(piece, (range, np.ndarray))
-            taken = len(piece) if are_numbers else num_rows(piece)
+            taken = len(piece) if isinstance(piece, range) else num_rows(piece)
             self._from_current += taken
             count -= taken
             pieces.append(piece)
-        if len(pieces) > 1:
-            pieces = [as_array(piece) for piece in pieces]
         return join(pieces) if pieces else None
 
     def advance(self, count: int) -> int:

@@ -55,22 +55,15 @@ class TensorSpec:
     def is_compatible_with(self, spec_or_tensor: Any) -> bool:
         """Returns whether an array, or some array of a spec, is one of this spec."""
         other = spec_or_tensor if hasattr(spec_or_tensor, "shape") else np.asarray(spec_or_tensor)
-        shape = other.shape
-        return np.dtype(other.dtype) == self.dtype and (
-            self.shape is None
-            or shape is None
-            or (
-                len(shape) == len(self.shape)
-                and all(a == b or None in (a, b) for a, b in zip(self.shape, shape, strict=True))
-            )
-        )
+        return np.dtype(other.dtype) == self.dtype and self.accepts(other)
 
-    def accepts(self, array: Array) -> bool:
-        """Returns whether an array has this shape."""
-        return self.shape is None or (
-            len(array.shape) == len(self.shape)
-            and all(own in (None, size) for own, size in zip(self.shape, array.shape, strict=True))
-        )
+    def accepts(self, array: Any) -> bool:
+        """Returns whether an array, or some array of a spec, has this shape."""
+        if self.shape is None or array.shape is None:
+            return True
+        sizes = zip(self.shape, array.shape, strict=False)
+        same = len(self.shape) == len(array.shape)
+        return same and all(a == b or None in (a, b) for a, b in sizes)
 
 
 def flatten(element: Nest) -> tuple[list[Any], PyTreeDef]:
@@ -262,10 +255,22 @@ def _per_leaf(given: Nest, tree: PyTreeDef, name: str, are_shapes: bool = False)
 
 
 def join(blocks: Sequence[Block]) -> Block:
-    """Joins consecutive blocks into one."""
-    if len(blocks) == 1:
-        return blocks[0]
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
+    """Joins consecutive blocks, or row numbers, into one.
+
+    Raises:
+        InvalidValueError: if the shapes of their rows differ.
+    """
+
+    def joined(*parts: Any) -> np.ndarray:
+        shapes = sorted({np.shape(part)[1:] for part in parts if not isinstance(part, range)})
+        if len(shapes) > 1:
+            raise InvalidValueError(
+                f"batch: elements have shapes {shapes}; the arrays of a batch must agree. Use"
+                " padded_batch to fill them up."
+            )
+        return np.concatenate(parts)
+
+    return blocks[0] if len(blocks) == 1 else jax.tree.map(joined, *blocks)
 
 
 def some_rows(block: Block, part: slice) -> Block:
@@ -299,11 +304,6 @@ def spec_of(element: Nest) -> Nest:
 def batched_spec(spec: Nest, num_rows: int | None) -> Nest:
     """Returns the specs of a stack of `num_rows` elements."""
     return jax.tree.map(lambda row: TensorSpec((num_rows, *row.shape), row.dtype), spec)
-
-
-def sized_spec(spec: Nest, num_rows: int | None) -> Nest:
-    """Returns the specs of a batch with another number of rows."""
-    return jax.tree.map(lambda leaf: TensorSpec((num_rows, *leaf.shape[1:]), leaf.dtype), spec)
 
 
 def conform(element: Nest, signature: Nest, number: int) -> Nest:

@@ -85,6 +85,8 @@ class AgreedSteps:
             self._tree = ready.tree
             return ready.signature
 
+        # Invariant: every worker agrees once per step, also one whose data has ended or failed. So
+        # all see the same texts, and take the same way below: a differing one is a deadlock.
         texts = self._job.agree(f"step {self._number} of {self._place}", signature)
         self._number += 1
         first = max(texts)

@@ -162,7 +162,8 @@ class DistributedDataset(DistributedInput):
         `skip` batches.
         """
         self._num_passes += 1
-        place = _undivided if self.share.num_workers == 1 else _worker_batch
+        is_alone = self.share.num_workers == 1
+        place = (lambda given: _worker_batch(given).rows) if is_alone else _worker_batch
         batches = DistributedIterator(self, self._num_passes - 1, place, _worker_batch)
         if skip:
             batches.set_state({**batches.get_state(), "position": skip})
@@ -264,11 +265,6 @@ def _ready(place: Callable[[Given], Any], given: Given) -> Ready:
 def _per_replica(parts: list[Nest]) -> Nest:
     """Returns the values of an uneven step, from the parts of all replicas."""
     return jax.tree.map(lambda *components: PerReplica(components), *parts)
-
-
-def _undivided(given: Given) -> Nest:
-    """Returns all replicas' rows of a step."""
-    return _worker_batch(given).rows
 
 
 def _worker_batch(given: Given) -> WorkerBatch:

@@ -119,7 +119,6 @@ class StepCounts:
         self.num_examples = 0
         self.num_retraces = 0
         self._programs: list[ProgramRuns] = []
-        self._num_alive = 0  # number of programs when those that have gone were last removed
         self._gone_bytes = self._gone_runs = 0  # of the removed programs
 
     def snapshot(self) -> StepStatistics:
@@ -138,12 +137,10 @@ class StepCounts:
 
     def runs_of(self, program: Program) -> ProgramRuns:
         """Returns the counter of the runs of a new program."""
-        if len(self._programs) > 2 * self._num_alive + 8:
-            gone = [runs for runs in self._programs if runs.program() is None]
-            self._gone_bytes += sum(runs.collective_bytes for runs in gone)
-            self._gone_runs += sum(runs.num_runs for runs in gone)
-            self._programs = [runs for runs in self._programs if runs.program() is not None]
-            self._num_alive = len(self._programs)
+        gone = [runs for runs in self._programs if runs.program() is None]
+        self._gone_bytes += sum(runs.collective_bytes for runs in gone)
+        self._gone_runs += sum(runs.num_runs for runs in gone)
+        self._programs = [runs for runs in self._programs if runs not in gone]
         runs = ProgramRuns(program)
         self._programs.append(runs)
         return runs

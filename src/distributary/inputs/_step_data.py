@@ -53,7 +53,7 @@ class StepData(abc.ABC):
     nodes: list[Node]
     _longest: int
 
-    def _say(self, coworkers: Coworkers | None, prepare: Callable[[], _T]) -> list[_T]:
+    def _agree(self, coworkers: Coworkers | None, prepare: Callable[[], _T]) -> list[_T]:
         """Returns the results of `prepare` on all workers; an error of one is raised on all."""
         if coworkers is None:
             return [prepare()]
@@ -129,11 +129,11 @@ class Batches(StepData):
             return self._policy.name + name, self._own_cardinality(), node.drawn_seeds()
 
         self._share = share
-        told = self._say(coworkers, prepare)
+        reports = self._agree(coworkers, prepare)
         if coworkers is None:
             return
-        ways, cardinalities, seeds = zip(*told, strict=True)
-        if len({(way, len(own)) for way, _, own in told}) > 1:
+        ways, cardinalities, seeds = zip(*reports, strict=True)
+        if len({(way, len(own)) for way, _, own in reports}) > 1:
             names = zip(coworkers.job.names, ways, strict=True)
             raise ClusterError(
                 f"{what} datasets that differ between the workers, or are read in different ways:"
@@ -187,14 +187,14 @@ class Elements(StepData):
     ) -> None:
         def prepare() -> int:
             what = "distribute_datasets_from_function: dataset_fn returned"
-            found = [_without_prefetch(_as_node(dataset, what)) for dataset in make()]
-            self.nodes = [node for node, _ in found]
-            self.prefetch_depth = max(depth for _, depth in found)
+            nodes = [_without_prefetch(_as_node(dataset, what)) for dataset in make()]
+            self.nodes = [node for node, _ in nodes]
+            self.prefetch_depth = max(depth for _, depth in nodes)
             return self._own_cardinality()
 
         self._num_replicas = num_replicas
         self.coworkers = coworkers
-        self._longest = combined(self._say(coworkers, prepare))
+        self._longest = combined(self._agree(coworkers, prepare))
 
     def _own_cardinality(self) -> int:
         size = combined([node.cardinality() for node in self.nodes])

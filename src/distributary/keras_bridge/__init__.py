@@ -89,9 +89,8 @@ def import_keras() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "keras":
             raise
-        raise MissingPackageError(
-            f"Keras is not installed. Install it: {pip_install('keras')}"
-        ) from error
+        text = f"Keras is not installed. Install it: {pip_install('keras')}"
+        raise MissingPackageError(text) from error
     connect()
     return keras
 
@@ -103,15 +102,6 @@ def expect_keras() -> None:
     """
     global _expected
     _expected = True
-
-
-def _can_be_imported() -> bool:
-    """Returns whether Keras has not been imported yet, and would run on JAX."""
-    return (
-        "keras" not in sys.modules
-        and os.environ.get("KERAS_BACKEND", "jax") == "jax"
-        and importlib.util.find_spec("keras") is not None
-    )
 
 
 def _uses_jax() -> bool:
@@ -135,7 +125,12 @@ class _Keras(Library):
                 DistributaryWarning,
                 stacklevel=user_stacklevel(),
             )
-        return connected, connected and strategy.extended.worker_number > 0 and _quieted()
+        was_on = False
+        if connected and strategy.extended.worker_number > 0:  # only the first worker prints
+            config = sys.modules["keras"].config
+            was_on = bool(config.is_interactive_logging_enabled())
+            config.disable_interactive_logging()
+        return connected, was_on
 
     def scope_left(self, strategy: Any, entered: tuple[bool, bool]) -> None:
         connected, was_quieted = entered
@@ -152,8 +147,10 @@ class _Keras(Library):
             connect()
 
     def around_trace(self) -> AbstractContextManager[object]:
-        if _expected and not _connected and _can_be_imported():
-            import_keras()
+        if _expected and "keras" not in sys.modules:
+            would_use_jax = os.environ.get("KERAS_BACKEND", "jax") == "jax"
+            if would_use_jax and importlib.util.find_spec("keras") is not None:
+                import_keras()
         if not connect() or not _uses_jax():
             return nullcontext()
         return _modules_with_keras().loops.TracedVariables(collect_losses=True)
@@ -169,14 +166,6 @@ class _Keras(Library):
 
     def build(self, value: object, others: Iterable[Any]) -> bool:
         return _uses_jax() and _modules_with_keras().state.build_optimizer(value, others)
-
-
-def _quieted() -> bool:
-    """Turns off what Keras prints in workers other than the first; returns whether it was on."""
-    config = sys.modules["keras"].config
-    was_on = bool(config.is_interactive_logging_enabled())
-    config.disable_interactive_logging()
-    return was_on
 
 
 register(_Keras())

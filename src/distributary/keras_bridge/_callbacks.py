@@ -1,6 +1,8 @@
 """Makes callbacks free in steps that none of them observes; only the first worker reports."""
 
 import functools
+import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import Any, final
 
@@ -13,22 +15,13 @@ from distributary.job import consensus, copies
 from distributary.keras_bridge._data import current_call
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._saving import distribute, ending, is_backup
-from distributary.keras_bridge._tensorboard import write_without_tensorflow
+from distributary.keras_bridge._summaries import Summaries
 
 # These write or send data of the whole job, not of a single worker. So do those of other packages,
 # which are not imported here.
 _OF_CHIEF = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 _PACKAGES_OF_CHIEF = {"mlflow", "wandb"}
 
-# Hooks of a list of callbacks for every batch, each with other hooks that it runs.
-_PER_BATCH = (
-    ("on_train_batch_begin", "on_batch_begin"),
-    ("on_train_batch_end", "on_batch_end"),
-    ("on_test_batch_begin",),
-    ("on_test_batch_end",),
-    ("on_predict_batch_begin",),
-    ("on_predict_batch_end",),
-)
 _UNKNOWN = (-1, False)
 
 
@@ -77,12 +70,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
     """
 
     def __init__(
-        self,
-        callbacks: Any = None,
-        add_history: bool = False,
-        add_progbar: bool = False,
-        model: Any = None,
-        **params: Any,
+        self, callbacks: Any = None, add_history: bool = False, add_progbar: bool = False, **kw: Any
     ) -> None:
         call = current_call.get()
         assert call is not None
@@ -96,9 +84,10 @@ class LeanCallbackList(keras.callbacks.CallbackList):
         for callback in callbacks:
             if is_backup(callback):
                 distribute(callback)
-            if isinstance(callback, keras.callbacks.TensorBoard):
-                write_without_tensorflow(callback)
-        super().__init__(callbacks, add_history, add_progbar, model, **params)
+            if isinstance(callback, keras.callbacks.TensorBoard) and not _has_tensorflow():
+                callback._summary_module = Summaries()
+                callback.write_graph = False  # TensorBoard shows those of TensorFlow
+        super().__init__(callbacks, add_history, add_progbar, **kw)
 
     def on_train_begin(self, logs: object = None) -> None:
         """Takes note of it for those who watch."""
@@ -144,14 +133,24 @@ class LeanCallbackList(keras.callbacks.CallbackList):
             self._model.stop_training = any(stops)
 
 
-for _name, *_others in _PER_BATCH:
+for _kind, _edge in itertools.product(("train", "test", "predict"), ("begin", "end")):
+    _name = f"on_{_kind}_batch_{_edge}"
+    # Hooks of training run those with an older name, too.
+    _names = (_name, f"on_batch_{_edge}") if _kind == "train" else (_name,)
     _method = getattr(keras.callbacks.CallbackList, _name)
-    setattr(LeanCallbackList, _name, _if_wanted(_method, (_name, *_others)))
+    setattr(LeanCallbackList, _name, _if_wanted(_method, _names))
 
 
 def _is_of_chief(callback: object) -> bool:
     packages = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
     return isinstance(callback, _OF_CHIEF) or not _PACKAGES_OF_CHIEF.isdisjoint(packages)
+
+
+def _has_tensorflow() -> bool:
+    try:
+        return importlib.util.find_spec("tensorflow") is not None
+    except ValueError:  # something else has its name
+        return False
 
 
 def new(cls: Any, *args: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -29,8 +29,6 @@ _IGNORED = frozenset(
     {"build_config", "input_cached_tensor", "module", "registered_name", "seed", "shared_object_id"}
 )
 
-Line = tuple[str, str]
-
 
 def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Checks that all workers call a method of the same model with the same arguments.
@@ -52,23 +50,19 @@ def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -
         return  # Keras reports the error
     given.apply_defaults()
 
-    lines = _lines_of(model)
-
-    def describe() -> list[Line]:
-        values = given.arguments
-        numbers = [f"{name}={values[name]!r}" for name in _NUMBERS if name in values]
-        missing = {name: values.get(name) is None for name in _PRESENCE}
-        presence = [f"{'no' if is_missing else 'a'} {n}" for n, is_missing in missing.items()]
-        return [*((text, "") for text in (*numbers, *presence)), *lines]
-
-    job_programs.begin(JobEvent(f"{method.__name__} of {model.name}", describe))
+    values = given.arguments
+    lines = [f"{name}={values[name]!r}" for name in _NUMBERS if name in values]
+    lines += [f"{'no' if values.get(name) is None else 'a'} {name}" for name in _PRESENCE]
+    lines += _lines_of(model)
+    event = JobEvent(f"{method.__name__} of {model.name}", lambda: [(line, "") for line in lines])
+    job_programs.begin(event)
 
 
 # The description of a model, and the state for which it holds.
-_described: weakref.WeakKeyDictionary[Any, tuple[Any, list[Line]]] = weakref.WeakKeyDictionary()
+_described: weakref.WeakKeyDictionary[Any, tuple[Any, list[str]]] = weakref.WeakKeyDictionary()
 
 
-def _lines_of(model: Any) -> list[Line]:
+def _lines_of(model: Any) -> list[str]:
     state = (
         getattr(model, "_compile_config", None),
         [(variable.path, variable.trainable) for variable in model.variables],
@@ -79,17 +73,17 @@ def _lines_of(model: Any) -> list[Line]:
     return known[1]
 
 
-def _of_model(model: Any) -> Iterator[Line]:
+def _of_model(model: Any) -> Iterator[str]:
     for name in ("optimizer", "loss", "steps_per_execution", "run_eagerly"):
-        yield f"compiled with {name}={_text(getattr(model, name, None))}", ""
+        yield f"compiled with {name}={_text(getattr(model, name, None))}"
     config = getattr(model, "_compile_config", None)
     if config is not None:
-        yield f"compiled with {_text(config.config)}", ""
+        yield f"compiled with {_text(config.config)}"
     for layer in getattr(model, "layers", ()):
-        yield f"layer {layer.name}: {type(layer).__name__} {_text(layer)}", ""
+        yield f"layer {layer.name}: {type(layer).__name__} {_text(layer)}"
     for variable in model.variables:
         trainable = ", trainable" if variable.trainable else ""
-        yield f"variable {variable.path} {variable._dtype}{list(variable.shape)}{trainable}", ""
+        yield f"variable {variable.path} {variable._dtype}{list(variable.shape)}{trainable}"
 
 
 def _text(value: object) -> str:

@@ -5,6 +5,7 @@ it. While a function is traced, our scope passes both on to the trace. There, a 
 like any other variable: its value goes in and out of the compiled program.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, final
@@ -16,17 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from distributary.context import current_mode, get_strategy, in_default_context
 from distributary.errors import ContextError, UnsupportedError, shown
-from distributary.keras_bridge._keras_private import (
-    get_stateless_scope,
-    in_stateless_scope,
-    initialize_all_variables,
-    set_global_attribute,
-)
-from distributary.keras_bridge._replica import (
-    aggregation_of_state,
-    in_optimizer,
-    replica_context,
-)
+from distributary.keras_bridge import _keras_private as keras_private
+from distributary.keras_bridge._replica import aggregation_of_state, in_optimizer, replica_context
 from distributary.keras_bridge._variables import keeps_on_servers, place, planned_layout
 from distributary.topology import shard_dim
 from distributary.tracing import Handle, current_scope, outside_of_trace
@@ -74,17 +66,13 @@ class KerasVariable(ForeignVariable):
         """Makes an array the first value, if the variable was created in a trace."""
         variable = self.variable
         if variable._value is not None:
-            if in_stateless_scope():
+            if keras_private.in_stateless_scope():
                 raise UnsupportedError(
                     f"Keras variable {variable.path!r} is to be restored while a function that uses"
                     " it is traced. Build its model or optimizer before that."
                 )
             return False
-
-        def initializer(shape: object, dtype: Any = None) -> Any:
-            return jnp.asarray(array, dtype)
-
-        variable._initializer = initializer
+        variable._initializer = lambda shape, dtype=None: jnp.asarray(array, dtype)
         return True
 
     @property
@@ -102,8 +90,7 @@ class KerasVariable(ForeignVariable):
     @property
     def _shards(self) -> list[Any]:
         """Variables on servers that keep the value."""
-        shards: list[Any] = getattr(self._value, "_shards", [])
-        return shards
+        return list(getattr(self._value, "_shards", []))
 
 
 def resolve(value: object) -> KerasVariable | None:
@@ -148,9 +135,7 @@ class TracedVariables(keras.StatelessScope):
 
     def get_current_value(self, variable: object) -> Any:
         scope = current_scope()
-        if scope is None:
-            return None
-        return scope.read(_stand_in(variable)._handle)
+        return None if scope is None else scope.read(_stand_in(variable)._handle)
 
     def add_update(self, update: Any) -> None:
         variable, value = update
@@ -169,17 +154,17 @@ def build_optimizer(optimizer: Any, variables: list[Any]) -> None:
 
     What it assigns while it is built is for its first step only.
     """
-    trace, scope = current_scope(), get_stateless_scope()
+    trace, scope = current_scope(), keras_private.get_stateless_scope()
     if optimizer.built or trace is None or not isinstance(scope, TracedVariables):
         return
-    set_global_attribute("stateless_scope", None)
+    keras_private.set_global_attribute("stateless_scope", None)
     try:
         with outside_of_trace(), keras.name_scope(optimizer.name, caller=optimizer):
-            initialize_all_variables()
+            keras_private.initialize_all_variables()
             optimizer.build(variables)
             optimizer.built = True
     finally:
-        set_global_attribute("stateless_scope", scope)
+        keras_private.set_global_attribute("stateless_scope", scope)
     trace.created.append(optimizer.name)
 
 
@@ -204,15 +189,12 @@ def _agreed(variable: object, stand_in: KerasVariable, value: Any) -> Any:
     assert context is not None
     aggregation = aggregation_of_state(variable, value)
     is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-
-    def combined(own: Any) -> Any:
-        return across_replicas(
-            own,
-            aggregation,
-            context.num_replicas_in_sync,
-            lambda: context.replica_id_in_sync_group,
-        )
-
+    combined = functools.partial(
+        across_replicas,
+        aggregation=aggregation,
+        num_replicas=context.num_replicas_in_sync,
+        replica_id=lambda: context.replica_id_in_sync_group,
+    )
     scope = current_scope()
     if scope is None or not is_float or not keeps_on_servers(stand_in.strategy):
         return combined(value)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -27,13 +28,7 @@ from distributary.data import (
 from distributary.errors import InvalidValueError
 from distributary.inputs import Batches, DistributedDataset, DistributedInput
 from distributary.job import consensus
-from distributary.keras_bridge._keras_private import (
-    ArrayDataAdapter,
-    DataAdapter,
-    GeneratorDataAdapter,
-    array_slicing,
-    class_weight_to_sample_weights,
-)
+from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._text import require_numbers
 from distributary.options import InputOptions
 from distributary.topology import private
@@ -119,7 +114,7 @@ def _noted(adapter: Any) -> Any:
     return adapter
 
 
-class UnknownSizes(DataAdapter):
+class UnknownSizes(keras_private.DataAdapter):
     """A data adapter that knows nothing about its batches in advance; their sizes may differ."""
 
     batch_size: int | None = None
@@ -165,8 +160,7 @@ class DatasetAdapter(UnknownSizes):
         stacked = private(
             "keras.src.trainers.data_adapters.data_adapter_utils:super_batch_iterator"
         )
-        several: Iterator[Any] = stacked(batches, super_batch)
-        return several
+        return stacked(batches, super_batch)
 
     def _batches(self) -> Iterator[Any]:
         batches = self._dataset.global_batches(self._skip)
@@ -182,7 +176,7 @@ class DatasetAdapter(UnknownSizes):
                 " weights of the classes with the others."
             )
         x, y = batch
-        return x, y, class_weight_to_sample_weights(y, self._class_weight)
+        return x, y, keras_private.class_weight_to_sample_weights(y, self._class_weight)
 
     @property
     def num_batches(self) -> int | None:
@@ -200,14 +194,15 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
         adapter: Keras' data adapter.
         extended: The `extended` of the strategy.
     """
-    if type(adapter) is ArrayDataAdapter and adapter._shuffle != "batch":
-        sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
+    if type(adapter) is keras_private.ArrayDataAdapter and adapter._shuffle != "batch":
+        slicing = keras_private.array_slicing
+        sliceables = slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
         leaves, tree = jax.tree.flatten(sliceables)
-        if leaves and all(type(leaf) is array_slicing.NumpySliceable for leaf in leaves):
-            arrays = [leaf.array for leaf in leaves]
-            return ArrayBatches(arrays, tree, adapter, extended)
+        if leaves and all(type(leaf) is slicing.NumpySliceable for leaf in leaves):
+            return ArrayBatches([leaf.array for leaf in leaves], tree, adapter, extended)
     iterator: Iterator[Any] = iter(adapter.get_jax_iterator())
-    if not isinstance(adapter, (ArrayDataAdapter, GeneratorDataAdapter, UnknownSizes)):
+    of_keras = (keras_private.ArrayDataAdapter, keras_private.GeneratorDataAdapter)
+    if not isinstance(adapter, (*of_keras, UnknownSizes)):
         iterator = map(kept, iterator)
     if extended.num_replicas > 1 and not isinstance(adapter, UnknownSizes):
         # Arrays of nonzero elements do not have rows that could be split over the replicas.
@@ -219,13 +214,9 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
 
 def _with_dense(batch: object) -> Any:
     """Replaces JAX's sparse arrays in a batch by NumPy arrays."""
-    leaves, tree = jax.tree.flatten(batch, is_leaf=_is_sparse)
-    dense = [np.asarray(leaf.todense()) if _is_sparse(leaf) else leaf for leaf in leaves]
-    return jax.tree.unflatten(tree, dense)
-
-
-def _is_sparse(leaf: object) -> bool:
-    return isinstance(leaf, JAXSparse)
+    is_sparse = lambda leaf: isinstance(leaf, JAXSparse)
+    dense = lambda leaf: np.asarray(leaf.todense()) if is_sparse(leaf) else leaf
+    return jax.tree.map(dense, batch, is_leaf=is_sparse)
 
 
 @final
@@ -338,23 +329,20 @@ class ArrayBatches:
         return self
 
     def __next__(self) -> Any:
-        return self._next(self._size(), None)
+        return self.next_own(own=False)
 
-    def next_own(self) -> Any:
+    def next_own(self, own: bool = True) -> Any:
         """Returns the next batch; `OwnRows` if the replicas of several workers split it evenly."""
-        return self._next(self._size(), None, own=True)
-
-    def _size(self) -> int:
         if self._start >= self._num_rows:
             raise StopIteration
-        return min(self._batch_size, self._num_rows - self._start)
+        return self._next(min(self._batch_size, self._num_rows - self._start), None, own)
 
     def take(self, count: int) -> tuple[Any, int]:
         """Returns up to `count` full batches as one nest `[batch, row, ...]`, and their number."""
         count = min(count, (self._num_rows - self._start) // self._batch_size)
-        return (self._next(self._batch_size, count, own=True), count) if count else (None, 0)
+        return (self._next(self._batch_size, count, True), count) if count else (None, 0)
 
-    def _next(self, size: int, count: int | None, own: bool = False) -> Any:
+    def _next(self, size: int, count: int | None, own: bool) -> Any:
         """Returns the next batch, of `size` rows; if `count` is given, so many batches, stacked."""
         if self._start == 0:
             self._begin()
@@ -382,9 +370,8 @@ class ArrayBatches:
         if self._adapter._shuffle:
             self._order = _permutation(self._num_rows, self._adapter, self._extended)
         if self._share.num_workers > 1:
-            first = (
-                slice(self._batch_size) if self._order is None else self._order[: self._batch_size]
-            )
+            first: Any = slice(self._batch_size)
+            first = first if self._order is None else self._order[first]
             check_same([self._num_rows, *(a[first] for a in self._arrays)], self._extended)
 
 
@@ -399,10 +386,9 @@ def _permutation(num_rows: int, adapter: Any, extended: Any) -> Any:
         return np.random.default_rng(epoch).permutation(num_rows)
     if extended.num_workers == 1:
         return np.random.permutation(num_rows)
-    _, key, position, *_ = np.random.get_state(legacy=True)
-    key, position = extended.from_chief(
-        [np.asarray(key), np.asarray(position)], "the order of the rows"
-    )
+    _, *state = np.random.get_state(legacy=True)
+    parts = [np.asarray(part) for part in state[:2]]
+    key, position = extended.from_chief(parts, "the order of the rows")
     generator = np.random.RandomState()
     generator.set_state(("MT19937", key, int(position), 0, 0.0))
     order = generator.permutation(num_rows)
@@ -413,8 +399,7 @@ def _permutation(num_rows: int, adapter: Any, extended: Any) -> Any:
 
 def epoch_of(adapter: Any) -> int | None:
     """Returns how many epochs Keras' adapter has seen; None before Keras 3.16, or of our own."""
-    epoch: int | None = getattr(adapter, "_epoch", None)
-    return epoch
+    return getattr(adapter, "_epoch", None)
 
 
 def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
@@ -430,26 +415,16 @@ def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
     with contextlib.suppress(StopIteration):
         while len(batches) < count:
             batches.append(next_own(iterator))
-    for run in _runs_of_equal_shape(batches):
-        yield jax.tree.map(_stack, *run), len(run)
+    for _, run in itertools.groupby(batches, _shapes):
+        several = list(run)
+        yield jax.tree.map(_stack, *several), len(several)
 
 
-def _runs_of_equal_shape(batches: list[Any]) -> Iterator[list[Any]]:
-    run: list[Any] = []
-    shapes = None
-    for batch in batches:
-        leaves, tree = jax.tree.flatten(batch)
-        own = tree, [(np.shape(leaf), leaf.dtype) for leaf in leaves]
-        if run and own != shapes:
-            yield run
-            run = []
-        run.append(batch)
-        shapes = own
-    if run:
-        yield run
+def _shapes(batch: Any) -> object:
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, [(np.shape(leaf), leaf.dtype) for leaf in leaves]
 
 
 def _stack(*leaves: Any) -> Any:
-    if all(isinstance(leaf, np.ndarray) for leaf in leaves):
-        return np.stack(leaves)
-    return jnp.stack(leaves)
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    return (np if on_host else jnp).stack(leaves)

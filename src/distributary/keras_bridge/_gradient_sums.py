@@ -26,28 +26,18 @@ from distributary.topology import REPLICA_AXIS
 from distributary.tracing import push
 
 
-def _must_combine() -> bool:
-    """Returns whether an optimizer receives the gradients of a single replica."""
-    if in_optimizer():
-        return False
-    return replica_context() is not None or is_for_servers() or is_away_from_variables()
-
-
 def _combined(gradients: Sequence[Any]) -> list[Any]:
     """Sums the gradients of all replicas of `Strategy.run`."""
-    given = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    present = [gradients[i] for i in given]
+    present = [gradient for gradient in gradients if gradient is not None]
     if is_for_servers() and current_mode().role != "replica":
-        reduced = [push(value) for value in present]
+        reduced = list(map(push, present))
     elif is_away_from_variables():
         # Everything after a collective is computed where the variables lie.
         reduced = lax.psum(present, REPLICA_AXIS)
     else:
         reduced = get_strategy().extended.reduce_gradients(ReduceOp.SUM, present)
-    result = list(gradients)
-    for i, gradient in zip(given, reduced, strict=True):
-        result[i] = gradient
-    return result
+    left = iter(reduced)
+    return [None if gradient is None else next(left) for gradient in gradients]
 
 
 def combining(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +58,8 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
                 build_optimizer(args[0], given["trainable_variables"])
         if args[0].built:
             settle(args[0])
-        if not _must_combine():
+        of_one = replica_context() is not None or is_for_servers() or is_away_from_variables()
+        if in_optimizer() or not of_one:
             return original(**given)
         with optimizing():
             given["grads"] = _combined(given["grads"])

@@ -27,6 +27,7 @@ from distributary.keras_bridge import (
     _variables,
 )
 from distributary.keras_bridge._keras_private import find
+from distributary.keras_bridge._model_step import PARTS
 from distributary.topology import warn_of_untested
 
 #: Module or class (see `find`) and name of each function to replace, and a function from the
@@ -67,16 +68,13 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 )
 #: Methods of one more base class of `keras.Model`, before the others; each calls that of a class.
 METHODS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    ("Trainer", "fit", _models.in_scope),
-    ("Trainer", "evaluate", _models.in_scope),
-    ("Trainer", "predict", _models.in_scope),
-    ("Trainer", "train_on_batch", _models.in_scope),
-    ("Trainer", "test_on_batch", _models.in_scope),
-    ("Trainer", "predict_on_batch", _models.in_scope),
+    *(("Trainer", name, _models.in_scope) for name in ("fit", "evaluate", "predict")),
+    *(("Trainer", f"{kind}_on_batch", _models.in_scope) for kind in PARTS),
     ("BaseTrainer", "_symbolic_build", _models.symbolic_build),
-    ("Trainer", "make_train_function", functools.partial(_models.make_function, "train")),
-    ("Trainer", "make_test_function", functools.partial(_models.make_function, "test")),
-    ("Trainer", "make_predict_function", functools.partial(_models.make_function, "predict")),
+    *(
+        ("Trainer", f"make_{kind}_function", functools.partial(_models.make_function, kind))
+        for kind in PARTS
+    ),
     ("Trainer", "_get_jax_state", _models.get_jax_state),
 )
 # On other backends, there is nothing to distribute. Creating a model or variable in a scope raises
@@ -97,8 +95,6 @@ def install() -> None:
         UnsupportedError: if this version of Keras does not have one of the functions.
     """
     global _installed
-    if _installed:
-        return
     with _lock:
         if _installed:
             return

@@ -54,13 +54,13 @@ def find(owner: str, name: str) -> Any:
     """
     public, method = CLASSES.get(owner, (owner, None))
     try:
-        found: Any = pkgutil.resolve_name(public)
+        target: Any = pkgutil.resolve_name(public)
         if method is not None:
-            found = next(base for base in inspect.getmro(found) if method in vars(base))
-        vars(found)[name]
+            target = next(base for base in inspect.getmro(target) if method in vars(base))
+        vars(target)[name]
     except (ImportError, AttributeError, KeyError, StopIteration) as error:
         raise no_private_name(f"{public}.{name}") from error
-    return found
+    return target
 
 
 def sync_state(model: Any) -> None:

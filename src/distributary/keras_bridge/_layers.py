@@ -12,12 +12,7 @@ import numpy as np
 
 from distributary.context import current_mode, in_global_view
 from distributary.errors import UnsupportedError
-from distributary.keras_bridge._replica import (
-    is_for_servers,
-    is_uneven,
-    replica_context,
-    total,
-)
+from distributary.keras_bridge._replica import is_for_servers, is_uneven, replica_context, total
 
 _logger = logging.getLogger(__name__)
 _noted: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
@@ -38,10 +33,9 @@ def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
             if number is not None:
                 seed = seed.at[1].add(_spread(number, seed.dtype))
         context = replica_context()
-        if context is None:
-            return seed
-        number = context.replica_id_in_sync_group
-        return seed.at[0].add(_spread(number, seed.dtype))
+        if context is not None:
+            seed = seed.at[0].add(_spread(context.replica_id_in_sync_group, seed.dtype))
+        return seed
 
     return next
 
@@ -89,9 +83,8 @@ def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., A
             everything = total(context, count)
             weight = count / jnp.maximum(everything, 1)
         # Without entries, a replica's own mean and variance are undefined.
-        wide_mean, wide_variance = (
-            jnp.where(count > 0, x.astype(wide), 0.0) for x in (mean, variance)
-        )
+        parts = (jnp.where(count > 0, x.astype(wide), 0.0) for x in (mean, variance))
+        wide_mean, wide_variance = parts
         global_mean = total(context, wide_mean * weight)
         spread = wide_variance + jnp.square(wide_mean - global_mean)
         global_variance = total(context, spread * weight)
@@ -133,18 +126,17 @@ def _normalized_parts(layer: Any, inputs: Any, num_parts: int) -> Any:
     squares = jnp.square(jnp.where(present, parts - mean, 0))
     variance = jnp.sum(squares, axes, keepdims=True) / entries
     weights = (counts / num_rows).astype(dtype)
-    for moving, own in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
-        of_all = jnp.tensordot(weights, own.reshape(num_parts, -1), 1)
+    for moving, statistic in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+        of_all = jnp.tensordot(weights, statistic.reshape(num_parts, -1), 1)
         old = keras.ops.cast(moving, dtype)
         moving.assign(old * layer.momentum + of_all * (1.0 - layer.momentum))
     scale = jax.lax.rsqrt(variance + layer.epsilon)
     if layer.scale:
         scale *= keras.ops.cast(layer.gamma, dtype).reshape(shape[1:])
-    made = (parts - mean) * scale
+    normalized = (parts - mean) * scale
     if layer.center:
-        made += keras.ops.cast(layer.beta, dtype).reshape(shape[1:])
-    made = made.reshape(rows.shape)[:num_rows]
-    return keras.ops.cast(made, layer.compute_dtype)
+        normalized += keras.ops.cast(layer.beta, dtype).reshape(shape[1:])
+    return keras.ops.cast(normalized.reshape(rows.shape)[:num_rows], layer.compute_dtype)
 
 
 def _num_parts(layer: Any, inputs: Any, training: Any, mask: Any) -> int:

@@ -5,8 +5,8 @@ so the result equals that of one device, even with masks and weights. In tf.dist
 mean of the replicas' means.
 """
 
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -14,11 +14,7 @@ import jax.numpy as jnp
 import keras
 
 from distributary.keras_bridge._keras_private import apply_mask
-from distributary.keras_bridge._replica import (
-    is_uneven,
-    replica_context,
-    total,
-)
+from distributary.keras_bridge._replica import is_uneven, replica_context, total
 
 _AVERAGING = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -27,44 +23,34 @@ def aggregate_additional_loss(original: Callable[..., Any]) -> Callable[..., Any
     """Makes what a layer adds, a mean over a replica's rows, its part of the loss of the batch."""
 
     def _aggregate_additional_loss(self: object, loss: Any) -> Any:
-        loss = original(self, loss)
-        context = replica_context()
-        if context is None:
-            return loss
-        return loss / context.num_replicas_in_sync
+        loss, context = original(self, loss), replica_context()
+        return loss if context is None else loss / context.num_replicas_in_sync
 
     return _aggregate_additional_loss
 
 
-class _Call(threading.local):
-    """The outermost loss that is being called, with its arguments, and the calls around this."""
-
-    arguments: tuple[Any, Any, Any] | None = None
-    depth = 0
-
-
-_call = _Call()
+# The arguments of the losses that are being called, the outermost first.
+_calls: ContextVar[tuple[tuple[Any, Any, Any], ...]] = ContextVar("calls of losses", default=())
 
 
 def call(original: Callable[..., Any]) -> Callable[..., Any]:
     """Notes a loss that is called, for `reduce_weighted_values`."""
 
     def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:  # noqa: N807
-        before, depth = _call.arguments, _call.depth
-        _call.arguments, _call.depth = before or (self, y_true, y_pred), depth + 1
+        token = _calls.set((*_calls.get(), (self, y_true, y_pred)))
         try:
             return original(self, y_true, y_pred, sample_weight)
         finally:
-            _call.arguments, _call.depth = before, depth
+            _calls.reset(token)
 
     return __call__
 
 
 def _of_whole_batch(context: Any, value: Any) -> Any:
     """Returns the one number that a loss gives for the rows of all replicas."""
-    if _call.arguments is None:
+    if not _calls.get():
         return value
-    loss, *y = _call.arguments
+    loss, *y = _calls.get()[0]
     y = jax.tree.map(lambda own: keras.ops.convert_to_tensor(own, loss.dtype), y)
     if any(own.ndim == 0 for own in jax.tree.leaves(y)):
         return value
@@ -82,7 +68,7 @@ def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
         dtype: Any = None,
     ) -> Any:
         context = replica_context()
-        is_part = _call.depth > 1  # of a loss, which is divided as a whole
+        is_part = len(_calls.get()) > 1  # of a loss, which is divided as a whole
         if context is None or is_part or reduction in (None, "none"):
             return original(values, sample_weight, mask, reduction, dtype)
         if jnp.shape(values) == ():
@@ -94,21 +80,20 @@ def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
             return losses / context.num_replicas_in_sync
         if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
             return losses
-        num_replicas = context.num_replicas_in_sync
         loss = jnp.sum(losses)
         if reduction not in _AVERAGING:
             return loss
-        divisor: Any
-        weights = None
-        if reduction == "mean_with_sample_weight":
+        is_weighted = reduction == "mean_with_sample_weight"
+        weights: Any = None
+        if is_weighted:
             weights = apply_mask(sample_weight, mask, losses.dtype, reduction)
         if weights is not None:
             divisor = total(context, jnp.sum(jnp.asarray(weights)).astype(loss.dtype))
         elif is_uneven():
             divisor = total(context, jnp.asarray(losses.size, loss.dtype))
         else:
-            divisor = jnp.asarray(losses.size * num_replicas, loss.dtype)
-        if mask is not None and reduction != "mean_with_sample_weight":
+            divisor = jnp.asarray(losses.size * context.num_replicas_in_sync, loss.dtype)
+        if mask is not None and not is_weighted:
             # Weights of valid entries are scaled by total over valid, so that they count for all.
             valid = jnp.sum(jnp.asarray(mask).astype(losses.dtype))
             counts = jnp.stack([jnp.asarray(mask.size, losses.dtype), valid])

@@ -9,6 +9,7 @@ import numpy as np
 from distributary._types import Nest
 from distributary.keras_bridge._custom_loops import assign_agreed
 from distributary.keras_bridge._variables import keeps_on_servers
+from distributary.tracing import current_scope
 
 Kind = Literal["train", "test", "predict"]
 # The variables whose values Keras passes to a step and gets from it, in this order.
@@ -38,8 +39,7 @@ class ModelStep:
         self._on_servers = keeps_on_servers(strategy)
         #: The method, if it takes only the batch: it reads and assigns the variables itself, as
         #: methods for TensorFlow do.
-        is_stateful = takes_only_data(trainer, kind)
-        self.stateful = getattr(trainer, f"{kind}_step") if is_stateful else None
+        self.stateful = getattr(trainer, f"{kind}_step") if takes_only_data(trainer, kind) else None
 
     def __call__(self, data: Nest) -> Nest:
         """Runs the step; returns the logs or predictions."""
@@ -47,9 +47,11 @@ class ModelStep:
             return self.stateful(data)
         variables = dict(zip(PARTS[self._kind], self.variables(), strict=True))
         state = {name: [v.value for v in part] for name, part in variables.items()}
-        out, after = self.call(list(state.values()), data)
-        # Servers combine what workers assign; an optimizer has done so with the others.
+        out, after = self._call(list(state.values()), data)
+        # Servers combine what workers assign; an optimizer has done so with the others. A step that
+        # runs operation by operation assigns as any other Python code does.
         agreed = {"trainable", "optimizer"} if self._on_servers else set(variables)
+        agreed = agreed if current_scope() is not None else set()
         for (name, part), new in zip(variables.items(), after, strict=True):
             changed = {
                 id(variable): (variable, value)  # a list may have a variable twice
@@ -63,28 +65,23 @@ class ModelStep:
                     variable.assign(value)
         return out
 
-    def call(self, state: list[list[Any]], data: Nest) -> tuple[Nest, tuple[Any, ...]]:
+    def _call(self, state: list[list[Any]], data: Nest) -> tuple[Nest, tuple[Any, ...]]:
         """Calls the method of the model; returns its output and the new state, see `PARTS`."""
-        given = [list(part) for part in state]
-        if self._kind == "predict":
-            out, non_trainable = self._trainer.predict_step(tuple(given), data)
-            return out, (given[0], non_trainable)
-        method = self._trainer.train_step if self._kind == "train" else self._trainer.test_step
-        out, new = method(tuple(given), data)
-        return out, new
+        out, new = getattr(self._trainer, f"{self._kind}_step")(tuple(map(list, state)), data)
+        # Predictions change no trainable variable, so Keras returns only the others.
+        return out, (state[0], new) if self._kind == "predict" else new
 
     def variables(self) -> list[list[Any]]:
         """Returns the variables of the model whose values make up the state, see `PARTS`."""
-        return [variables_of_part(self._trainer, part) for part in PARTS[self._kind]]
+        return [_variables(self._trainer, part) for part in PARTS[self._kind]]
 
 
-def variables_of_part(trainer: Any, part: str) -> list[Any]:
-    """Returns the variables of a model that belong to a part of the state, see `PARTS`."""
-    owner = trainer.optimizer if part == "optimizer" else trainer
-    variables: list[Any] = getattr(
-        owner, "variables" if part == "optimizer" else f"{part}_variables"
+def _variables(trainer: Any, part: str) -> list[Any]:
+    return list(
+        trainer.optimizer.variables
+        if part == "optimizer"
+        else getattr(trainer, f"{part}_variables")
     )
-    return variables
 
 
 def takes_only_data(trainer: object, kind: Kind) -> bool:

@@ -81,16 +81,16 @@ def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         _join(self, "compile")
-        if kwargs.get("jit_compile") is False and not kwargs.get("run_eagerly"):
-            strategy = strategy_of(self)
-            if strategy is not None:
-                warnings.warn(
-                    f"{self.name}.compile: jit_compile=False has no effect under {shown(strategy)},"
-                    " where a step is one compiled program of all replicas. Leave it out; to look"
-                    " into a step while debugging use run_eagerly=True.",
-                    DistributaryWarning,
-                    stacklevel=user_stacklevel(),
-                )
+        strategy = strategy_of(self)
+        is_off = kwargs.get("jit_compile") is False and not kwargs.get("run_eagerly")
+        if is_off and strategy is not None:
+            warnings.warn(
+                f"{self.name}.compile: jit_compile=False has no effect under {shown(strategy)},"
+                " where a step is one compiled program of all replicas. Leave it out; to look"
+                " into a step while debugging use run_eagerly=True.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
         return original(self, *args, **kwargs)
 
     return compile
@@ -103,10 +103,9 @@ def _give(model: Any, strategy: Any) -> None:
 
 def _warn_outside(model: Any) -> None:
     """Warns once if a model was made outside of the scope of a strategy that waits for one."""
-    if not _waiting():
-        return
-    gc.collect()  # strategies that nothing refers to any more
-    for strategy in _waiting():
+    if _waiting():
+        gc.collect()  # strategies that nothing refers to any more
+    for strategy in _waiting()[:1]:
         _with_models.add(strategy)  # so that it is warned about once
         warnings.warn(
             f"{model.name}.fit runs on one device: the model was created outside of the scope of"
@@ -116,7 +115,6 @@ def _warn_outside(model: Any) -> None:
             DistributaryWarning,
             stacklevel=user_stacklevel(),
         )
-        return
 
 
 def _waiting() -> list[Any]:
@@ -172,9 +170,9 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
                     begin_call(self, original, args, kwargs)
                 return original(self, *args, **kwargs)
             except Exception as error:
-                told = explained(error)
-                shorten(told)
-                raise told from None
+                clear = explained(error)
+                shorten(clear)
+                raise clear from None
             finally:
                 current_call.reset(token)
 
@@ -241,8 +239,7 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, purge_model_variables=purge_model_variables, **parts)
-        optimizer = getattr(self, "optimizer", None)
-        for variable in () if optimizer is None else optimizer.variables:
+        for variable in getattr(getattr(self, "optimizer", None), "variables", ()):
             place_in_parts(variable, strategy)
         for variable in (*self.variables, *self.metrics_variables):
             place(variable, strategy)

@@ -1,8 +1,8 @@
 """The replica whose code is being traced, as far as the hooks need to know it."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,12 +13,7 @@ from distributary.keras_bridge._variables import keeps_on_servers
 from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import current_scope
 
-
-class _ThreadState(threading.local):
-    in_optimizer = False
-
-
-_state = _ThreadState()
+_in_optimizer: ContextVar[bool] = ContextVar("in an optimizer", default=False)
 
 
 def replica_context() -> ReplicaContext | None:
@@ -33,7 +28,7 @@ def replica_context() -> ReplicaContext | None:
 
 def in_optimizer() -> bool:
     """Returns whether an optimizer is applying gradients that all replicas share."""
-    return _state.in_optimizer
+    return _in_optimizer.get()
 
 
 def is_away_from_variables() -> bool:
@@ -59,11 +54,11 @@ def is_uneven() -> bool:
 @contextmanager
 def optimizing() -> Iterator[None]:
     """Runs the block as the work of an optimizer."""
-    _state.in_optimizer = True
+    token = _in_optimizer.set(True)
     try:
         yield
     finally:
-        _state.in_optimizer = False
+        _in_optimizer.reset(token)
 
 
 def total(context: ReplicaContext, value: object) -> Any:

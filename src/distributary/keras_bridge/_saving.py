@@ -198,21 +198,18 @@ def complete_file(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:
         # HDF5 has the file open. If it cannot write the rest, it crashes when this process ends.
         with suppress(OSError):
             os.truncate(temporary, 0)
         temporary.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             problem = CheckpointError(
                 f"{path} was not saved: the disk is full ({os.strerror(error.errno)}). What was"
                 " there before is kept."
             )
             problem.errno = error.errno
             raise problem from None
-        raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -232,10 +229,8 @@ def _temporary(path: Path) -> Path:
 def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # the process belongs to another user
-        return True
+    except OSError as error:  # also if the process belongs to another user
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -408,11 +403,11 @@ def _read_backup(callback: Any) -> tuple[int, bytes]:
 def _callbacks() -> list[tuple[Any, list[str]]]:
     """Returns the other callbacks of this call with a state, and the attributes that have it."""
     call = current_call.get()
-    found = []
+    states = []
     for callback in call.callbacks if call else ():
-        names = [name for cls, own in _STATES for name in own if isinstance(callback, cls)]
-        found.append((callback, [name for name in names if hasattr(callback, name)]))
-    return [(callback, names) for callback, names in found if names]
+        names = [name for cls, names in _STATES if isinstance(callback, cls) for name in names]
+        states.append((callback, [name for name in names if hasattr(callback, name)]))
+    return [(callback, names) for callback, names in states if names]
 
 
 def _packed_callbacks() -> bytes:
@@ -434,10 +429,8 @@ def _unpack_callbacks(packed: bytes) -> None:
     """Gives the other callbacks the state that `_packed_callbacks` has returned."""
     line, _, data = packed.partition(b"\n")
     states, callbacks, start = json.loads(line or b"[]"), _callbacks(), 0
-    names, own = (
-        [name for name, _ in states],
-        [type(callback).__name__ for callback, _ in callbacks],
-    )
+    names = [name for name, _ in states]
+    own = [type(callback).__name__ for callback, _ in callbacks]
     if names != own:
         _log.warning(
             "BackupAndRestore: the backup was made with %s, and this call has %s. So these"
@@ -484,8 +477,8 @@ def ending(callbacks: Sequence[Any]) -> Iterator[None]:
     finally:
         for callback, deletes in backups:
             callback.delete_checkpoint = deletes
-    for callback, deletes in backups:
-        if get_strategy().extended.worker_number == 0:
+    if get_strategy().extended.worker_number == 0:
+        for callback, deletes in backups:
             _end_backup(callback, deletes)
 
 

@@ -38,10 +38,14 @@ def build_optimizer(value: object, others: Iterable[Any]) -> bool:
     models = [other for other in others if isinstance(other, keras.Model) and other.built]
     if not isinstance(value, keras.optimizers.Optimizer) or value.built or len(models) != 1:
         return False
-    strategy = strategy_of(models[0])
-    with nullcontext() if strategy is None else strategy.scope():
-        value.build(models[0].trainable_variables)
+    _build(value, models[0])
     return True
+
+
+def _build(optimizer: Any, model: Any) -> None:
+    strategy = strategy_of(model)
+    with nullcontext() if strategy is None else strategy.scope():
+        optimizer.build(model.trainable_variables)
 
 
 def waits(value: object) -> bool:
@@ -75,9 +79,7 @@ def _of_layer(layer: Any) -> dict[str, Any]:
     optimizer = getattr(layer, "optimizer", None) if isinstance(layer, keras.Model) else None
     if optimizer is not None:
         if layer.built and not optimizer.built and not in_stateless_scope():
-            strategy = strategy_of(layer)
-            with nullcontext() if strategy is None else strategy.scope():
-                optimizer.build(layer.trainable_variables)
+            _build(optimizer, layer)
         parts.append(("optimizer", optimizer))
     return _numbered(parts)
 
@@ -93,11 +95,10 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     for variable in optimizer.variables:
         name = variable.name
         starts = (name[: i + 1] for i in range(len(name) - 1, -1, -1) if name[i] == "_")
-        found = next((start for start in starts if start in prefixes), None)
-        if found is None:
-            parts.append((name, variable))
-        else:
-            parts.append((f"{name.removeprefix(found)}.{prefixes[found]}", variable))
+        prefix = next((start for start in starts if start in prefixes), None)
+        if prefix is not None:
+            name = f"{name.removeprefix(prefix)}.{prefixes[prefix]}"
+        parts.append((name, variable))
     return _numbered(parts)
 
 

@@ -171,16 +171,7 @@ class StepFunction:
         if self._num_replicas > 1 and self._share.num_workers == 1:
             batch = jax.device_put(batch, self._placement.home or self._placement.of_variables)
         with entered(mode_of(self._strategy, "global")):
-            if self._step.stateful is not None:
-                return self._step(batch)
-            variables = self._step.variables()
-            state = [[variable.value for variable in part] for part in variables]
-            out, new = self._step.call(state, batch)
-        for part, before, after in zip(variables, state, new, strict=True):
-            for variable, old, value in zip(part, before, after, strict=True):
-                if value is not old:
-                    variable.assign(value)
-        return out
+            return self._step(batch)
 
     def _fuses(self, stacked: Nest) -> bool:
         """Returns whether several steps become one program."""

@@ -22,8 +22,7 @@ def convert_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _has_text(self):
             flat_inputs = list(flat_inputs)
             require_numbers("A model", flat_inputs)
-            converted: list[Any] = original(self, flat_inputs)
-            return converted
+            return original(self, flat_inputs)
         return [
             value
             if value is None
@@ -52,8 +51,7 @@ def adjust_input_rank(original: Callable[..., Any]) -> Callable[..., Any]:
             value is None or value.shape == symbolic.shape[1:]
             for value, symbolic in zip(flat_inputs, self.inputs, strict=True)
         )
-        adjusted: list[Any] = flat_inputs if is_example else original(self, flat_inputs)
-        return adjusted
+        return flat_inputs if is_example else original(self, flat_inputs)
 
     return _adjust_input_rank
 
@@ -61,27 +59,18 @@ def adjust_input_rank(original: Callable[..., Any]) -> Callable[..., Any]:
 def require_numbers(what: str, data: object) -> None:
     """Raises an error if arrays in memory hold text."""
     for leaf in keras.tree.flatten(data):
-        # DataFrames and Series of pandas
-        dtypes = getattr(leaf, "dtypes", ())
-        columns = zip(
-            getattr(leaf, "columns", [getattr(leaf, "name", None)]),
-            dtypes if isinstance(dtypes, Iterable) else [dtypes],
-            strict=False,
-        )
+        # DataFrames and Series of pandas have several
+        dtypes = getattr(leaf, "dtypes", getattr(leaf, "dtype", ()))
+        dtypes = dtypes if isinstance(dtypes, Iterable) else [dtypes]
+        columns = zip(getattr(leaf, "columns", [getattr(leaf, "name", None)]), dtypes, strict=False)
         text = [name for name, dtype in columns if getattr(dtype, "kind", "-") in "USO"]
         if text:
             where = "" if text[0] is None else f" in column {text[0]!r}"
             raise InvalidTypeError(
-                f"{what} is given a {type(leaf).__name__} with strings or objects{where}, which"
-                " cannot go to a device. Map them to numbers first, with"
-                " column.astype('category').cat.codes or a layer such as"
-                " keras.layers.StringLookup outside of the model."
-            )
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USO":
-            raise InvalidTypeError(
-                f"{what} is given {shown(leaf)}; strings and objects cannot go to a device. Map"
-                " them to numbers first: dataset.map(lambda text: layer(text)), with a layer such"
-                " as tf.keras.layers.TextVectorization or StringLookup outside of the model."
+                f"{what} is given {shown(leaf)} with strings or objects{where}, which cannot go to"
+                " a device. Map them to numbers first: dataset.map(lambda text: layer(text)), with"
+                " a layer such as keras.layers.StringLookup or TextVectorization outside of the"
+                " model, or column.astype('category').cat.codes."
             )
 
 

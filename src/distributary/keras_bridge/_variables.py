@@ -1,9 +1,10 @@
 """Keras variables under a strategy."""
 
 import functools
-import threading
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -16,13 +17,7 @@ from distributary.checkpoint import settle
 from distributary.context import get_strategy, has_strategy
 from distributary.dispatch import JobEvent, fetch_whole, job_programs, latest_program
 from distributary.errors import UnsupportedError, WorkerMismatchError
-from distributary.keras_bridge._keras_private import (
-    AutocastScope,
-    get_stateless_scope,
-    in_stateless_scope,
-    in_symbolic_scope,
-    sync_state,
-)
+from distributary.keras_bridge import _keras_private as keras_private
 from distributary.topology import (
     in_device_memory,
     in_host_memory,
@@ -53,11 +48,7 @@ def _with_mesh(sharding: Any) -> NamedSharding:
     return NamedSharding(make_mesh(tuple(sharding.device_set)), P())
 
 
-class _Creation(threading.local):
-    layout: Any = None
-
-
-_creation = _Creation()
+_layout: ContextVar[Any] = ContextVar("layout of the variables that are created", default=None)
 
 
 @contextmanager
@@ -67,17 +58,17 @@ def laid_out(layout: Any) -> Iterator[None]:
     Args:
         layout: A sharding, or the variable on servers beside which the new one lies.
     """
-    before, _creation.layout = _creation.layout, layout
+    token = _layout.set(layout)
     try:
         yield
     finally:
-        _creation.layout = before
+        _layout.reset(token)
 
 
 def planned_layout(variable: object) -> Any:
     """Returns the layout that `laid_out` gives a variable, or None."""
     planned = getattr(variable, "_distributary_layout", None)
-    return _creation.layout if planned is None else planned
+    return _layout.get() if planned is None else planned
 
 
 def _description(variable: Any) -> str:
@@ -98,7 +89,7 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(  # noqa: N807
         self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kw: Any
     ) -> None:
-        scope = current_scope() if in_stateless_scope() else None
+        scope = current_scope() if keras_private.in_stateless_scope() else None
         if scope is not None and not callable(initializer) and not isinstance(initializer, str):
             with jax.ensure_compile_time_eval():
                 value = keras.ops.convert_to_tensor(initializer, dtype)
@@ -207,25 +198,24 @@ def value(original: property) -> property:
 
     def value(self: Any) -> Any:
         kept = self._value
-        current: Any
-        if not isinstance(kept, ON_SERVERS):
-            with latest_program.lock:  # so that programs see `_shared` before they donate
-                # A tape records the cast, too.
-                with AutocastScope(None) if is_recording() else nullcontext():
-                    current = in_device_memory(read(self))
-                # In a symbolic scope, Keras wants shapes only.
-                if current is self._value and not in_symbolic_scope():
-                    self._shared = True
-            current = whole_value(self, current)
-            if not is_recording():
-                return current
-            return self._maybe_autocast(noted_read(self, current))
-        scope = get_stateless_scope() if in_stateless_scope() else None
-        current = None if scope is None else scope.get_current_value(self)
-        if current is None:
-            # In a symbolic scope only shapes matter, so do not fetch the value.
-            current = jnp.zeros(kept.shape, kept.dtype) if in_symbolic_scope() else kept._peek()
-        return self._maybe_autocast(current)
+        if isinstance(kept, ON_SERVERS):
+            scope = keras_private.get_stateless_scope()
+            in_scope = keras_private.in_stateless_scope()
+            current = scope.get_current_value(self) if in_scope else None
+            if current is None:
+                # In a symbolic scope only shapes matter, so do not fetch the value.
+                is_symbolic = keras_private.in_symbolic_scope()
+                current = jnp.zeros(kept.shape, kept.dtype) if is_symbolic else kept._peek()
+            return self._maybe_autocast(current)
+        with latest_program.lock:  # so that programs see `_shared` before they donate
+            # A tape records the cast, too.
+            with keras_private.AutocastScope(None) if is_recording() else nullcontext():
+                current = in_device_memory(read(self))
+            # In a symbolic scope, Keras wants shapes only.
+            if current is self._value and not keras_private.in_symbolic_scope():
+                self._shared = True
+        current = whole_value(self, current)
+        return self._maybe_autocast(noted_read(self, current)) if is_recording() else current
 
     return property(value, doc=original.__doc__)
 
@@ -246,12 +236,8 @@ def on_servers(variable: Any, value: Any) -> Any:
 def whole_value(variable: Any, value: Any) -> Any:
     """Turns the stored array of a variable into a value that this process can use."""
     layout = variable._layout
-    if (
-        shard_dim(layout) is None
-        or not isinstance(value, jax.Array)
-        or isinstance(value, jax.core.Tracer)
-        or value.is_fully_replicated
-    ):
+    in_parts = shard_dim(layout) is not None and isinstance(value, jax.Array)
+    if not in_parts or isinstance(value, jax.core.Tracer) or value.is_fully_replicated:
         return in_device_memory(local_copy(value))
     with jax.ensure_compile_time_eval():
         whole = fetch_whole(value, variable.shape)
@@ -268,7 +254,7 @@ def together(model: Any) -> Iterator[None]:
     the block together. At the end, assigned values must be the same on all workers, or be replaced
     by such values.
     """
-    sync_state(model)
+    keras_private.sync_state(model)
     variables = getattr(getattr(model, "optimizer", None), "variables", ())
     divided = [v for v in variables if not getattr(v._layout, "is_fully_addressable", True)]
     divided = [v for v in divided if shard_dim(v._layout) is not None]
@@ -301,16 +287,12 @@ def place(variable: Any, strategy: Any) -> None:
     if shard_dim(variable._layout) is not None and not is_elsewhere:
         return
     # On a single device, a value can have two layouts, see `direct_assign`.
-    if is_elsewhere or _lies_otherwise(value, sharding):
+    if is_elsewhere or (sharding.is_fully_addressable and value.sharding != sharding):
         with jax.ensure_compile_time_eval():  # in case a function is being traced
             whole = whole_value(variable, value)
             initial = strategy.extended.variable_layout().initial(whole, _description(variable))
             variable._value = put_replicated(initial, sharding)
     variable._layout = sharding
-
-
-def _lies_otherwise(value: Any, sharding: NamedSharding) -> bool:
-    return bool(sharding.is_fully_addressable and value.sharding != sharding)
 
 
 def place_in_parts(variable: Any, strategy: Any) -> None:
@@ -332,8 +314,7 @@ def refuse(original: Callable[..., Any]) -> Callable[..., Any]:
             raise UnsupportedError(
                 f"Keras runs on the backend {keras.backend.backend()!r}, but {get_strategy()!r}"
                 " distributes JAX. Set the environment variable KERAS_BACKEND=jax before keras is"
-                ' imported, for example with os.environ["KERAS_BACKEND"] = "jax" in the first lines'
-                " of the script."
+                ' imported: os.environ["KERAS_BACKEND"] = "jax" in the first lines of the script.'
             )
         original(self, *args, **kwargs)
 
@@ -346,27 +327,22 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     Every device holds a part of them, if the strategy shards the optimizer's state. On servers,
     they lie next to the variable that they belong to, whose `_layout` Keras hands on.
     """
+    signature = inspect.signature(original)
 
-    def add_variable(
-        self: Any,
-        shape: Any,
-        initializer: object = "zeros",
-        dtype: object = None,
-        aggregation: str = "none",
-        layout: Any = None,
-        name: str | None = None,
-    ) -> Any:
+    def add_variable(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        layout, optimizer = given.get("layout"), given["self"]
         if not has_strategy() and not isinstance(layout, ON_SERVERS):
-            variable = original(self, shape, initializer, dtype, aggregation, layout, name)
+            variable = original(**given)
         else:
             if has_strategy():
-                layout = get_strategy().extended.optimizer_layout(shape) or layout
+                layout = get_strategy().extended.optimizer_layout(given["shape"]) or layout
             # Without a layout, Keras initializes it as a whole, and it is split afterwards.
             with laid_out(layout):
-                variable = original(self, shape, initializer, dtype, aggregation, None, name)
+                variable = original(**{**given, "layout": None})
             variable._distributary_layout = layout  # used if it is created or moved later
-        if self.built:
-            settle(self, len(self.variables))
+        if optimizer.built:
+            settle(optimizer, len(optimizer.variables))
         return variable
 
     return add_variable
