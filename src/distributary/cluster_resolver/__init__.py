@@ -3,7 +3,12 @@
 Importing it does not import JAX: the command line checks its options without.
 """
 
-from distributary.cluster_resolver._addresses import join_address, parse_address
+from distributary.cluster_resolver._addresses import (
+    is_ip as is_ip,
+    join_address,
+    parse_address,
+    split_port as split_port,
+)
 from distributary.cluster_resolver._checks import checked_int
 from distributary.cluster_resolver._cluster_spec import (
     TOKEN_VARIABLE,

@@ -167,7 +167,7 @@ class Supervisor:
         self._watch(self.signals, self._on_signal)
         if self.link.fileno() >= 0:
             self._watch(self.link, self._on_command)
-        if self.link.wants_tasks:
+        if not self.options.is_first_host:
             self._send_tasks()
         seconds: float | None = 0.0  # until the next timer
         try:

@@ -16,6 +16,7 @@ from typing import Final, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE, join_address
 from distributary.errors import ClusterError
+from distributary.job import Channel, ChannelClosedError
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
 from distributary.launch._status import STATUS_VARIABLE, StatusReader
@@ -211,7 +212,6 @@ class Worker:
         self.is_to_restart = False
         self.started_at = time.monotonic()
         self._pid: int | None = None
-        self._received = b""
         self.status = StatusReader(
             lambda: output.say(
                 f"{task} writes lines to {STATUS_VARIABLE} that are not JSON with numbers; they are"
@@ -219,7 +219,8 @@ class Worker:
             )
         )
         status_fd = self.status.write_fd
-        self._control, subreaper_end = socket.socketpair()
+        control, subreaper_end = socket.socketpair()
+        self._control = Channel(control, f"the subreaper of {task}")
         with subreaper_end:
             subreaper = [sys.executable, "-I", "-S", str(_SUBREAPER), str(subreaper_end.fileno())]
             self._subreaper = subprocess.Popen(
@@ -234,7 +235,6 @@ class Worker:
                 start_new_session=True,
             )
         os.close(status_fd)
-        self._control.setblocking(False)
         log = f"{task.task_type}-{task.task_id}.restart-{num_restarts}.log"
         log_path = None if options.log_dir is None else options.log_dir / log
         stdout, stderr = self._subreaper.stdout, self._subreaper.stderr
@@ -249,29 +249,21 @@ class Worker:
     def receive(self) -> None:
         """Reads and notes the messages of the subreaper."""
         try:
-            data = self._control.recv(4096)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:  # the subreaper was killed with something unread
-            data = b""
-        self._received += data
-        *lines, self._received = self._received.split(b"\n")
-        for line in lines:
-            word, number = line.decode().split()
-            if word == "started":
-                self._pid = int(number)
-            else:
-                self.ending = Ending(int(number))
-        if not data:
+            for kind, number, _ in self._control.arrived():
+                if kind == "started":
+                    self._pid = number
+                else:
+                    self.ending = Ending(number)
+        except ChannelClosedError:
             self._finish()
 
     def terminate(self) -> None:
         """Ends the worker: TERM now, KILL after the grace period."""
-        self._send(b"T")
+        self._send("T")
 
     def kill(self) -> None:
         """Ends the worker at once."""
-        self._send(b"K")
+        self._send("K")
 
     def close(self) -> None:
         """Ends the worker at once if it is still running, and waits for its end."""
@@ -289,7 +281,7 @@ class Worker:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._pid, signal.SIGKILL)
 
-    def _send(self, command: bytes) -> None:
+    def _send(self, command: str) -> None:
         if not self.is_gone:
             with contextlib.suppress(OSError):  # it has just ended
                 self._control.send(command)
