@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from distributary.dispatch import Dispatcher, dispatcher_for, latest_program
-from distributary.errors import InvalidValueError
 from distributary.topology import make_mesh
 
 _TIMEOUT_SECONDS = 20
@@ -37,18 +36,12 @@ def _itself(value):
     return value
 
 
-def test_only_several_cpu_devices_need_tokens():
+def test_several_cpu_devices_need_tokens_and_share_one_window():
     cpu = tuple(jax.local_devices(backend="cpu"))
 
     assert dispatcher_for(cpu).bounded
-    assert dispatcher_for(cpu[:2]).bounded
-    assert not dispatcher_for(cpu[:1]).bounded
-
-
-def test_all_meshes_of_cpu_devices_share_one_window():
-    cpu = tuple(jax.local_devices(backend="cpu"))
-
     assert dispatcher_for(cpu[:2]) is dispatcher_for(cpu[2:])
+    assert not dispatcher_for(cpu[:1]).bounded
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -238,14 +231,6 @@ def test_a_token_that_was_donated_is_an_error():
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="deleted or donated"):
         dispatcher.run(lambda: token, _itself)
-
-
-@pytest.mark.parametrize(
-    ("lock", "max_in_flight"), [(threading.RLock(), 0), (threading.RLock(), -1), (None, 4)]
-)
-def test_a_window_needs_a_place_and_a_lock(lock, max_in_flight):
-    with pytest.raises(InvalidValueError, match=f"max_in_flight is {max_in_flight} with lock"):
-        Dispatcher(lock, max_in_flight)
 
 
 def test_the_latest_program_runs_until_its_output_is_there():

@@ -18,7 +18,6 @@ from distributary.cluster_resolver._cluster_spec import (
     multi_worker,
 )
 from distributary.cluster_resolver._gce import GCEClusterResolver
-from distributary.cluster_resolver._gpus import visible_gpus
 from distributary.cluster_resolver._kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
@@ -26,7 +25,7 @@ from distributary.cluster_resolver._kubernetes import (
 from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
-from distributary.cluster_resolver._slurm import SlurmClusterResolver
+from distributary.cluster_resolver._slurm import SlurmClusterResolver, visible_gpus
 from distributary.cluster_resolver._tf_config import TFConfigClusterResolver
 from distributary.cluster_resolver._tpu import TPUClusterResolver
 

@@ -19,7 +19,7 @@ from distributary.errors import ClusterError
 from distributary.job import Channel, ChannelClosedError
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
-from distributary.launch._status import STATUS_VARIABLE, StatusReader
+from distributary.launch._status import STATUS_VARIABLE, ReportedNumbers
 from distributary.topology import SHARE_VARIABLE, num_cores, threads_needed
 
 RESTART_VARIABLE: Final = "DISTRIBUTARY_RESTART"
@@ -180,7 +180,7 @@ class Ending:
 
 @final
 class Worker:
-    """One run of a task: its process, the subreaper process that is its parent, output and status.
+    """One run of a task: its process, the subreaper process that is its parent, and its output.
 
     Args:
         options: The job.
@@ -191,6 +191,7 @@ class Worker:
         output: Shows its output, and messages.
 
     Attributes:
+        reported: The numbers that it has reported.
         ending: How the process has ended; None while it is running.
         is_gone: True once its descendants have ended, too.
         is_to_restart: True if the task starts again once this run is gone.
@@ -212,13 +213,14 @@ class Worker:
         self.is_to_restart = False
         self.started_at = time.monotonic()
         self._pid: int | None = None
-        self.status = StatusReader(
+        self.reported = ReportedNumbers(
             lambda: output.say(
                 f"{task} writes lines to {STATUS_VARIABLE} that are not JSON with numbers; they are"
                 " ignored."
             )
         )
-        status_fd = self.status.write_fd
+        status_read, status_fd = os.pipe()
+        os.set_blocking(status_fd, False)
         control, subreaper_end = socket.socketpair()
         self._control = Channel(control, f"the subreaper of {task}")
         with subreaper_end:
@@ -240,7 +242,8 @@ class Worker:
         stdout, stderr = self._subreaper.stdout, self._subreaper.stderr
         assert stdout is not None
         assert stderr is not None
-        self.output = output.attach(str(task), number, (stdout, stderr), log_path)
+        streams = (stdout, stderr, os.fdopen(status_read, "rb", buffering=0))
+        self.output = output.attach(str(task), number, streams, log_path, self.reported.read)
 
     def fileno(self) -> int:
         """Returns the descriptor that becomes readable when `receive` has something to do."""
