@@ -5,11 +5,9 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from distributary.dispatch import Dispatcher, dispatcher_for, latest_program
-from distributary.topology import make_mesh
 
 _TIMEOUT_SECONDS = 20
 
@@ -53,32 +51,9 @@ def test_accelerators_keep_their_order_without_a_window(platform):
     assert not dispatcher.bounded
     assert dispatcher is not dispatcher_for(devices[:1])
     assert dispatcher.run(lambda: 3, token_of=pytest.fail) == 3
-
-
-def test_devices_of_other_processes_do_not_count():
-    devices = tuple(SimpleNamespace(platform="cpu", process_index=i) for i in range(4))
-
-    assert dispatcher_for(devices) is dispatcher_for(devices[:1])
-
-
-def test_run_returns_the_outputs_of_the_program():
-    devices = tuple(jax.local_devices(backend="cpu"))
-    mesh = make_mesh(devices)
-    sharding = jax.NamedSharding(mesh, jax.P("replica"))
-    step = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x, "replica"),
-            mesh=mesh,
-            in_specs=jax.P("replica"),
-            out_specs=jax.P("replica"),
-        )
-    )
-    x = jax.device_put(jnp.arange(8.0), sharding)
-
-    for _ in range(6):
-        result = dispatcher_for(devices).run(lambda: step(x), _itself)
-
-    np.testing.assert_array_equal(result, np.full(8, 28.0, np.float32))
+    # Devices of other processes do not count.
+    elsewhere = SimpleNamespace(platform=platform, process_index=1)
+    assert dispatcher_for((devices[0], elsewhere)) is dispatcher_for(devices[:1])
 
 
 def test_a_fifth_program_waits_for_the_first():

@@ -38,6 +38,7 @@ _STDOUT, _STDERR, _REPORTS = 0, 1, 2
 
 
 @final
+@dataclass(eq=False)
 class TaskOutput:
     """The output of one task in one attempt.
 
@@ -53,17 +54,16 @@ class TaskOutput:
             the job.
     """
 
-    def __init__(
-        self, name: str, number: int, log: BinaryIO | None, on_report: Callable[[bytes], None]
-    ) -> None:
-        self.name = name
-        self.number = number
-        self.log = log
-        self.on_report = on_report
-        self.num_open = 3
-        self.ended = threading.Event()
-        self.reason = ""
-        self._last_lines: collections.deque[bytes] = collections.deque(maxlen=_NUM_LAST_LINES)
+    name: str
+    number: int
+    log: BinaryIO | None
+    on_report: Callable[[bytes], None]
+    num_open: int = 3
+    ended: threading.Event = field(default_factory=threading.Event)
+    reason: str = ""
+    _last_lines: collections.deque[bytes] = field(
+        default_factory=lambda: collections.deque(maxlen=_NUM_LAST_LINES)
+    )
 
     def remember(self, lines: Iterable[bytes]) -> list[bytes]:
         """Keeps the last of some stderr lines, and the reason of its end if a line says it.
