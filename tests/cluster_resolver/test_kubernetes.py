@@ -9,34 +9,6 @@ from distributary.cluster_resolver import (
 )
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 
-_PACKAGE = '''
-"""Stands for the package kubernetes: says which configuration was loaded."""
-from types import SimpleNamespace
-
-loaded = []
-
-class config:
-    class ConfigException(Exception):
-        pass
-
-    @staticmethod
-    def load_incluster_config():
-        loaded.append("in cluster")
-
-    @staticmethod
-    def load_kube_config():
-        raise config.ConfigException("Invalid kube-config file")
-
-class client:
-    class CoreV1Api:
-        def list_pod_for_all_namespaces(self, label_selector):
-            pod = SimpleNamespace(
-                metadata=SimpleNamespace(name="p"),
-                status=SimpleNamespace(phase="Running", pod_ip="10.0.0.9"),
-            )
-            return SimpleNamespace(items=[pod])
-'''
-
 
 def _pod(name, ip, phase="Running", host_ip=None):
     status = SimpleNamespace(phase=phase, pod_ip=ip, host_ip=host_ip)
@@ -151,12 +123,25 @@ def test_a_missing_package_is_named(monkeypatch):
         KubernetesClusterResolver()
 
 
-def test_the_configuration_is_that_of_the_place_and_one_that_cannot_be_loaded_is_reported(install):
-    package = install("kubernetes", _PACKAGE)
+def test_the_configuration_is_that_of_the_place_and_one_that_cannot_be_loaded_is_reported(
+    monkeypatch,
+):
+    def load_kube_config():
+        raise FileNotFoundError("Invalid kube-config file")
+
+    loaded = []
+    config = SimpleNamespace(
+        ConfigException=FileNotFoundError,
+        load_incluster_config=lambda: loaded.append("in cluster"),
+        load_kube_config=load_kube_config,
+    )
+    client = SimpleNamespace(CoreV1Api=lambda: _Client(_WORKERS))
+    package = SimpleNamespace(config=config, client=client)
+    monkeypatch.setitem(sys.modules, "kubernetes", package)
 
     resolver = KubernetesClusterResolver()
 
-    assert resolver.cluster_spec() == {"worker": ["10.0.0.9:8470"]}
-    assert package.loaded == ["in cluster"]
+    assert resolver.cluster_spec() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
+    assert loaded == ["in cluster"]
     with pytest.raises(ClusterError, match=r"OFF_CLUSTER cannot be loaded: Invalid kube-config"):
         KubernetesClusterResolver(executable_location=KubernetesExecutableLocation.OFF_CLUSTER)

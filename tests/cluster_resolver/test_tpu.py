@@ -1,3 +1,6 @@
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import jax
 import pytest
 
@@ -12,17 +15,39 @@ from distributary.errors import (
 _ATTRIBUTES = "/computeMetadata/v1/instance/attributes/"
 
 
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.flavors.append(self.headers["Metadata-Flavor"])
+        answer = self.server.answers.get(self.path.removeprefix(_ATTRIBUTES))
+        self.send_response(404 if answer is None else 200)
+        self.end_headers()
+        self.wfile.write((answer or "").encode())
+
+    def log_message(self, *_):
+        pass
+
+
 @pytest.fixture
-def serve_metadata(serve, set_environ):
+def serve_metadata(set_environ):
     """Starts a metadata server with the hosts and the number of a Cloud TPU VM."""
+    servers = []
 
     def serve_metadata(hosts="10.0.0.1,10.0.0.2", number="1", variable="GCE_METADATA_HOST"):
-        answers = {"worker-network-endpoints": hosts, "agent-worker-number": number}
-        server = serve({_ATTRIBUTES + key: answer for key, answer in answers.items()})
-        set_environ(**{variable: server.address})
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        server.flavors = []
+        server.answers = {"worker-network-endpoints": hosts, "agent-worker-number": number}
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        servers.append((server, thread))
+        set_environ(**{variable: f"127.0.0.1:{server.server_address[1]}"})
         return server
 
-    return serve_metadata
+    yield serve_metadata
+
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_on_gke_the_environment_names_the_hosts(set_environ):
@@ -68,11 +93,11 @@ def test_on_a_tpu_vm_the_metadata_server_names_the_hosts(serve_metadata, set_env
     set_environ(http_proxy="http://127.0.0.1:9", no_proxy=None)  # must not be asked
 
     resolver = TPUClusterResolver("")
-    assert server.requests == []  # nothing is asked before it is needed
+    assert server.flavors == []  # nothing is asked before it is needed
 
     assert resolver.cluster_spec() == {"worker": ["10.0.0.1:8482", "10.0.0.2:8482"]}
     assert resolver.task_id == 1
-    assert {headers["Metadata-Flavor"] for _, headers in server.requests} == {"Google"}
+    assert set(server.flavors) == {"Google"}
 
 
 def test_older_machines_list_names_and_numbers_too(serve_metadata):
@@ -96,8 +121,8 @@ def test_metadata_that_cannot_be_read_are_refused(serve_metadata, metadata, mess
         _ = TPUClusterResolver().task_id, TPUClusterResolver().cluster_spec()
 
 
-def test_a_metadata_server_that_does_not_answer_is_reported(serve, set_environ):
-    set_environ(GCE_METADATA_HOST=serve({}).address)
+def test_a_metadata_server_that_does_not_answer_is_reported(serve_metadata, set_environ):
+    serve_metadata(hosts=None)
     with pytest.raises(ClusterError, match=r"endpoints for the TPU .* HTTP Error 404.*=\"local"):
         TPUClusterResolver().cluster_spec()
 
