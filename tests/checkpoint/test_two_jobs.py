@@ -131,10 +131,10 @@ def jobs(tmp_path_factory):
 
 
 def _refusal(path, job):
+    host, folder = os.uname().nodename, path.parent
     return re.compile(
-        rf"^The checkpoint {re.escape(str(path))} was not written: process {job.process.pid} on"
-        rf" host {re.escape(os.uname().nodename)} \(since .*\) saves to"
-        rf" {re.escape(str(path.parent))} under the same name, .*End it, or choose"
+        rf"^The checkpoint {path} was not written: process {job.process.pid} on host {host}"
+        rf" \(since .*\) saves to {folder} under the same name, .*End it, or choose"
     )
 
 
