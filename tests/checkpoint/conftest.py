@@ -1,29 +1,23 @@
 """Scripts that are killed, run out of disk or receive signals."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Fork
+
 
 @pytest.fixture
-def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A function that runs a script with arguments in an own process."""
+def run_script(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """A function that runs a script in an own process; returns its exit code and output."""
 
-    def run(script: str, *args: object) -> subprocess.CompletedProcess[str]:
-        path = tmp_path / "script.py"
+    def run(script: str, *args: object) -> tuple[int, str]:
+        path, output = tmp_path / "script.py", tmp_path / "output"
         path.write_text(script, encoding="utf-8")
-        environ = {k: v for k, v in os.environ.items() if k != "PJRT_NPROC"}
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        return subprocess.run(
-            [sys.executable, path, *map(str, args)],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        with output.open("w") as file:
+            code = Fork([path, *args], os.environ, stdout=file).wait(120)
+        return code, output.read_text()
 
     return run

@@ -1,13 +1,13 @@
 """Checkpoints whose files are not what was written: never other values, and always a sentence.
 
-python tests/checkpoint/test_damage.py 500     flips as many bits, in both kinds of checkpoints
+DISTRIBUTARY_FUZZ_INPUTS is the number of bits to flip, in both kinds of checkpoints.
 """
 
 import json
 import logging
+import os
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -20,7 +20,7 @@ from distributary.errors import CheckpointError
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import MinSizePartitioner
 
-NUM_FLIPS = 60
+NUM_FLIPS = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "60"))
 SEED = 7
 TABLE = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
 
@@ -95,41 +95,36 @@ def _files(path):
     return sorted(file for file in Path(path).rglob("*") if file.is_file())
 
 
-def _flip(objects, directory, num_flips):
-    """Flips bits one by one; returns how often restoring was refused."""
-    path = objects.checkpoint(3).save(directory / "ckpt")
+def test_a_flipped_bit_never_gives_other_values(objects, tmp_path):
+    path = objects.checkpoint(3).save(tmp_path / "ckpt")
     saved = objects.checkpoint(3)
     saved.restore(path)
     expected, here = objects.values(saved), objects.checkpoint(1)
     before = objects.values(here)
     choice, files, num_refused = random.Random(SEED), _files(path), 0
     assert len(files) >= 2
-    for i in range(num_flips):
+    for i in range(NUM_FLIPS):
         file = files[i % len(files)]
         data = bytearray(whole := file.read_bytes())
         bit = choice.randrange(8 * len(data))
         data[bit // 8] ^= 1 << bit % 8
         file.write_bytes(data)
-        message = None
+        refusal = ""
         try:
             here.restore(path)
         except CheckpointError as error:
-            message = str(error)
-        if message is None:
-            assert objects.values(here) == expected, f"bit {bit} of {file.name}"
-            here = objects.checkpoint(1)
-        else:
-            assert file.name in message
+            refusal = str(error)
+        if refusal:
+            assert file.name in refusal
             assert objects.values(here) == before
             num_refused += 1
+        else:
+            assert objects.values(here) == expected, f"bit {bit} of {file.name}"
+            here = objects.checkpoint(1)
         file.write_bytes(whole)
     here.restore(path)
     assert objects.values(here) == expected
-    return num_refused
-
-
-def test_a_flipped_bit_never_gives_other_values(objects, tmp_path):
-    assert _flip(objects, tmp_path, NUM_FLIPS) > 0.9 * NUM_FLIPS
+    assert num_refused > 0.9 * NUM_FLIPS
 
 
 def test_files_that_were_cut_extended_removed_or_swapped_are_named(objects, tmp_path):
@@ -173,7 +168,7 @@ def test_files_that_were_cut_extended_removed_or_swapped_are_named(objects, tmp_
 
 @pytest.mark.parametrize(
     "text",
-    [None, b"", b"{}", b"[]", b"null", b"\0" * 500, b"\xff\xfe", b'{"format": 2}', "half", "bit"],
+    [None, b"", b"{}", b"null", b"\0" * 500, b"\xff\xfe", "half", "bit"],
 )
 def test_a_damaged_index_is_left_out_and_does_not_stop_later_saves(text, tmp_path, caplog):
     checkpoint = Checkpoint(a=np.arange(4.0), step=0)
@@ -240,20 +235,3 @@ def test_of_two_that_were_being_exchanged_the_whole_one_counts(tmp_path):
     assert [p.name for p in tmp_path.glob("[!.]*")] == ["ckpt-1"]
     checkpoint.restore(path)
     assert checkpoint.step == 2
-
-
-def main():
-    import tempfile
-
-    for kind in (_Mirrored, _OnServers):
-        objects = kind()
-        num_flips = int(sys.argv[1])
-        with tempfile.TemporaryDirectory() as directory:
-            num_refused = _flip(objects, Path(directory), num_flips)
-        print(f"{kind.__name__}: {num_flips} flips, {num_refused} refused, 0 silent")
-        objects.close()
-
-
-if __name__ == "__main__":
-    dist.config.set_logical_cpu_devices(2)
-    main()

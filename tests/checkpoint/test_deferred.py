@@ -25,9 +25,9 @@ class _Net(keras.Model):
         return x if self.head is None else self.head(x)
 
 
-def _loop(strategy, wrap):
+def _loop(strategy, make, wrap):
     with strategy.scope():
-        model, optimizer = _Net(), wrap(keras.optimizers.Adam(0.1))
+        model, optimizer = make(), wrap(keras.optimizers.Adam(0.1))
 
     def step(x, y):
         with dist.GradientTape() as tape:
@@ -45,14 +45,31 @@ def _assert_same_variables(one, other):
         np.testing.assert_array_equal(np.asarray(own.value), np.asarray(wanted.value))
 
 
-@pytest.mark.parametrize("wrap", [lambda x: x, keras.optimizers.LossScaleOptimizer])
-def test_a_loop_goes_on_where_it_was_although_nothing_is_built(wrap, strategy_of, tmp_path):
-    model, optimizer, train = _loop(strategy_of(2), wrap)
+def _sequential():
+    return keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+
+
+def _built():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+
+@pytest.mark.parametrize(
+    ("make", "wrap", "unbuilt"),
+    [
+        (_Net, lambda x: x, r"model/dense/kernel.*\nNot built yet: model, optimizer\."),
+        (_Net, keras.optimizers.LossScaleOptimizer, r"\nNot built yet: model, optimizer\."),
+        (_built, lambda x: x, None),  # the optimizer is built for the model
+    ],
+)
+def test_a_loop_goes_on_where_it_was_although_not_all_is_built(
+    make, wrap, unbuilt, strategy_of, tmp_path
+):
+    model, optimizer, train = _loop(strategy_of(2), make, wrap)
     for _ in range(2):
         train()
     path = Checkpoint(model=model, optimizer=optimizer, epoch=1).write(tmp_path / "ckpt")
     train()
-    other, other_optimizer, train_other = _loop(strategy_of(2), wrap)
+    other, other_optimizer, train_other = _loop(strategy_of(2), make, wrap)
     checkpoint = Checkpoint(model=other, optimizer=other_optimizer, epoch=0)
 
     status = checkpoint.restore(path)
@@ -60,20 +77,15 @@ def test_a_loop_goes_on_where_it_was_although_nothing_is_built(wrap, strategy_of
     assert checkpoint.epoch == 1
     assert int(other_optimizer.iterations.value) == 2
     status.assert_existing_objects_matched()
-    with pytest.raises(
-        ValueError, match=r"model/dense/kernel.*\nNot built yet: model, optimizer\."
-    ):
-        status.assert_consumed()
-    with pytest.raises(ValueError, match="has no variables yet, so there is nothing to save"):
-        checkpoint.write(tmp_path / "other")
+    if unbuilt is not None:
+        with pytest.raises(ValueError, match=unbuilt):
+            status.assert_consumed()
+        with pytest.raises(ValueError, match="has no variables yet, so there is nothing to save"):
+            checkpoint.write(tmp_path / "other")
     train_other()
     status.assert_consumed()
     _assert_same_variables(model, other)
     _assert_same_variables(optimizer, other_optimizer)
-
-
-def _sequential():
-    return keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
 
 
 @pytest.mark.parametrize(
@@ -110,40 +122,49 @@ def test_values_arrive_however_the_model_is_built(make, how, strategy_of, tmp_pa
     _assert_same_variables(model.optimizer, other.optimizer)
 
 
-def test_what_does_not_fit_is_told_when_it_is_built(tmp_path, caplog):
-    model = _Net()
-    model(X)
-    path = Checkpoint(model=model).write(tmp_path / "ckpt")
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of a whole model, and one of a model without a head."""
+    paths = []
+    for head in (True, False):
+        model = _Net(head=head)
+        model(X)
+        paths.append(Checkpoint(model=model).write(tmp_path / str(head)))
+    return paths
 
+
+def test_what_does_not_fit_is_named_when_it_is_built(saved):
     wide = _Net(5)
-    Checkpoint(model=wide).restore(path)
+    Checkpoint(model=wide).restore(saved[0])
+
     with pytest.raises(
         ValueError, match=r"does not fit 'model/dense'.\n.*kernel has shape \(3, 4\), and"
     ):
         wide(X)
+
+
+def test_values_that_have_no_place_are_named_when_the_model_is_built(saved, caplog):
     headless = _Net(head=False)
-    status = Checkpoint(model=headless).restore(path)
+    status = Checkpoint(model=headless).restore(saved[0])
+
     headless(X)
+
     assert "'model' is built, and these values have no place in it: model/dense_1" in caplog.text
     status.assert_existing_objects_matched()
-    with pytest.raises(
-        ValueError, match=r"Only in the checkpoint: model/dense_1/kernel, model/dense_1/bias\.$"
-    ):
+    with pytest.raises(ValueError, match=r"Only in the checkpoint: model/dense_1/kernel, model/de"):
         status.assert_consumed()
-    path = Checkpoint(model=headless).write(tmp_path / "headless")
-    first = np.asarray(headless.first.kernel.value)
-    for partial in (False, True):
-        whole = _Net()
-        status = Checkpoint(model=whole).restore(path)
-        if not partial:
-            with pytest.raises(ValueError, match="Not in the checkpoint: model/dense_1"):
-                whole(X)
-            continue
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_values_that_are_missing_are_named_unless_that_was_expected(partial, saved):
+    whole = _Net()
+    status = Checkpoint(model=whole).restore(saved[1])
+
+    if partial:
         status.expect_partial()
         whole(X)
-        np.testing.assert_array_equal(np.asarray(whole.first.kernel.value), first)
-        with pytest.raises(ValueError, match="Not in the checkpoint: model/dense_1"):
-            status.assert_existing_objects_matched()
+    with pytest.raises(ValueError, match="Not in the checkpoint: model/dense_1"):
+        status.assert_existing_objects_matched() if partial else whole(X)
 
 
 def test_the_last_checkpoint_counts(tmp_path):

@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 
-import distributary as dist
 from distributary.checkpoint import Checkpoint
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
@@ -86,65 +85,3 @@ def test_a_model_moves_to_another_number_of_replicas(strategy_of, tmp_path):
     assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
     with pytest.raises(ValueError, match="Only in the checkpoint: optimizer/iteration"):
         Checkpoint(model=other).restore(path)
-
-
-def test_a_model_that_is_not_built_is_refused_until_it_is(tmp_path):
-    model = keras.Sequential([keras.layers.Dense(2)])
-    checkpoint = Checkpoint(model=model)
-
-    with pytest.raises(ValueError, match="has no variables yet, so there is nothing to save"):
-        checkpoint.save(tmp_path / "ckpt")
-    model.build((None, 3))
-    kernel = np.asarray(model.weights[0].value)
-    path = checkpoint.save(tmp_path / "ckpt")
-
-    model.weights[0].assign(0 * kernel)
-    checkpoint.restore(path)
-    np.testing.assert_array_equal(np.asarray(model.weights[0].value), kernel)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_an_optimizer_that_is_not_built_yet_is_restored_for_the_model(
-    num_replicas, strategy_of, tmp_path
-):
-    def loop(strategy):
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-            optimizer = keras.optimizers.Adam(0.1)
-
-        def step(x, y):
-            with dist.GradientTape() as tape:
-                loss = keras.ops.sum((model(x) - y) ** 2)
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-        return model, optimizer, lambda: strategy.run(step, args=(X[:4], Y[:4]))
-
-    model, optimizer, train = loop(strategy_of(num_replicas))
-    train()
-    path = Checkpoint(model=model, optimizer=optimizer, epoch=1).write(tmp_path / "ckpt")
-    train()
-    other, other_optimizer, train_other = loop(strategy_of(num_replicas))
-
-    assert not other_optimizer.built
-    Checkpoint(model=other, optimizer=other_optimizer).restore(path)
-    train_other()
-
-    for own, wanted in zip(other.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(own, wanted)
-    assert int(other_optimizer.iterations.value) == 2
-
-
-def test_objects_that_only_the_checkpoint_has_are_left_alone_and_named(tmp_path, caplog):
-    path = Checkpoint(a=1, b={"c": 2}).write(tmp_path / "ckpt")
-    checkpoint = Checkpoint(a=0)
-
-    status = checkpoint.restore(path)
-
-    assert checkpoint.a == 1
-    assert "also holds b, which this Checkpoint does not have" in caplog.text
-    status.assert_existing_objects_matched()
-    with pytest.raises(ValueError, match="Only in the checkpoint: b/c"):
-        status.assert_consumed()
-    with pytest.raises(ValueError, match="Not in the checkpoint: d"):
-        Checkpoint(a=0, d=3).restore(path)

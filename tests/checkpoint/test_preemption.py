@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import pytest
@@ -89,35 +90,40 @@ def test_a_scope_around_steps_saves_when_it_is_left(tmp_path):
     assert int(_training(tmp_path)[0].numpy()) == 5
 
 
-def test_wrong_arguments_are_refused(tmp_path):
-    checkpoint = Checkpoint(a=1)
-    manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=1)
-    cluster = {"worker": ["a:1"], "ps": ["b:1"]}
-    resolver = dist.cluster_resolver.SimpleClusterResolver(
-        dist.cluster_resolver.ClusterSpec(cluster), task_type="worker", task_id=0
-    )
-    for error, message, args in [
-        (ValueError, "a Checkpoint needs checkpoint_dir", (None, checkpoint)),
-        (ValueError, "has the directory '.*' already", (None, manager, "elsewhere")),
+_RESOLVER = dist.cluster_resolver.SimpleClusterResolver(
+    dist.cluster_resolver.ClusterSpec({"worker": ["a:1"], "ps": ["b:1"]})
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "a Checkpoint needs checkpoint_dir", (None, "checkpoint")),
+        (ValueError, "has the directory '.*' already", (None, "manager", "elsewhere")),
         (TypeError, "checkpoint_or_checkpoint_manager is 3", (None, 3)),
-        (TypeError, "termination_config is 5", (None, manager, None, 5)),
-        (NotImplementedError, "the cluster has parameter servers", (resolver, manager)),
-    ]:
-        with pytest.raises(error, match=message):
-            PreemptionCheckpointHandler(*args)
+        (TypeError, "termination_config is 5", (None, "manager", None, 5)),
+        (NotImplementedError, "the cluster has parameter servers", (_RESOLVER, "manager")),
+    ],
+)
+def test_wrong_arguments_are_refused(error, message, arguments, tmp_path):
+    checkpoint = Checkpoint(a=1)
+    known = {"checkpoint": checkpoint, "manager": CheckpointManager(checkpoint, tmp_path, 1)}
+    resolver, saved, *others = arguments
+
+    with pytest.raises(error, match=message):
+        PreemptionCheckpointHandler(resolver, known.get(saved, saved), *others)
+
+
+def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="grace_period is -1"):
         TerminationConfig(grace_period=-1)
     with pytest.raises(TypeError, match="exit_fn is 3, not a function"):
         TerminationConfig(exit_fn=3)
-    errors = []
 
-    def create():
-        try:
-            PreemptionCheckpointHandler(None, manager)
-        except RuntimeError as error:
-            errors.append(str(error))
 
-    thread = threading.Thread(target=create)
-    thread.start()
-    thread.join()
-    assert "Create it in the main thread" in errors[0]
+def test_another_thread_than_the_main_one_is_refused(tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        creation = pool.submit(_training, tmp_path)
+
+        with pytest.raises(RuntimeError, match="Create it in the main thread"):
+            creation.result()

@@ -70,16 +70,12 @@ def test_specs_with_other_tasks_differ(other):
     assert ClusterSpec({"worker": ["a:1", "b:2"]}) != other
 
 
-def test_only_an_empty_spec_is_false(spec):
+def test_only_an_empty_spec_is_false_and_the_text_names_the_jobs_in_alphabetic_order(spec):
     assert spec
     assert not ClusterSpec({})
     with pytest.raises(InvalidValueError, match=r"type 'worker'.*no tasks at all"):
         ClusterSpec({}).num_tasks("worker")
-
-
-def test_the_text_names_the_jobs_in_alphabetic_order():
     text = repr(ClusterSpec({"worker": ["a:1"], "chief": ["b:2"]}))
-
     assert text == "ClusterSpec({'chief': ['b:2'], 'worker': ['a:1']})"
 
 
@@ -103,13 +99,10 @@ def test_addresses_are_kept_as_written(address):
     ("address", "reason"),
     [
         ("host", "the port is missing"),
-        ("[::1]:", "the port is missing"),
-        ("", "the host is missing"),
         (":2222", "the host is missing"),
         ("host:0", "'0' is not a port from 1 to 65535"),
         ("host:65536", "'65536' is not a port from 1 to 65535"),
         ("host:２２", "'２２' is not a port"),
-        ("host: 2222", "' 2222' is not a port"),
         (" host:2222", "' host' is neither a host name"),
         ("-host:2222", "'-host' is neither a host name"),
         ("host/x:2222", "'host/x' is neither a host name"),
@@ -117,7 +110,6 @@ def test_addresses_are_kept_as_written(address):
         ("[::g]:2222", "'::g' is neither a host name nor an IP address"),
         ("::1:2222", "an IPv6 address must be in brackets"),
         ("[10.0.0.1]:2222", "'[10.0.0.1]' is neither a host name nor an IP address"),
-        ("[::1]2222", "an IPv6 address must be in brackets"),
         ("[::1:2222", "an IPv6 address must be in brackets"),
         ("grpc://a:1", "it has a protocol"),
     ],
@@ -155,18 +147,9 @@ def test_a_wrong_type_is_refused(cluster, message):
         ({"worker": ["a:1"], "ps": {}}, r'^cluster\["ps"\] is empty'),
         ({"worker": {-1: "a:1"}}, r'^cluster\["worker"\] has a key that is -1.*count from 0'),
         ({"worker": {1: "a:1", "1": "b:2"}}, r'^cluster\["worker"\]\["1"\] appears twice'),
-        (
-            {"worker": ["a:1", "b:1", "a:1"]},
-            r'^cluster\["worker"\]\[0\] and cluster\["worker"\]\[2\] are both \'a:1\'.*own host',
-        ),
-        (
-            {"worker": ["a:1"], "ps": ["A:01"]},
-            r'^cluster\["worker"\]\[0\] and cluster\["ps"\]\[0\] are both \'A:01\'',
-        ),
-        (
-            {"worker": ["[::1]:1", "[0:0::1]:1"]},
-            r'^cluster\["worker"\]\[0\] and cluster\["worker"\]\[1\] are both',
-        ),
+        ({"worker": ["a:1", "b:1", "a:1"]}, r"\[0\] and .*\[2\] are both \'a:1\'.*own host"),
+        ({"worker": ["a:1"], "ps": ["A:01"]}, r'"worker"\]\[0\] and .*"ps"\]\[0\] are both \'A:01'),
+        ({"worker": ["[::1]:1", "[0:0::1]:1"]}, r'"worker"\]\[0\] and .*"worker"\]\[1\] are both'),
     ],
 )
 def test_a_wrong_value_is_refused(cluster, message):
@@ -180,13 +163,6 @@ def test_asking_for_an_unknown_type_names_those_there_are(spec, method):
         getattr(spec, method)("evaluator")
 
 
-@pytest.mark.parametrize(
-    ("job", "number", "message"),
-    [
-        ("ps", 2, r"no task 2 of type 'ps'.*the numbers are 1, 3"),
-        ("worker", None, r"no task None of type 'worker'.*the numbers are 0, 1"),
-    ],
-)
-def test_asking_for_an_unknown_task_names_those_there_are(spec, job, number, message):
-    with pytest.raises(InvalidValueError, match=message):
-        spec.task_address(job, number)
+def test_asking_for_an_unknown_task_names_those_there_are(spec):
+    with pytest.raises(InvalidValueError, match=r"no task 2 of type 'ps'.*the numbers are 1, 3"):
+        spec.task_address("ps", 2)

@@ -61,11 +61,7 @@ def test_outside_of_mpirun_the_variables_are_named():
         ({"local_size": 5}, ["a", "b"], "LOCAL_SIZE is '5', expected a number from 0 to 4"),
         ({"local_rank": None}, ["a", "b"], "OMPI_COMM_WORLD_LOCAL_RANK is not set"),
         ({"local_rank": 1}, ["a", "b"], "RANK is 0, .*LOCAL_RANK is 1 .* with consecutive ranks"),
-        (
-            {},
-            None,
-            r"SIZE is 4, .*LOCAL_SIZE is 2, but hosts has 1: \['localhost'\]. Pass the names",
-        ),
+        ({}, None, r"SIZE is 4, .*LOCAL_SIZE is 2, but hosts has 1: \['localhost'\]. Pass the nam"),
         ({}, ["a", "b", "c"], r"SIZE is 4, .*LOCAL_SIZE is 2, but hosts has 3: \['a', 'b', 'c'\]"),
     ],
 )
@@ -81,11 +77,7 @@ def test_variables_that_are_wrong_or_do_not_fit_the_hosts_are_refused(
 @pytest.mark.parametrize(
     ("hosts", "error", "message"),
     [
-        (
-            "a,b",
-            InvalidTypeError,
-            r"OpenMPIClusterResolver: hosts is 'a,b' \(str\), expected a list",
-        ),
+        ("a,b", InvalidTypeError, r"OpenMPIClusterResolver: hosts is 'a,b' \(str\), expected a li"),
         (["a", 1], InvalidTypeError, r"OpenMPIClusterResolver: hosts is \['a', 1\]"),
         (["a b", "c"], InvalidValueError, r'cluster\["worker"\]\[0\] is \'a b:8888\''),
         (["b:2", "c"], InvalidValueError, r'cluster\["worker"\]\[0\] is \'\[b:2\]:8888\''),

@@ -53,19 +53,15 @@ def test_a_task_knows_itself_and_the_others():
     assert place.other_workers == (Peer("chief", 0, "c:1"), Peer("worker", 0, "w0:1"))
 
 
-def test_an_evaluator_that_is_not_listed_has_no_address():
+def test_tasks_that_are_missing_are_none():
     place = multi_worker(_WORKERS_ONLY, "evaluator", 0)
 
-    assert place.address is None
-    assert place.name == "evaluator"
+    assert (place.address, place.name) == (None, "evaluator")
     assert place.other_workers == place.workers
-
-
-def test_a_cluster_without_workers_has_no_coordinator():
-    place = multi_worker({"evaluator": ["e:1"]}, "evaluator", 0)
-
-    assert place.coordinator is None
-    assert place.num_workers == 0
+    alone = multi_worker({"evaluator": ["e:1"]}, "evaluator", 0)
+    assert (alone.coordinator, alone.num_workers) == (None, 0)
+    # Parameter servers may have gaps.
+    assert multi_worker({"worker": ["w:1"], "ps": {1: "p1:1"}}, "ps", 1).address == "p1:1"
 
 
 @pytest.mark.parametrize(
@@ -82,23 +78,12 @@ def test_a_peer_gives_host_and_port_as_sockets_take_them(address, host, port):
     ("cluster", "task_type", "task_id", "message"),
     [
         ({}, "worker", 0, r"^The cluster is empty.*MirroredStrategy.*TF_CONFIG unset"),
-        (
-            _FULL,
-            None,
-            None,
-            r"^task_type is None.*1 chief, 2 worker, 2 ps, 1 evaluator.*TF_CONFIG.*task_id",
-        ),
+        (_FULL, None, None, r"^task_type is None.*1 chief, 2 worker, 2 ps, 1 evaluator.*TF_CONFIG"),
         (_FULL, "worker", None, r'^task_id is None.*"index": 0'),
         (_FULL, "wrker", 0, r'^task_type is "wrker".*"chief", "worker", "ps", "evaluator"'),
         (_FULL, "Worker", 0, r'^task_type is "Worker".*Write it in lower case: "worker"'),
         (_FULL, "master", 0, r'^task_type is "master".*TensorFlow 2 and distributary.*"chief"'),
-        (
-            _FULL,
-            "worker",
-            2,
-            r'^task_id is 2, but cluster_spec\["worker"\] has the numbers 0, 1. Set',
-        ),
-        (_FULL, "chief", 1, r"^task_id is 1.*has the numbers 0. Set"),
+        (_FULL, "worker", 2, r'^task_id is 2, but cluster_spec\["worker"\] has the numbers 0, 1.'),
         (
             _WORKERS_ONLY,
             "ps",
@@ -107,21 +92,10 @@ def test_a_peer_gives_host_and_port_as_sockets_take_them(address, host, port):
         ),
         (_WORKERS_ONLY, "evaluator", 1, r"^task_id is 1.*at most one evaluator"),
         ({"chief": ["a:1", "b:1"]}, "chief", 0, r'^cluster_spec\["chief"\] has 2 tasks.*one chief'),
-        (
-            {"tpu_worker": ["a:1"]},
-            "worker",
-            0,
-            r'^cluster_spec has the key "tpu_worker".*not a task type',
-        ),
+        ({"tpu_worker": ["a:1"]}, "worker", 0, r'has the key "tpu_worker".*not a task type'),
         ({"coordinator": ["a:1"]}, "worker", 0, r'^cluster_spec has .*is of the type "chief"'),
-        (
-            {"worker": {0: "a:1", 2: "b:1"}},
-            "worker",
-            0,
-            r'^cluster_spec\["worker"\] has the numbers 0, 2, but worker 1 is missing',
-        ),
+        ({"worker": {0: "a:1", 2: "b:1"}}, "worker", 0, r"numbers 0, 2, but worker 1 is missing"),
         ({"worker": ["a:1"], "chief": {1: "b:1"}}, "worker", 0, "chief is missing"),
-        ({"worker": {0: "a:1", 2: "b:1"}}, "worker", 1, r"^task_id is 1.*numbers 0, 2"),
     ],
 )
 def test_a_wrong_cluster_or_task_is_refused(cluster, task_type, task_id, message):
@@ -141,9 +115,3 @@ def test_a_wrong_cluster_or_task_is_refused(cluster, task_type, task_id, message
 def test_a_wrong_type_is_refused(task_type, task_id, message):
     with pytest.raises(InvalidTypeError, match=message):
         multi_worker(_FULL, task_type, task_id)
-
-
-def test_parameter_servers_may_have_gaps():
-    place = multi_worker({"worker": ["w:1"], "ps": {1: "p1:1"}}, "ps", 1)
-
-    assert place.address == "p1:1"

@@ -1,6 +1,5 @@
 import logging
 import os
-import subprocess
 import sys
 
 import pytest
@@ -40,21 +39,19 @@ def test_each_process_of_a_node_has_a_port(step):
     assert resolver.num_accelerators() == {"GPU": 0}
 
 
-@pytest.mark.parametrize(
-    ("rank", "task"),
-    [(0, ("chief", 0)), (1, ("ps", 0)), (2, ("worker", 0)), (3, ("worker", 1))],
-)
-def test_types_take_ranks_in_the_order_of_their_names(step, rank, task):
-    step(rank=rank)
+def test_types_take_ranks_in_the_order_of_their_names(step):
+    tasks = []
+    for rank in range(4):
+        step(rank=rank)
+        resolver = SlurmClusterResolver(jobs={"worker": 2, "ps": 1, "chief": 1}, port_base=1000)
+        tasks.append(resolver.get_task_info())
 
-    resolver = SlurmClusterResolver(jobs={"worker": 2, "ps": 1, "chief": 1}, port_base=1000)
-
+    assert tasks == [("chief", 0), ("ps", 0), ("worker", 0), ("worker", 1)]
     assert resolver.cluster_spec() == {
         "chief": ["t02n13:1000"],
         "ps": ["t02n13:1001"],
         "worker": ["t02n41:1000", "t02n41:1001"],
     }
-    assert resolver.get_task_info() == task
 
 
 @pytest.mark.parametrize(
@@ -106,72 +103,54 @@ def test_the_position_that_slurm_reports_must_be_the_same(step):
 
 
 @pytest.mark.parametrize(
-    ("tasks_per_node", "expected"),
+    ("nodes", "tasks_per_node", "expected"),
     [
-        (2, ["n9:1", "n9:2", "n10:1", "n10:2"]),
-        ({"n10": 1, "n9": 3}, ["n9:1", "n9:2", "n9:3", "n10:1"]),
-        ({"x": 1, "b": 3}, ["b:1", "b:2", "b:3", "x:1"]),
+        ("n[9-10]", 2, ["n9:1", "n9:2", "n10:1", "n10:2"]),
+        ("n[9-10]", {"n10": 1, "n9": 3}, ["n9:1", "n9:2", "n9:3", "n10:1"]),
+        ("n[9-10]", {"x": 1, "b": 3}, ["b:1", "b:2", "b:3", "x:1"]),
+        (None, {"b": 1, "a": 1}, ["a:1", "b:1"]),  # needs the rank only
     ],
 )
-def test_tasks_per_node_can_be_given(step, tasks_per_node, expected):
-    step(nodes="n[9-10]", tasks=None, num_tasks=None)
+def test_tasks_per_node_can_be_given(step, nodes, tasks_per_node, expected):
+    step(nodes=nodes, tasks=None, num_tasks=None)
 
     resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, port_base=1)
 
     assert resolver.cluster_spec() == {"worker": expected}
 
 
-def test_a_dict_of_nodes_needs_the_rank_only(set_environ):
-    set_environ(SLURM_PROCID=1)
-
-    resolver = SlurmClusterResolver(tasks_per_node={"b": 1, "a": 1})
-
-    assert resolver.master() == "grpc://b:8888"
-
-
 @pytest.mark.parametrize(
     "name",
     ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"],
 )
-def test_a_missing_variable_is_named(step, set_environ, name):
+@pytest.mark.parametrize("builtin", [RuntimeError, ValueError])  # TensorFlow raises the first
+def test_a_missing_variable_is_named(step, set_environ, name, builtin):
     step()
     set_environ(**{name: None})
 
-    with pytest.raises(ClusterError, match=f"^The environment variable {name} is not set.*srun"):
-        SlurmClusterResolver()
-
-
-def test_a_cluster_error_is_both_builtins():
-    """TensorFlow raises RuntimeError where this is a ClusterError."""
-    with pytest.raises(RuntimeError):
-        SlurmClusterResolver()
-    with pytest.raises(ValueError, match="SLURM"):
+    with pytest.raises(builtin, match=f"^The environment variable {name} is not set.*srun"):
         SlurmClusterResolver()
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "value", "message"),
     [
-        ({"SLURM_PROCID": "x"}, r"^The environment variable SLURM_PROCID is 'x', .*from 0 to 3"),
-        ({"SLURM_PROCID": 4}, r"^The environment variable SLURM_PROCID is '4', .*from 0 to 3"),
-        ({"SLURM_STEP_NUM_TASKS": "4.0"}, r"SLURM_STEP_NUM_TASKS is '4.0', expected a number >= 0"),
-        ({"SLURM_STEP_NUM_TASKS": 5}, r"TASKS_PER_NODE is '2\(x2\)', expected .* and 5 in all"),
-        (
-            {"SLURM_STEP_TASKS_PER_NODE": "4"},
-            r"^SLURM_STEP_TASKS_PER_NODE is '4', .* each of the 2 nodes in .*'t02n\[13,41\]'",
-        ),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4,0"}, r"'4,0', expected .* at least one task for each"),
-        ({"SLURM_DISTRIBUTION": "plane=2"}, r"^SLURM_DISTRIBUTION is 'plane=2', expected block or"),
-        ({"SLURM_STEP_NODELIST": "a,a"}, r"^SLURM_STEP_NODELIST is 'a,a', which has a node twice"),
-        *[
-            ({"SLURM_STEP_TASKS_PER_NODE": text}, r"TASKS_PER_NODE is .*such as '4\(x2\),3'")
-            for text in ("", "x", "4(x2", "2(2)", "2,,2", "2(x9999999)")
-        ],
+        ("SLURM_PROCID", "x", r"^The environment variable SLURM_PROCID is 'x', .*from 0 to 3"),
+        ("SLURM_PROCID", 4, r"^The environment variable SLURM_PROCID is '4', .*from 0 to 3"),
+        ("SLURM_STEP_NUM_TASKS", "4.0", r"NUM_TASKS is '4.0', expected a number >= 0"),
+        ("SLURM_STEP_NUM_TASKS", 5, r"TASKS_PER_NODE is '2\(x2\)', expected .* and 5 in all"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4", r"is '4', .* each of the 2 nodes in .*'t02n\[13,41\]'"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4,0", r"'4,0', expected .* at least one task for each"),
+        ("SLURM_DISTRIBUTION", "plane=2", r"^SLURM_DISTRIBUTION is 'plane=2', expected block or"),
+        ("SLURM_STEP_NODELIST", "a,a", r"^SLURM_STEP_NODELIST is 'a,a', which has a node twice"),
+        ("SLURM_STEP_TASKS_PER_NODE", "", r"TASKS_PER_NODE is '', .*such as '4\(x2\),3'"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4(x2", r"TASKS_PER_NODE is '4\(x2', .*such as"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2(x9999999)", r"TASKS_PER_NODE is '2\(x9.*such as"),
     ],
 )
-def test_a_contradiction_is_refused(step, set_environ, settings, message):
+def test_a_contradiction_is_refused(step, set_environ, name, value, message):
     step()
-    set_environ(**settings)
+    set_environ(**{name: value})
 
     with pytest.raises(ClusterError, match=message):
         SlurmClusterResolver()
@@ -182,14 +161,10 @@ def test_a_contradiction_is_refused(step, set_environ, settings, message):
     [
         ("", "''"),
         ("n[1-2", r"'n\[1-2'"),
-        ("n1-2]", r"'n1-2\]'"),
         ("n[1[2]]", r"'n\[1\[2\]\]'"),
-        ("n[1],m[2", r"'m\[2'"),
         ("a,,b", "''"),
         ("a b", "'a b'"),
-        ("n[a]", r"'n\[a\]'"),
         ("n[1-2-3]", r"'n\[1-2-3\]'"),
-        ("n[1,]", r"'n\[1,\]'"),
         ("n[3-1]", r"'n\[3-1\]'"),
         ("n[0-99999999999]", r"'n\[0-99999999999\]'"),
     ],
@@ -209,7 +184,7 @@ def test_a_list_of_nodes_that_cannot_be_read_is_refused(step, nodes, part):
         (
             {"jobs": {"worker": 3}},
             ClusterError,
-            r"jobs is \{'worker': 3\}, which is 3 tasks, but the launcher has started 4 processes",
+            "3 tasks, but the launcher has started 4 processes",
         ),
         ({"jobs": {"worker": 4, "ps": 0}}, InvalidValueError, r'jobs\["ps"\] is 0, .* >= 1'),
         ({"jobs": {1: 4}}, InvalidTypeError, r"jobs has a key that is 1 \(int\)"),
@@ -217,20 +192,10 @@ def test_a_list_of_nodes_that_cannot_be_read_is_refused(step, nodes, part):
         ({"port_base": 0}, InvalidValueError, "port_base is 0, expected a port from 1"),
         ({"port_base": 65535}, InvalidValueError, "up to 65536, .* Choose a lower port_base"),
         ({"tasks_per_node": 0}, InvalidValueError, "tasks_per_node is 0, expected a number >= 1"),
-        ({"tasks_per_node": {"a": 0}}, InvalidValueError, r'tasks_per_node\["a"\] is 0'),
         ({"tasks_per_node": "2"}, InvalidTypeError, r"tasks_per_node is '2' \(str\)"),
         ({"gpus_per_node": -1}, InvalidValueError, "gpus_per_node is -1, expected a number >= 0"),
-        ({"gpus_per_task": 1.5}, InvalidTypeError, r"gpus_per_task is 1.5 \(float\)"),
-        (
-            {"gpus_per_node": 3, "gpus_per_task": 2},
-            ClusterError,
-            "2 tasks on a node with 2 GPUs each need 4 GPUs, but the node has 3",
-        ),
-        (
-            {"gpus_per_node": 8},
-            ClusterError,
-            r"4 GPUs each need 8 GPUs, but the node has 8, of which this process .* 3 \(5, 6, 7\)",
-        ),
+        ({"gpus_per_node": 3, "gpus_per_task": 2}, ClusterError, "need 4 GPUs, but the node has 3"),
+        ({"gpus_per_node": 8}, ClusterError, r"has 8, of which this process .* 3 \(5, 6, 7\)"),
     ],
 )
 def test_a_wrong_argument_is_refused(step, arguments, error, message):
@@ -246,7 +211,6 @@ def test_a_wrong_argument_is_refused(step, arguments, error, message):
         # The third process is the first of its node, the fourth the second.
         (None, {"gpus_per_node": 4}, 2, "2,3"),
         (None, {"gpus_per_node": 4, "gpus_per_task": 1}, 1, "1"),
-        (None, {"gpus_per_node": 4, "gpus_per_task": 0}, 0, ""),
         (None, {"gpus_per_node": 0}, 0, ""),
         ("4,5,6,7", {}, 2, "6,7"),
         ("GPU-a, GPU-b", {}, 1, "GPU-b"),
@@ -255,16 +219,19 @@ def test_a_wrong_argument_is_refused(step, arguments, error, message):
         (None, {"gpus_per_node": 1}, 0, None),
         ("-1", {}, 0, "-1"),
         ("3", {"gpus_per_node": 2, "gpus_per_task": 1}, 1, "3"),
+        ("0,1", {"SLURM_GPUS_PER_TASK": 2}, 2, "0,1"),
+        ("2,3", {"SLURM_GPUS_ON_NODE": 4}, 2, "2,3"),
         # Switched off.
         (None, {"gpus_per_node": 4, "auto_set_gpu": False}, 2, None),
         ("4,5", {"gpus_per_node": 8, "gpus_per_task": 4, "auto_set_gpu": False}, 4, "4,5"),
     ],
 )
 def test_a_process_is_shown_its_own_gpus(step, caplog, visible, arguments, num_gpus, shown):
-    step(rank=3, CUDA_VISIBLE_DEVICES=visible)
+    variables = {name: value for name, value in arguments.items() if name.startswith("SLURM")}
+    step(rank=3, CUDA_VISIBLE_DEVICES=visible, **variables)
     caplog.set_level(logging.INFO)
 
-    resolver = SlurmClusterResolver(**arguments)
+    resolver = SlurmClusterResolver(**{k: v for k, v in arguments.items() if k not in variables})
 
     assert resolver.num_accelerators() == {"GPU": num_gpus}
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible  # not before cluster_spec()
@@ -278,31 +245,6 @@ def test_a_process_is_shown_its_own_gpus(step, caplog, visible, arguments, num_g
         if shown != visible
         else []
     )
-
-
-def test_other_gpus_of_the_node_are_hidden_from_its_only_task(step):
-    step(rank=0, nodes="a", tasks="1", num_tasks=1)
-
-    SlurmClusterResolver(gpus_per_node=2).cluster_spec()
-
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-
-
-@pytest.mark.parametrize(
-    ("variables", "num_gpus"),
-    [
-        ({"SLURM_GPUS_PER_TASK": 2, "CUDA_VISIBLE_DEVICES": "0,1"}, 2),
-        ({"SLURM_GPUS_ON_NODE": 4, "CUDA_VISIBLE_DEVICES": "2,3"}, 2),
-    ],
-)
-def test_gpus_that_slurm_has_bound_to_the_task_are_left_alone(step, variables, num_gpus):
-    step(rank=3, **variables)
-
-    resolver = SlurmClusterResolver()
-    resolver.cluster_spec()
-
-    assert resolver.num_accelerators() == {"GPU": num_gpus}
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == variables["CUDA_VISIBLE_DEVICES"]
 
 
 def test_slurm_says_how_many_gpus_a_node_has(step, set_environ):
@@ -325,20 +267,15 @@ def _install_nvidia_smi(folder, set_environ, lines, exit_code=0):
     set_environ(PATH=folder)
 
 
-def test_without_variables_nvidia_smi_counts_the_gpus(step, tmp_path, set_environ):
+def test_without_variables_nvidia_smi_counts_the_gpus_or_its_failure_is_reported(
+    step, tmp_path, set_environ
+):
     step()
     _install_nvidia_smi(tmp_path, set_environ, "GPU 0: A (UUID: x)\nGPU 1: A (UUID: y)\n")
-
     assert SlurmClusterResolver().num_accelerators() == {"GPU": 1}
 
-
-def test_a_failing_nvidia_smi_is_reported(step, tmp_path, set_environ):
-    step()
     _install_nvidia_smi(tmp_path, set_environ, "Driver not loaded", exit_code=9)
 
-    with pytest.raises(
-        ClusterError, match=r"exit status 9.* Driver not loaded.*gpus_per_node"
-    ) as e:
+    with pytest.raises(ClusterError, match=r"exit status 9.* Driver not loaded.*gpus_per_node"):
         SlurmClusterResolver()
-    assert isinstance(e.value.__cause__, subprocess.CalledProcessError)
     assert SlurmClusterResolver(gpus_per_node=0).num_accelerators() == {"GPU": 0}

@@ -44,13 +44,6 @@ def test_without_a_cluster_the_spec_is_empty(set_config, config):
     assert resolver.master() == ""
 
 
-def test_a_task_without_a_cluster_is_read(set_config):
-    set_config({"task": {"type": "worker", "index": 3}})
-    resolver = TFConfigClusterResolver()
-
-    assert (resolver.task_type, resolver.task_id) == ("worker", 3)
-
-
 def test_arguments_win_over_the_variable(set_config):
     set_config(_config(index=0, rpc_layer="tcp"))
 
@@ -87,68 +80,60 @@ def test_numbers_may_be_strings(set_config):
     assert TFConfigClusterResolver(task_id="0").task_id == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "task", "master"),
+    [
+        ({"task": {"type": "worker", "index": 3}}, ("worker", 3), ""),  # without a cluster
+        (_config({"worker": ["w:1"]}), ("worker", 0), ""),  # a single task
+        (_config(session_master="grpc://s:1"), ("worker", 0), "grpc://s:1"),
+        (_config(environment="cloud", job={"scale": "x"}, model_dir="/m"), ("worker", 0), "w0:1"),
+    ],
+)
+def test_task_and_master_are_read_and_other_keys_ignored(set_config, config, task, master):
+    set_config(config)
+    resolver = TFConfigClusterResolver()
+
+    assert (resolver.task_type, resolver.task_id) == task
+    assert resolver.master() == master
+    assert resolver.cluster_spec() == config.get("cluster", {})
+
+
 def test_an_evaluator_need_not_be_listed(set_config):
     set_config(_config(task_type="evaluator"))
 
     assert TFConfigClusterResolver().task_type == "evaluator"
 
 
-def test_other_keys_are_ignored(set_config):
-    set_config(_config(environment="cloud", job={"scale_tier": "CUSTOM"}, model_dir="/m"))
-
-    assert TFConfigClusterResolver().cluster_spec() == _WORKERS
-
-
-def test_master_is_that_of_the_session_if_there_is_one(set_config):
-    set_config(_config(session_master="grpc://s:1"))
-
-    assert TFConfigClusterResolver().master() == "grpc://s:1"
-
-
-def test_master_of_a_single_task_is_empty(set_config):
-    set_config(_config({"worker": ["w:1"]}))
-
-    assert TFConfigClusterResolver().master() == ""
-
-
-_WRONG_CLUSTERS = [
-    ("", InvalidValueError, r"^TF_CONFIG is not valid JSON: .*Unset the variable"),
-    (
-        '{"cluster": {"worker": ["a:1"]',
-        InvalidValueError,
-        r"^TF_CONFIG is not valid JSON: .*line 1, column 31, near '.*json\.dumps writes",
-    ),
-    (
-        '{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}',
-        InvalidValueError,
-        r'^TF_CONFIG has the key "worker" twice.*\[\'a:1\'\] and \[\'b:1\'\].*Keep one',
-    ),
-    (
-        {"cluster": {"worker": {"0": "a:1", "1": "b:x"}}},
-        InvalidValueError,
-        r'^TF_CONFIG\["cluster"\]\["worker"\]\["1"\] is \'b:x\': \'x\' is not a port',
-    ),
-    (
-        {"cluster": {"chief": ["a:1", "b:1"]}},
-        InvalidValueError,
-        r'^TF_CONFIG\["cluster"\]\["chief"\] has 2 tasks.*at most one chief.*others workers',
-    ),
-    (
-        {"cluster": {"Worker": ["a:1"]}},
-        InvalidValueError,
-        r'^TF_CONFIG\["cluster"\] has the key "Worker".*lower case: "worker"',
-    ),
-    ("[1]", InvalidTypeError, r"^TF_CONFIG is \[1\] \(list\), expected an object"),
-    ({"cluster": ["a:1"]}, InvalidTypeError, r'^TF_CONFIG\["cluster"\] is \[\'a:1\'\] \(list\)'),
-    (
-        {"cluster": {"worker": [1]}},
-        InvalidTypeError,
-        r'^TF_CONFIG\["cluster"\]\["worker"\]\[0\] is 1 \(int\)',
-    ),
-]
-
-
-@pytest.mark.parametrize(("config", "error", "message"), _WRONG_CLUSTERS)
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ("", InvalidValueError, r"^TF_CONFIG is not valid JSON: .*Unset the variable"),
+        ('{"cluster": {"worker": ["a:1"]', InvalidValueError, r"line 1, column 31, near '.*json\."),
+        ('{"rpc": ["a:1"], "rpc": ["b:1"]}', InvalidValueError, r"twice.*\['a:1'\] and \['b:1'\]"),
+        (
+            {"cluster": {"worker": {"0": "a:1", "1": "b:x"}}},
+            InvalidValueError,
+            r'^TF_CONFIG\["cluster"\]\["worker"\]\["1"\] is \'b:x\': \'x\' is not a port',
+        ),
+        (
+            {"cluster": {"chief": ["a:1", "b:1"]}},
+            InvalidValueError,
+            r'"chief"\] has 2 tasks.*others',
+        ),
+        ({"cluster": {"Worker": ["a:1"]}}, InvalidValueError, r'the key "Worker".*case: "worker"'),
+        ("[1]", InvalidTypeError, r"^TF_CONFIG is \[1\] \(list\), expected an object"),
+        (
+            {"cluster": ["a:1"]},
+            InvalidTypeError,
+            r'^TF_CONFIG\["cluster"\] is \[\'a:1\'\] \(list\)',
+        ),
+        (
+            {"cluster": {"worker": [1]}},
+            InvalidTypeError,
+            r'^TF_CONFIG\["clus.*\]\[0\] is 1 \(int\)',
+        ),
+    ],
+)
 def test_a_wrong_cluster_is_refused_whatever_is_asked(set_config, config, error, message):
     set_config(config)
     resolver = TFConfigClusterResolver()  # creating it reads nothing
@@ -169,18 +154,11 @@ def test_a_wrong_cluster_is_refused_whatever_is_asked(set_config, config, error,
         ({"type": "worker"}, InvalidValueError, r' is .* has no "index".*"type": "worker"'),
         ({"index": 0}, InvalidValueError, r' is .* has no "type"'),
         ({"type": "wrk", "index": 0}, InvalidValueError, r'\["type"\] is "wrk".*"evaluator"'),
-        (
-            {"type": "ps", "index": 0},
-            InvalidValueError,
-            r'\["type"\] is "ps", but TF_CONFIG\["cluster"\] has no "ps"',
-        ),
+        ({"type": "ps", "index": 0}, InvalidValueError, r'\["type"\] is "ps", but TF_C.* no "ps"'),
         (
             {"type": "worker", "index": 2},
             InvalidValueError,
-            (
-                r'\["index"\] is 2, but TF_CONFIG\["cluster"\]\["worker"\] has the numbers 0, 1.'
-                r" Set it to one of these"
-            ),
+            r'\["index"\] is 2, .* numbers 0, 1. Set',
         ),
         ({"type": "evaluator", "index": 1}, InvalidValueError, r'\["index"\] is 1.*evaluator'),
         (["worker", 0], InvalidTypeError, r" is \['worker', 0\] \(list\), expected an object"),
@@ -203,21 +181,20 @@ def test_arguments_replace_what_is_wrong_in_the_task(set_config):
     assert TFConfigClusterResolver(task_id=1).task_id == 1
 
 
-def test_a_wrong_argument_is_named_as_such(set_config):
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"task_id": 5}, InvalidValueError, "task_id is 5, but TF_C"),
+        ({"task_type": "ps"}, InvalidValueError, 'task_type is "ps", but'),
+        ({"task_type": "x"}, InvalidValueError, 'task_type is "x"'),
+        ({"task_id": "a"}, InvalidTypeError, "task_id is 'a'"),
+    ],
+)
+def test_a_wrong_argument_is_named_as_such(set_config, arguments, error, message):
     set_config(_config())
 
-    with pytest.raises(
-        InvalidValueError, match=r"^TFConfigClusterResolver: task_id is 5, but TF_C"
-    ):
-        _ = TFConfigClusterResolver(task_id=5).task_id
-    with pytest.raises(
-        InvalidValueError, match=r'^TFConfigClusterResolver: task_type is "ps", but'
-    ):
-        _ = TFConfigClusterResolver(task_type="ps").task_type
-    with pytest.raises(InvalidValueError, match=r'^TFConfigClusterResolver: task_type is "x"'):
-        TFConfigClusterResolver(task_type="x")
-    with pytest.raises(InvalidTypeError, match=r"^TFConfigClusterResolver: task_id is 'a'"):
-        TFConfigClusterResolver(task_id="a")
+    with pytest.raises(error, match=f"^TFConfigClusterResolver: {message}"):
+        _ = TFConfigClusterResolver(**arguments).task_id
 
 
 def test_a_cluster_without_a_task_has_no_task(set_config):

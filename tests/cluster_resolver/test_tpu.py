@@ -1,3 +1,6 @@
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import jax
 import pytest
 
@@ -12,17 +15,39 @@ from distributary.errors import (
 _ATTRIBUTES = "/computeMetadata/v1/instance/attributes/"
 
 
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.flavors.append(self.headers["Metadata-Flavor"])
+        answer = self.server.answers.get(self.path.removeprefix(_ATTRIBUTES))
+        self.send_response(404 if answer is None else 200)
+        self.end_headers()
+        self.wfile.write((answer or "").encode())
+
+    def log_message(self, *_):
+        pass
+
+
 @pytest.fixture
-def serve_metadata(serve, set_environ):
+def serve_metadata(set_environ):
     """Starts a metadata server with the hosts and the number of a Cloud TPU VM."""
+    servers = []
 
     def serve_metadata(hosts="10.0.0.1,10.0.0.2", number="1", variable="GCE_METADATA_HOST"):
-        answers = {"worker-network-endpoints": hosts, "agent-worker-number": number}
-        server = serve({_ATTRIBUTES + key: answer for key, answer in answers.items()})
-        set_environ(**{variable: server.address})
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        server.flavors = []
+        server.answers = {"worker-network-endpoints": hosts, "agent-worker-number": number}
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        servers.append((server, thread))
+        set_environ(**{variable: f"127.0.0.1:{server.server_address[1]}"})
         return server
 
-    return serve_metadata
+    yield serve_metadata
+
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_on_gke_the_environment_names_the_hosts(set_environ):
@@ -68,11 +93,11 @@ def test_on_a_tpu_vm_the_metadata_server_names_the_hosts(serve_metadata, set_env
     set_environ(http_proxy="http://127.0.0.1:9", no_proxy=None)  # must not be asked
 
     resolver = TPUClusterResolver("")
-    assert server.requests == []  # nothing is asked before it is needed
+    assert server.flavors == []  # nothing is asked before it is needed
 
     assert resolver.cluster_spec() == {"worker": ["10.0.0.1:8482", "10.0.0.2:8482"]}
     assert resolver.task_id == 1
-    assert {headers["Metadata-Flavor"] for _, headers in server.requests} == {"Google"}
+    assert set(server.flavors) == {"Google"}
 
 
 def test_older_machines_list_names_and_numbers_too(serve_metadata):
@@ -81,23 +106,23 @@ def test_older_machines_list_names_and_numbers_too(serve_metadata):
     assert TPUClusterResolver().cluster_spec().task_address("worker", 1) == "10.0.0.2:8482"
 
 
-@pytest.mark.parametrize("hosts", ["", "a,", "a:1,b:1"])
-def test_hosts_that_cannot_be_read_are_refused(serve_metadata, hosts):
-    serve_metadata(hosts=hosts)
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"hosts": ""}, r"worker-network-endpoints is '', .* Set tpu\."),
+        ({"hosts": "a:1,b:1"}, r"worker-network-endpoints is 'a:1,b:1', .* Set tpu\."),
+        ({"number": "first"}, r"agent-worker-number is 'first', .* Set task_id\."),
+    ],
+)
+def test_metadata_that_cannot_be_read_are_refused(serve_metadata, metadata, message):
+    serve_metadata(**metadata)
 
-    with pytest.raises(ClusterError, match=r"worker-network-endpoints is .* Set tpu\."):
-        TPUClusterResolver().cluster_spec()
+    with pytest.raises(ClusterError, match=message):
+        _ = TPUClusterResolver().task_id, TPUClusterResolver().cluster_spec()
 
 
-def test_a_number_that_cannot_be_read_is_refused(serve_metadata):
-    serve_metadata(number="first")
-
-    with pytest.raises(ClusterError, match=r"agent-worker-number is 'first', .* Set task_id\."):
-        _ = TPUClusterResolver().task_id
-
-
-def test_a_metadata_server_that_does_not_answer_is_reported(serve, set_environ):
-    set_environ(GCE_METADATA_HOST=serve({}).address)
+def test_a_metadata_server_that_does_not_answer_is_reported(serve_metadata, set_environ):
+    serve_metadata(hosts=None)
     with pytest.raises(ClusterError, match=r"endpoints for the TPU .* HTTP Error 404.*=\"local"):
         TPUClusterResolver().cluster_spec()
 
@@ -133,56 +158,33 @@ def test_hosts_can_be_given(tpu, set_environ):
     assert resolver.task_id == 0
 
 
-def test_a_single_host_that_is_given_is_this_one():
-    assert TPUClusterResolver("grpc://10.0.0.1:8470").task_id == 0
-
-
-def test_a_coordinator_is_a_task_of_its_own():
+def test_a_single_host_that_is_given_is_this_one_and_a_coordinator_a_task_of_its_own():
     resolver = TPUClusterResolver("a:1", coordinator_name="coordinator", coordinator_address="c:1")
 
     assert resolver.cluster_spec() == {"worker": ["a:1"], "coordinator": ["c:1"]}
+    assert resolver.task_id == 0
 
 
 @pytest.mark.parametrize(
-    ("variables", "error", "message"),
+    ("hosts", "variables", "error", "message"),
     [
-        (
-            {"TPU_WORKER_HOSTNAMES": "a,b"},
-            ClusterError,
-            r"lists 2 TPU hosts \(a, b\), but TPU_WORKER_ID and CLOUD_TPU_TASK_ID are not set",
-        ),
-        (
-            {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": 2},
-            ClusterError,
-            "TPU_WORKER_ID is '2', expected a number from 0 to 1. It numbers the 2 hosts",
-        ),
-        (
-            {"TPU_WORKER_HOSTNAMES": "a,,b", "TPU_WORKER_ID": 0},
-            ClusterError,
-            "TPU_WORKER_HOSTNAMES is 'a,,b', expected names of hosts",
-        ),
-        (
-            {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": 0, "MEGASCALE_NUM_SLICES": 2},
-            UnsupportedError,
-            "MEGASCALE_NUM_SLICES is 2.*slice by slice",
-        ),
+        ("a,b", {}, ClusterError, r"lists 2 TPU hosts \(a, b\), but TPU_WORKER_ID and CLOUD_TPU_T"),
+        ("a,b", {"TPU_WORKER_ID": 2}, ClusterError, "is '2', expected a number from 0 to 1. It"),
+        ("a,,b", {"TPU_WORKER_ID": 0}, ClusterError, "TPU_WORKER_HOSTNAMES is 'a,,b', expected"),
+        ("a,b", {"MEGASCALE_NUM_SLICES": 2}, UnsupportedError, "NUM_SLICES is 2.*slice by slice"),
     ],
 )
-def test_a_wrong_environment_is_refused(set_environ, variables, error, message):
-    set_environ(**variables)
+def test_a_wrong_environment_is_refused(set_environ, hosts, variables, error, message):
+    set_environ(TPU_WORKER_HOSTNAMES=hosts, **variables)
 
     with pytest.raises(error, match=message):
-        _ = TPUClusterResolver().task_id
+        _ = TPUClusterResolver().cluster_spec(), TPUClusterResolver().task_id
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (
-            {"tpu": "my-tpu", "zone": "z"},
-            UnsupportedError,
-            "tpu is 'my-tpu'. Names of TPUs are not",
-        ),
+        ({"tpu": "my-tpu"}, UnsupportedError, "tpu is 'my-tpu'. Names of TPUs are not"),
         ({"tpu": ["a:1", "b"]}, InvalidValueError, r"tpu\[1\] is 'b': the port is missing"),
         ({"tpu": "a:1,"}, InvalidValueError, r"tpu\[1\] is '': the host is missing"),
         ({"tpu": [7]}, InvalidTypeError, r"tpu\[0\] is 7 \(int\)"),
@@ -190,11 +192,6 @@ def test_a_wrong_environment_is_refused(set_environ, variables, error, message):
         ({"port": 0}, InvalidValueError, "port is 0, expected a port from 1 to 65535"),
         ({"job_name": ""}, InvalidTypeError, r"job_name is '' \(str\), expected a task type"),
         ({"coordinator_name": "c"}, InvalidValueError, "'c' and coordinator_address is None"),
-        (
-            {"coordinator_name": "c", "coordinator_address": "c"},
-            InvalidValueError,
-            "coordinator_address is 'c': the port is missing",
-        ),
     ],
 )
 def test_a_wrong_argument_is_refused(arguments, error, message):

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from distributary.errors import ClusterError, WorkerMismatchError
-from distributary.job._channel import Channel, ConnectionAcceptor
-from distributary.job._consensus import Consensus
+from distributary.job import Channel, ConnectionAcceptor, Consensus
 
 _SECONDS = 60.0
 

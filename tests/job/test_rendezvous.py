@@ -14,71 +14,54 @@ import pytest
 from distributary.cluster_resolver import multi_worker
 from distributary.errors import ClusterError
 from distributary.job import _rendezvous
-from distributary.job._rendezvous import _check, _facts, connect_workers
+from distributary.job._rendezvous import connect_workers
 from distributary.launch import free_addresses
 
 _SECONDS = 60.0  # more than anything takes
 _NUM_LINES = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "3000"))
 
 
-def _line(place, **changes):
-    return json.dumps(["here", {**_facts(place), **changes}, 0]).encode() + b"\n"
-
-
-def _strange_lines(place):
-    """Lines that no worker sends, and what is not even a line."""
-    facts = _facts(place)
-    for name in facts:
-        for value in (
-            None,
-            True,
-            1,
-            1.5,
-            -1,
-            1 << 200,
-            float("nan"),
-            "",
-            "1",
-            [],
-            [1],
-            {},
-            {"a": 1},
-        ):
-            if value != facts[name] or type(value) is not type(facts[name]):
-                yield _line(place, **{name: value})
-        fewer = {other: facts[other] for other in facts if other != name}
-        yield json.dumps(["here", fewer, 0]).encode() + b"\n"
-    for changed in (
-        *(
-            {"worker": value}
-            for value in (None, True, 1.0, float("nan"), -1, 2, 1 << 200, "1", [1])
-        ),
-        *({"workers": value} for value in (None, [], [1, 2], {"a": 1}, "ab", [["a"], "b"])),
-        *({"versions": value} for value in (None, [], {"jax": 1}, {"jax": ["0"]}, "jax")),
+def _line_of(place):
+    """Returns what a worker says to the first one."""
+    peer = place.workers[0]
+    with (
+        socket.create_server((peer.host, peer.port)) as server,
+        ThreadPoolExecutor(1) as pool,
     ):
-        yield _line(place, **changed, check=_check({**facts, **changed}))
+        meeting = pool.submit(connect_workers, place, _SECONDS)
+        connection = server.accept()[0]
+        with connection, connection.makefile("rb") as said:
+            line = said.readline()
+        assert isinstance(meeting.exception(), ClusterError)
+    return line
+
+
+def _strange_lines(line):
+    """Lines that no worker sends, and what is not even a line."""
+    kind, (facts, proof), size = json.loads(line)
+    for name in facts:
+        for value in (None, True, 1.5, -1, 1 << 200, float("nan"), "", [1], {"a": 1}):
+            yield json.dumps([kind, [{**facts, name: value}, proof], size]).encode() + b"\n"
+    for content in (None, [], [facts], [proof, facts], [facts, None], [facts, "\ud800"], {}):
+        yield json.dumps([kind, content, size]).encode() + b"\n"
     yield from (
         b"\n",
         b"\x00\n",
         b"\xff\xfe\xfa\n",
         b"null\n",
         b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
-        b'["here", {"worker": 1}, 0]\n',
         b'["here", {}, 1e400]\n',
         b'["here", {}, -1]\n',
         b'["here"]\n',
-        _line(place).replace(b"here", b"beat"),
-        b'{"worker": 1, "cluster": "", "versions": {}}\n',
+        line.replace(b"here", b"beat"),
         b'{"worker": 1' + b"0" * 5000 + b"}\n",
-        b'{"worker": NaN, "workers": [], "versions": {}, "check": ""}\n',
         b"[" * 60_000 + b"\n",
         b'{"a":' * 10_000 + b"\n",
         b'{"worker": 1, "workers": ' + b"[" * 9_000 + b"]" * 9_000 + b"}\n",
         b"a" * 200_000,
-        _line(place)[:-20] + b"\n",
+        line[:-20] + b"\n",
     )
     generator = random.Random(1)
-    line = _line(place)
     for _ in range(_NUM_LINES):
         damaged = bytearray(line)
         for _ in range(generator.choice([1, 1, 2, 30])):
@@ -103,6 +86,12 @@ def places():
     """Two workers."""
     addresses = free_addresses("127.0.0.1", 2)
     return [multi_worker({"worker": addresses}, "worker", i) for i in range(2)]
+
+
+@pytest.fixture
+def said(places):
+    """What the second worker says to the first one."""
+    return _line_of(places[1])
 
 
 @pytest.fixture
@@ -131,9 +120,9 @@ def _check_they_meet(places, first):
     others[0].close()
 
 
-def test_no_line_of_a_stranger_ends_the_start(places, first):
+def test_no_line_of_a_stranger_ends_the_start(places, said, first):
     strangers = []
-    for line in _strange_lines(places[1]):
+    for line in _strange_lines(said):
         stranger = _connect(places[0])
         with contextlib.suppress(OSError):  # it may hang up at any time
             stranger.sendall(line)
@@ -149,25 +138,24 @@ def test_no_line_of_a_stranger_ends_the_start(places, first):
         one.close()
 
 
-def test_many_who_say_nothing_or_little_leave_room_for_workers(places, first):
+def test_many_who_say_nothing_or_little_leave_room_for_workers(places, said, first):
     with contextlib.ExitStack() as stack:
-        line = _line(places[1])
         for i in range(400):
             stranger = stack.enter_context(_connect(places[0]))
             if i % 2:
-                stranger.sendall(line[: i // 2])
+                stranger.sendall(said[: i // 2])
         _check_they_meet(places, first)
 
 
 def test_a_second_process_that_is_the_same_worker_ends_the_start_and_garbage_does_not():
     addresses = free_addresses("127.0.0.1", 3)
     first, second, _ = (multi_worker({"worker": addresses}, "worker", i) for i in range(3))
+    line = _line_of(second)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         meeting = pool.submit(connect_workers, first, _SECONDS)
-        lines = [_line(second), _line(second)[:-9] + b"\n", _line(second, check=""), _line(second)]
-        for line in lines:
+        for said in (line, line[:-9] + b"\n", line):
             assert not meeting.done()
-            stack.enter_context(_connect(first)).sendall(line)
+            stack.enter_context(_connect(first)).sendall(said)
 
         with pytest.raises(ClusterError, match="Two processes are worker number 1 of the cluster"):
             meeting.result(_SECONDS)
@@ -193,9 +181,9 @@ def test_a_worker_says_whom_it_waits_for(number, places, monkeypatch, caplog):
 
 
 def test_a_number_that_the_cluster_does_not_have_is_named(places, first):
-    three = multi_worker({"worker": free_addresses("127.0.0.1", 3)}, "worker", 2)
+    line = _line_of(multi_worker({"worker": free_addresses("127.0.0.1", 3)}, "worker", 2))
     with _connect(places[0]) as other:
-        other.sendall(_line(three))
+        other.sendall(line)
 
         with pytest.raises(ClusterError, match="worker number 2 of the cluster"):
             first.result(_SECONDS)

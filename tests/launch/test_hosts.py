@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import select
 import signal
 import socket
@@ -15,13 +14,7 @@ import pytest
 from distributary.errors import InvalidValueError, LaunchError
 from distributary.launch import HostOptions, LaunchOptions
 from distributary.launch._hosts import Master, RemoteLink
-from distributary.launch._restarts import (
-    Exit,
-    Interrupted,
-    Prepare,
-    Tasks,
-    TaskState,
-)
+from distributary.launch._restarts import Exit, Interrupted, Prepare, Tasks, TaskState
 
 _TOKEN = "0123456789abcdef"
 _SECONDS = 30
@@ -90,6 +83,25 @@ def master(hosts):
     for started in masters:
         started._thread.join(_SECONDS)  # its hosts have gone, or do not come
         assert not started._thread.is_alive()
+
+
+@pytest.fixture
+def join(hosts):
+    """A function that joins a host; its link is closed before the master ends."""
+    links = []
+
+    def join(rank: int, devices: int | None = None, **options) -> RemoteLink:
+        master = options.pop("master", None)
+        place = hosts(rank, **options)
+        if master is not None:
+            place = dataclasses.replace(place, master=master)
+        links.append(RemoteLink(place, devices))
+        return links[-1]
+
+    yield join
+
+    for link in links:
+        link.close()
 
 
 def _receive(link: RemoteLink) -> list:
@@ -177,15 +189,13 @@ def test_hosts_end_when_the_first_is_killed(start_host, script, pid_of, wait_unt
     wait_until_gone(*pids)
 
 
-def test_host_0_learns_of_the_tasks_of_others(hosts):
-    options = LaunchOptions(("true",), hosts=hosts(0), dashboard_port=0)
-    master = Master(options, print)
-    links = [RemoteLink(hosts(rank), None) for rank in (0, 1)]
+def test_host_0_learns_of_the_tasks_of_others(hosts, join):
+    master = Master(LaunchOptions(("true",), hosts=hosts(0)), print)
+    links = [join(0), join(1)]
     state = TaskState(name="worker 1", state="running", has_failed=False, num_restarts=0)
     tasks = Tasks([state], {"worker 1": {"num_steps": 3.0}})
 
     links[1].send(tasks)
-    assert [link.wants_tasks for link in links] == [False, True]
     end = time.monotonic() + 10
     while not master.tasks() and time.monotonic() < end:
         time.sleep(0.01)
@@ -203,36 +213,41 @@ def test_host_0_learns_of_the_tasks_of_others(hosts):
     assert master.tasks() == {}
 
 
-def test_a_wrong_token_is_refused_on_both_sides(master, hosts):
+@pytest.mark.parametrize(
+    ("options", "devices", "reason"),
+    [
+        (dict(token="x" * 16), None, "its token is not the token of this job"),
+        (dict(num_hosts=3), None, "host 1 has --nnodes 3, host 0 has 2"),
+        (dict(), 4, "host 1 has --devices-per-worker 4, host 0 has None"),
+    ],
+)
+def test_a_host_that_does_not_fit_is_refused_on_both_sides(options, devices, reason, master, join):
     said = master(join_seconds=0.5)
 
-    with pytest.raises(
-        LaunchError, match=r"refuses host 1: its token is not the token of this job"
-    ):
-        RemoteLink(hosts(1, token="x" * 16), None)
+    with pytest.raises(LaunchError, match=f"refuses host 1: {reason}"):
+        join(1, devices, **options)
 
-    assert said == ["refused a connection from 127.0.0.1: its token is not the token of this job"]
+    assert said == [f"refused a connection from 127.0.0.1: {reason}"]
 
 
-def test_a_program_in_between_cannot_pass_a_proof_on(master, hosts, address, impostor):
+def test_a_program_in_between_cannot_pass_a_proof_on(master, join, address, impostor):
     said = master(join_seconds=0.5)
     called = impostor("127.0.0.2", address)
-    options = dataclasses.replace(hosts(1), master=called)
 
     with pytest.raises(LaunchError, match="a program in between passes the connection on"):
-        RemoteLink(options, None)
+        join(1, master=called)
 
     assert f"has called '{called}', and the master listens at {address}" in said[0]
 
 
 def test_localhost_is_where_the_master_listens(
-    master, hosts, address, impostor, localhost_is_ipv6_first
+    hosts, join, address, impostor, localhost_is_ipv6_first
 ):
-    port = address.split(":")[1]
-    called = dataclasses.replace(hosts(0), master=f"localhost:{port}")
+    called = f"localhost:{address.split(':')[1]}"
+    place = dataclasses.replace(hosts(0), master=called)
     impostor("::1", address)
-    started = Master(LaunchOptions(("true",), hosts=called), lambda line: None)
-    links = [RemoteLink(dataclasses.replace(called, host_rank=rank), None) for rank in (0, 1)]
+    started = Master(LaunchOptions(("true",), hosts=place), lambda line: None)
+    links = [join(rank, master=called) for rank in (0, 1)]
 
     assert _receive(links[0]) == [Prepare(0)]
     for link in links:
@@ -240,91 +255,64 @@ def test_localhost_is_where_the_master_listens(
     started._thread.join(_SECONDS)
 
 
-@pytest.mark.parametrize(
-    ("options", "devices", "match"),
-    [
-        (dict(num_hosts=3), None, r"host 1 has --nnodes 3, host 0 has 2"),
-        (dict(), 4, r"host 1 has --devices-per-worker 4, host 0 has None"),
-    ],
-)
-def test_hosts_must_agree(options, devices, match, master, hosts):
+def test_a_rank_is_taken_once(master, join):
     master(join_seconds=0.5)
-
-    with pytest.raises(LaunchError, match=match):
-        RemoteLink(hosts(1, **options), devices)
-
-
-def test_a_rank_is_taken_once(master, hosts):
-    master(join_seconds=0.5)
-    link = RemoteLink(hosts(1), None)
+    join(1)
 
     with pytest.raises(LaunchError, match=r"--node-rank 1 is taken by 127\.0\.0\.1"):
-        RemoteLink(hosts(1), None)
-
-    link.close()
+        join(1)
 
 
-def test_missing_hosts_are_named_at_the_deadline(master, hosts):
+def test_missing_hosts_are_named_at_the_deadline(master, join):
     master(num_hosts=4, join_seconds=0.5)
-    link = RemoteLink(hosts(1, num_hosts=4), None)
 
-    (command,) = _receive(link)
+    (command,) = _receive(join(1, num_hosts=4))
 
     assert command.code == 1
     assert "hosts 0, 2, 3 of 4 did not join at 127.0.0.1:" in command.text
     assert "within 0.5 s; joined: host 1 (127.0.0.1)" in command.text
-    link.close()
 
 
-def test_a_missing_master_is_named_at_the_deadline(hosts, address):
+def test_a_missing_master_is_named_at_the_deadline(join, address):
     with pytest.raises(
         LaunchError,
         match=rf"host 1 could not reach the master at {address} within 0.2 s: .*refused",
     ):
-        RemoteLink(hosts(1, join_seconds=0.2), None)
+        join(1, join_seconds=0.2)
 
 
 @pytest.mark.parametrize(
-    "said",
-    [b"HTTP/1.1 400\r\n\r\n", b"", b'["challenge", "x", 0]\n["welcome", 1, 0]\n'],
+    ("said", "problem"),
+    [
+        (b"HTTP/1.1 400\r\n\r\n", "another program"),
+        (b"", "another program"),
+        (b'["challenge", "x", 0]\n["x", 1, 0]\n', "unexpected message, 'x'.*another program"),
+        (b'["challenge", "x", 0]\n["welcome", "y", 0]\n', "does not know the token of this job"),
+    ],
 )
-def test_another_program_at_the_address_is_recognised(said, hosts, address):
+def test_another_program_at_the_address_is_recognised(said, problem, join, address):
     host, port = address.split(":")
     with (
         socket.create_server((host, int(port))) as server,
         _answering(server, said),
-        pytest.raises(LaunchError, match=rf"program at {address} .*another program"),
+        pytest.raises(LaunchError, match=rf"program .* {address} .*{problem}"),
     ):
-        RemoteLink(hosts(1), None)
-
-
-def test_a_master_without_the_token_is_recognised(hosts, address):
-    host, port = address.split(":")
-    said = ["challenge", "x", 0], ["welcome", [{"wants_tasks": False}, "y"], 0]
-    lines = *map(json.dumps, said), ""
-    with (
-        socket.create_server((host, int(port))) as server,
-        _answering(server, "\n".join(lines).encode()),
-        pytest.raises(LaunchError, match="does not know the token of this job"),
-    ):
-        RemoteLink(hosts(1), None)
+        join(1)
 
 
 @pytest.mark.parametrize(
     "said",
     [b"GET / HTTP/1.1\r\n\r\n", b"", b'["hello", null, 0]\n', b'["hello", [{}, "x", 3], 0]\n'],
 )
-def test_strangers_do_not_disturb(said, master, hosts, address):
+def test_strangers_do_not_disturb(said, master, join, address):
     master()
     host, port = address.split(":")
 
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(said)
-    links = [RemoteLink(hosts(rank), None) for rank in (0, 1)]
+    links = [join(0), join(1)]
 
     assert _receive(links[0]) == [Prepare(0)]
-    for link in links:
-        link.close()
 
 
 def test_a_busy_port_is_named(hosts, address):

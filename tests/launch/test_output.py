@@ -70,38 +70,39 @@ def test_log_dir_has_a_file_per_worker_and_attempt(launch, tmp_path):
     assert sorted((logs / "worker-1.restart-0.log").read_bytes()) == sorted(b"out\r\nerr")
 
 
-def test_report_without_a_launcher_does_nothing():
-    report(step=1, environ={})
-    report(step=1, environ={"DISTRIBUTARY_STATUS_FD": "4711"})
-    report(step=1, environ={"DISTRIBUTARY_STATUS_FD": "no number"})
+@pytest.mark.parametrize("descriptor", [None, "4711", "no number"])
+def test_report_without_a_launcher_does_nothing(descriptor):
+    report(step=1, environ={} if descriptor is None else {"DISTRIBUTARY_STATUS_FD": descriptor})
 
 
-def test_report_writes_a_line_of_json_and_never_waits():
+@pytest.fixture
+def pipe():
+    """The end of a launcher, and the environment of its worker."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
-    try:
-        for _ in range(10_000):  # more than the pipe holds
-            report(step=3, environ={"DISTRIBUTARY_STATUS_FD": str(write_fd)})
-        first, _, _ = os.read(read_fd, 4096).partition(b"\n")
-    finally:
-        os.close(read_fd)
-        os.close(write_fd)
+    yield read_fd, {"DISTRIBUTARY_STATUS_FD": str(write_fd)}
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_report_writes_a_line_of_json_and_never_waits(pipe):
+    read_fd, environ = pipe
+    for _ in range(10_000):  # more than the pipe holds
+        report(step=3, environ=environ)
+
+    first, _, _ = os.read(read_fd, 4096).partition(b"\n")
 
     assert json.loads(first) == {"step": 3}
 
 
-def test_many_numbers_come_in_lines_that_are_written_whole(monkeypatch):
+def test_many_numbers_come_in_lines_that_are_written_whole(pipe, monkeypatch):
     monkeypatch.setattr(progress, "values", {})
     numbers = {f"metric_{i}": i / 3 for i in range(100)}
-    read_fd, write_fd = os.pipe()
-    try:
-        environ = {"DISTRIBUTARY_STATUS_FD": str(write_fd)}
-        report(environ=environ, **numbers, loss=np.float32("nan"))
-        lines = os.read(read_fd, 1 << 16).splitlines(keepends=True)
-    finally:
-        os.close(read_fd)
-        os.close(write_fd)
+    read_fd, environ = pipe
 
+    report(environ=environ, **numbers, loss=np.float32("nan"))
+
+    lines = os.read(read_fd, 1 << 16).splitlines(keepends=True)
     assert max(map(len, lines)) <= 512  # what POSIX writes as a whole
     assert {name: x for line in lines for name, x in json.loads(line).items()} == numbers
 

@@ -30,18 +30,23 @@ def _running(max_restarts: int = 0) -> Job:
     return job
 
 
+def _to_both(command):
+    return [(0, command), (1, command)]
+
+
+def _starts(generation, workers):
+    """The commands that start workers, the first of them on host 0."""
+    return [(host, Start(generation, workers, host)) for host in (0, 1)]
+
+
 def test_hosts_start_when_all_are_there():
     job = Job(2, 0)
 
     assert job.join(1) == []
     assert job.missing == [0]
-    assert job.join(0) == [(0, Prepare(0)), (1, Prepare(0))]
+    assert job.join(0) == _to_both(Prepare(0))
     assert job.report(1, Ready(0, ["b:1", "b:2"])) == []
-    workers = ["a:1", "b:1", "b:2"]
-    assert job.report(0, Ready(0, ["a:1"])) == [
-        (0, Start(0, workers, 0)),
-        (1, Start(0, workers, 1)),
-    ]
+    assert job.report(0, Ready(0, ["a:1"])) == _starts(0, ["a:1", "b:1", "b:2"])
 
 
 def test_the_same_address_twice_is_chosen_again():
@@ -50,14 +55,14 @@ def test_the_same_address_twice_is_chosen_again():
     job.join(1)
     job.report(0, Ready(0, ["a:1"]))
 
-    assert job.report(1, Ready(0, ["a:1"])) == [(0, Prepare(0)), (1, Prepare(0))]
+    assert job.report(1, Ready(0, ["a:1"])) == _to_both(Prepare(0))
 
 
 def test_the_job_is_over_when_all_have_finished():
     job = _running()
 
     assert job.report(1, Finished(0)) == []
-    assert job.report(0, Finished(0)) == [(0, Exit(0)), (1, Exit(0))]
+    assert job.report(0, Finished(0)) == _to_both(Exit(0))
     assert job.is_over
 
 
@@ -66,8 +71,7 @@ def test_the_first_failure_counts():
 
     commands = job.report(1, Failed(0, 3, "worker 1 ended", ["why"]))
 
-    exit_ = Exit(3, "worker 1 ended", 1, ["why"])
-    assert commands == [(0, exit_), (1, exit_)]
+    assert commands == _to_both(Exit(3, "worker 1 ended", 1, ["why"]))
     assert job.report(0, Failed(0, 4, "worker 0 ended", [])) == []
 
 
@@ -76,23 +80,23 @@ def test_a_task_that_others_can_do_without_restarts_alone():
     failed = Failed(0, 3, "ps 0 ended", [], "ps 0")
 
     assert job.report(1, failed) == [(1, Restart(1, "ps 0", "ps 0 ended"))]
-    prepare = Prepare(2, "chief 0 ended", 0)
-    assert job.report(0, Failed(0, 4, "chief 0 ended", [])) == [(0, prepare), (1, prepare)]
+    assert job.report(0, Failed(0, 4, "chief 0 ended", [])) == (
+        _to_both(Prepare(2, "chief 0 ended", 0))
+    )
+    # Without restarts left, the code of the last failure counts.
+    job.report(0, Ready(2, ["a:1"])), job.report(1, Ready(2, ["b:1"]))
+    assert job.report(0, Failed(2, 9, "it", [])) == _to_both(Exit(9, "it", 0, []))
 
 
 def test_a_failure_restarts_all_hosts_when_all_have_stopped():
     job = _running(max_restarts=1)
 
     prepare = Prepare(1, "worker 1 ended", 1)
-    assert job.report(1, Failed(0, 3, "worker 1 ended", [])) == [(0, prepare), (1, prepare)]
+    assert job.report(1, Failed(0, 3, "worker 1 ended", [])) == _to_both(prepare)
     assert job.report(0, Failed(0, 4, "worker 0 ended", [])) == []  # of the old attempt
     assert job.report(0, Finished(0)) == []
     assert job.report(1, Ready(1, ["b:3", "b:4"])) == []
-    workers = ["a:3", "b:3", "b:4"]
-    assert job.report(0, Ready(1, ["a:3"])) == [
-        (0, Start(1, workers, 0)),
-        (1, Start(1, workers, 1)),
-    ]
+    assert job.report(0, Ready(1, ["a:3"])) == _starts(1, ["a:3", "b:3", "b:4"])
 
 
 def test_a_lost_host_is_waited_for():
@@ -101,13 +105,9 @@ def test_a_lost_host_is_waited_for():
     assert job.lose(1, "gone") == [(0, Prepare(1, "gone", 1))]
     assert job.report(0, Ready(1, ["a:3"])) == []
     assert job.missing == [1]
-    assert job.join(1) == [(0, Prepare(1)), (1, Prepare(1))]
+    assert job.join(1) == _to_both(Prepare(1))
     assert job.report(1, Ready(1, ["b:3"])) == []
-    workers = ["a:4", "b:3"]
-    assert job.report(0, Ready(1, ["a:4"])) == [
-        (0, Start(1, workers, 0)),
-        (1, Start(1, workers, 1)),
-    ]
+    assert job.report(0, Ready(1, ["a:4"])) == _starts(1, ["a:4", "b:3"])
 
 
 def test_a_host_that_is_lost_while_others_are_missing_may_come_back():
@@ -116,7 +116,7 @@ def test_a_host_that_is_lost_while_others_are_missing_may_come_back():
 
     assert job.lose(1, "gone") == []
     assert job.join(0) == []
-    assert job.join(1) == [(0, Prepare(0)), (1, Prepare(0))]
+    assert job.join(1) == _to_both(Prepare(0))
 
 
 def test_a_host_that_is_lost_instead_of_the_first_start_fails():
@@ -130,8 +130,7 @@ def test_a_host_that_is_lost_instead_of_the_first_start_fails():
 def test_an_interrupted_host_ends_the_job_in_spite_of_restarts():
     job = _running(max_restarts=5)
 
-    exit_ = Exit(130, "SIGINT", 1)
-    assert job.report(1, Interrupted(130, "SIGINT")) == [(0, exit_), (1, exit_)]
+    assert job.report(1, Interrupted(130, "SIGINT")) == _to_both(Exit(130, "SIGINT", 1))
     assert job.lose(1, "gone") == []
 
 

@@ -8,24 +8,22 @@ import sys
 import pytest
 
 from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.launch import LaunchOptions, run
+from distributary.launch import HostOptions, LaunchOptions, run
 
 
-def test_workers_find_themselves_in_tf_config(launch):
-    result = launch('print(name, *config["cluster"]["worker"])', num_workers=2)
+def test_workers_find_themselves_in_tf_config_and_arguments_reach_them_as_they_are(launch):
+    script = 'print(name, *config["cluster"]["worker"], sys.argv[1:])'
+
+    result = launch(script, "--workers", "a b", "", "'", num_workers=2)
 
     assert result.code == 0
+    arguments = re.escape(repr(["--workers", "a b", "", "'"]))
     for number, line in enumerate(sorted(result.stdout.splitlines())):
         address = r"127\.0\.0\.1:(\d+)"
-        match = re.fullmatch(rf"\[worker {number}\] worker{number} {address} {address}", line)
+        own = rf"\[worker {number}\] worker{number}"
+        match = re.fullmatch(f"{own} {address} {address} {arguments}", line)
         assert match[1] != match[2]
     assert "[worker" not in result.stderr
-
-
-def test_arguments_reach_the_script_as_they_are(launch):
-    result = launch("print(sys.argv[1:])", "--workers", "a b", "", "'")
-
-    assert result.stdout == "[worker 0] ['--workers', 'a b', '', \"'\"]\n"
 
 
 @pytest.mark.parametrize(
@@ -147,12 +145,6 @@ print("through", restart)
     assert len(set(clusters)) == 3
 
 
-def test_the_code_of_the_last_failure_counts(launch):
-    result = launch("sys.exit(10 + restart)", max_restarts=2)
-
-    assert result.code == 12
-
-
 def test_what_a_worker_leaves_behind_is_ended(launch, tmp_path, wait_until_gone):
     script = """
 for options in ({}, {"start_new_session": True}):
@@ -224,38 +216,26 @@ for variable in ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "MALLOC_TOP_PAD_", "DISTRI
 """
 
 
-def test_devices_and_settings_are_in_the_environment(launch):
-    many = 500  # more than half of the cores of any machine
+@pytest.mark.parametrize(
+    ("options", "environ", "expected"),
+    [
+        (  # more than half of the cores of any machine
+            {"devices_per_worker": 500},
+            {"JAX_NUM_CPU_DEVICES": "3", "DISTRIBUTARY_TOKEN": "secret"},
+            ["500", "1000", "67108864" if sys.platform == "linux" else None, None],
+        ),
+        ({}, {"JAX_NUM_CPU_DEVICES": "3", "PJRT_NPROC": "5", "MALLOC_TOP_PAD_": "7"}, list("357")),
+        ({"tune": False, "devices_per_worker": 500}, {}, ["500", None, None, None]),
+    ],
+    ids=["devices", "settings of the user", "switched off"],
+)
+def test_devices_and_settings_are_in_the_environment(options, environ, expected, launch):
+    result = launch(_PRINT_SETTINGS, environ=environ, **options)
 
-    result = launch(
-        _PRINT_SETTINGS,
-        devices_per_worker=many,
-        environ={"JAX_NUM_CPU_DEVICES": "3", "DISTRIBUTARY_TOKEN": "secret"},
-    )
-
-    assert "JAX_NUM_CPU_DEVICES 500\n" in result.stdout
-    assert "PJRT_NPROC 1000\n" in result.stdout
-    assert "DISTRIBUTARY_TOKEN None\n" in result.stdout
-    assert "JAX_NUM_CPU_DEVICES=3 is set here; workers get 500 instead" in result.stderr
-    if sys.platform == "linux":
-        assert "MALLOC_TOP_PAD_ 67108864\n" in result.stdout
-
-
-def test_settings_of_the_user_stay(launch):
-    environ = {"JAX_NUM_CPU_DEVICES": "3", "PJRT_NPROC": "5", "MALLOC_TOP_PAD_": "7"}
-
-    result = launch(_PRINT_SETTINGS, environ=environ)
-
-    for variable, value in environ.items():
-        assert f"{variable} {value}\n" in result.stdout
-    assert result.stderr == ""
-
-
-def test_settings_can_be_switched_off(launch):
-    result = launch(_PRINT_SETTINGS, tune=False, devices_per_worker=500)
-
-    assert "MALLOC_TOP_PAD_ None\n" in result.stdout
-    assert "PJRT_NPROC None\n" in result.stdout
+    values = [line.rpartition(" ")[2] for line in result.stdout.splitlines()]
+    assert values[: len(expected)] == list(map(str, expected))
+    replaced = "JAX_NUM_CPU_DEVICES=3 is set here; workers get 500 instead"
+    assert (replaced in result.stderr) is ("devices_per_worker" in options and bool(environ))
 
 
 def test_workers_of_one_device_share_the_cores(launch):
@@ -284,6 +264,8 @@ def test_a_tf_config_of_the_user_is_replaced_and_named(launch):
         (dict(grace_seconds=-1), "grace_seconds is -1"),
         (dict(grace_seconds=float("nan")), "grace_seconds is nan"),
         (dict(num_workers=1.5), r"num_workers is 1\.5"),
+        (dict(num_servers=-1), "num_servers is -1"),
+        (dict(num_servers=1, hosts=HostOptions(2, 0, "10.0.0.1:1", "x" * 16)), "job on 2 hosts"),
     ],
 )
 def test_impossible_options_are_refused(options, match):

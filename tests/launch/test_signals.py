@@ -122,11 +122,8 @@ def test_nohup_is_respected(script, start, pid_of):
 
 
 def test_a_closed_terminal_ends_the_job(script, start_on_terminal, pid_of, wait_until_gone):
-    launcher, terminal = start_on_terminal(
-        "--workers",
-        2,
-        script("while True:\n    print('x' * 70)\n    put(f'{name}.0.pid', os.getpid())"),
-    )
+    worker = script("while True:\n    print('x' * 70)\n    put(f'{name}.0.pid', os.getpid())")
+    launcher, terminal = start_on_terminal("--workers", 2, worker)
     reader = threading.Thread(target=_read_until, args=(terminal, b"[worker 1]"))
     reader.start()
     pids = [pid_of("worker0"), pid_of("worker1")]
@@ -141,16 +138,15 @@ def test_a_closed_terminal_ends_the_job(script, start_on_terminal, pid_of, wait_
 def test_ctrl_c_on_the_terminal_reaches_the_launcher_and_workers_may_finish(
     script, start_on_terminal, pid_of
 ):
-    launcher, terminal = start_on_terminal(
-        script("""
+    worker = script("""
 signal.signal(signal.SIGINT, lambda *_: print("interrupted"))
 def end(*_):
     print("told to end")
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
 run_forever()
-"""),
-    )
+""")
+    launcher, terminal = start_on_terminal(worker)
     pid_of("worker0")
 
     os.write(terminal, b"\x03")
@@ -163,17 +159,14 @@ run_forever()
 
 
 def test_the_terminal_shows_colours_and_a_status_line(script, start_on_terminal, tmp_path):
-    launcher, terminal = start_on_terminal(
-        "--workers",
-        2,
-        script("""
+    worker = script("""
 line = json.dumps({"step": 120, "examples_per_second": 5120.4}) + "\\n"
 os.write(int(os.environ["DISTRIBUTARY_STATUS_FD"]), line.encode())
 print("begun")
 wait_for("seen")
-"""),
-        environ={"TERM": "xterm", "NO_COLOR": ""},
-    )
+""")
+    environ = {"TERM": "xterm", "NO_COLOR": ""}
+    launcher, terminal = start_on_terminal("--workers", 2, worker, environ=environ)
 
     seen = _read_until(terminal, b"worker 1: step 120, 5120 examples/s")
     (tmp_path / "seen").touch()
@@ -198,19 +191,14 @@ def test_no_color_is_respected(script, start_on_terminal):
 
 
 def test_a_reader_that_stops_reading_stops_no_supervision(script, start, pid_of, wait_until_gone):
-    launcher = start(
-        "--workers",
-        2,
-        "--grace-seconds",
-        0.2,
-        script("""
+    worker = script("""
 if name == "worker1":
     run_forever()
 put("worker0.0.pid", os.getpid())
 while True:
     print("x" * 1000)
-"""),
-    )
+""")
+    launcher = start("--workers", 2, "--grace-seconds", 0.2, worker)
     pids = [pid_of("worker0"), pid_of("worker1")]  # from here on nobody reads
 
     launcher.terminate()
@@ -220,15 +208,14 @@ while True:
 
 
 def test_a_closed_stdout_drops_the_output_and_nothing_else(script, start, tmp_path):
-    launcher = start(
-        script("""
+    worker = script("""
 print("first")
 wait_for("closed")
 for _ in range(1000):
     print("x" * 1000)
 put("done")
 """)
-    )
+    launcher = start(worker)
     assert launcher.stdout.readline() == "[worker 0] first\n"
 
     launcher.stdout.close()

@@ -12,26 +12,18 @@ from typing import Any, NoReturn, final
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.checkpoint._commit import Snapshot, check_replaceable, commit, siblings
 from distributary.checkpoint._leaves import ArrayLeaf, Entry, VariableLeaf, by_store, find_leaves
 from distributary.checkpoint._remote_store import SavedVariable
 from distributary.checkpoint._save_locks import SaveLock
-from distributary.dispatch import (
-    JobEvent,
-    dispatcher_for,
-    fetch_whole,
-    job_programs,
-    latest_program,
-)
+from distributary.dispatch import fetch_whole, latest_program
 from distributary.errors import CheckpointError, ContextError, DistributaryError, InvalidValueError
 from distributary.job import copies
 from distributary.topology import local_copy, shard_dim
 from distributary.tracing import current_scope
 from distributary.variables import ShardedVariable
 
-_PIECE_BYTES = 16 << 20
 _MAX_COPY_THREADS = 4
 
 
@@ -208,24 +200,17 @@ def _stored(variables: Mapping[str, SavedVariable]) -> dict[str, jax.Array | np.
     `latest_program` while you use them.
     """
     arrays = {name: _stored_array(variable) for name, variable in variables.items()}
-    of_job = {
-        name: array
+    of_job = [
+        name
         for name, array in arrays.items()
         if isinstance(array, jax.Array) and not array.is_fully_addressable
-    }
-    mirrored = [name for name, array in of_job.items() if array.is_fully_replicated]
+    ]
+    mirrored = [name for name in of_job if arrays[name].is_fully_replicated]
     names = [variables[name].name for name in mirrored]
-    copies.compare("while saving", names, [of_job.pop(name) for name in mirrored])
-    if of_job:
-        rows: list[Any] = list(of_job.values())
-        # No other program may be running on the devices when this one gets to its collectives.
-        jax.block_until_ready(rows)
-        mesh = rows[0].sharding.mesh
-        gather = jax.jit(lambda values: values, out_shardings=NamedSharding(mesh, P()))
-        described = [(f"{v.name} {v.dtype}{list(v.shape)}", "") for v in variables.values()]
-        job_programs.begin(JobEvent("reading variables", lambda: described))
-        gathered = dispatcher_for(tuple(mesh.devices.flat)).run(gather, lambda out: out[0], rows)
-        arrays.update(zip(of_job, gathered, strict=True))
+    copies.compare("while saving", names, [arrays[name] for name in mirrored])
+    for name in of_job:
+        if name not in mirrored:
+            arrays[name] = fetch_whole(arrays[name], arrays[name].shape)
     return {name: local_copy(array) for name, array in arrays.items()}
 
 
@@ -241,32 +226,24 @@ def _copied(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, np.ndarra
     """Returns copies of arrays in host memory, made by several threads."""
     # From the data of one device: the variable's own array would keep NumPy's view of it, and then
     # no step could donate that array.
-    sources = {
-        name: array.addressable_data(0)
+    sources = [
+        array.addressable_data(0)
         if isinstance(array, jax.Array) and array.is_fully_replicated
         else array
-        for name, array in arrays.items()
-    }
-    for array in sources.values():
+        for array in arrays.values()
+    ]
+    for array in sources:
         if isinstance(array, jax.Array):
             array.copy_to_host_async()
-    copied, pieces = {}, []
-    for name, array in sources.items():
-        source = np.ascontiguousarray(array).reshape(array.shape)
-        if isinstance(array, jax.Array) and next(iter(array.devices())).platform != "cpu":
-            copied[name] = source  # already a copy: only CPUs share their memory with NumPy
-            continue
-        copied[name] = np.empty_like(source)
-        step = max(1, _PIECE_BYTES // max(1, source.itemsize))
-        flat, flat_copy = source.reshape(-1), copied[name].reshape(-1)
-        pieces += [(flat_copy[i : i + step], flat[i : i + step]) for i in range(0, flat.size, step)]
-    if sum(source.nbytes for _, source in pieces) <= _PIECE_BYTES:
-        for piece in pieces:
-            np.copyto(*piece)
-    else:
-        with ThreadPoolExecutor(_MAX_COPY_THREADS) as threads:
-            list(threads.map(lambda piece: np.copyto(*piece), pieces))
-    return copied
+    with ThreadPoolExecutor(_MAX_COPY_THREADS) as threads:
+        return dict(zip(arrays, threads.map(_copy, sources), strict=True))
+
+
+def _copy(array: jax.Array | np.ndarray) -> np.ndarray:
+    source = np.ascontiguousarray(array).reshape(array.shape)
+    # Only CPUs share their memory with NumPy.
+    is_copy = isinstance(array, jax.Array) and next(iter(array.devices())).platform != "cpu"
+    return source if is_copy else source.copy()
 
 
 def _of_all(entry: Entry, states: list[str | None]) -> Entry:

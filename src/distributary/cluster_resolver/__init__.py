@@ -3,7 +3,12 @@
 Importing it does not import JAX: the command line checks its options without.
 """
 
-from distributary.cluster_resolver._addresses import join_address, parse_address
+from distributary.cluster_resolver._addresses import (
+    is_ip as is_ip,
+    join_address,
+    parse_address,
+    split_port as split_port,
+)
 from distributary.cluster_resolver._checks import checked_int
 from distributary.cluster_resolver._cluster_spec import (
     TOKEN_VARIABLE,
@@ -13,7 +18,6 @@ from distributary.cluster_resolver._cluster_spec import (
     multi_worker,
 )
 from distributary.cluster_resolver._gce import GCEClusterResolver
-from distributary.cluster_resolver._gpus import visible_gpus
 from distributary.cluster_resolver._kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
@@ -21,7 +25,7 @@ from distributary.cluster_resolver._kubernetes import (
 from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
-from distributary.cluster_resolver._slurm import SlurmClusterResolver
+from distributary.cluster_resolver._slurm import SlurmClusterResolver, visible_gpus
 from distributary.cluster_resolver._tf_config import TFConfigClusterResolver
 from distributary.cluster_resolver._tpu import TPUClusterResolver
 

@@ -48,7 +48,7 @@ def parse_address(text: object, field: str) -> Address:
     elif not host:
         reason = "the host is missing"
     elif not (
-        _is_ip(host) if match["ipv6"] or _LOOKS_LIKE_IPV4.fullmatch(host) else _HOST.fullmatch(host)
+        is_ip(host) if match["ipv6"] or _LOOKS_LIKE_IPV4.fullmatch(host) else _HOST.fullmatch(host)
     ):
         reason = f"{host!r} is neither a host name nor an IP address"
     elif not port:
@@ -71,7 +71,7 @@ def split_port(text: str) -> tuple[str, str | None]:
     """
     match = _ADDRESS.fullmatch(text)
     if match is None:
-        return text if _is_ip(text) else "", None
+        return text if is_ip(text) else "", None
     return match["ipv6"] or match["host"], match["port"]
 
 
@@ -90,7 +90,8 @@ def checked_port(port: object, field: str) -> int:
     return checked_int(port, field, f"a port from 1 to {MAX_PORT}", minimum=1, maximum=MAX_PORT)
 
 
-def _is_ip(text: str) -> bool:
+def is_ip(text: str) -> bool:
+    """Returns whether a text is an IP address, without brackets."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

@@ -4,12 +4,13 @@ import itertools
 import logging
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from typing import final
 
 from distributary.cluster_resolver._checks import checked_counts, checked_int, number_in
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._gpus import visible_gpus
 from distributary.cluster_resolver._ranks import RankClusterResolver, int_variable, variable
 from distributary.errors import ClusterError, InvalidValueError
 
@@ -20,6 +21,8 @@ _CURE = (
     "srun sets it for each process that it starts: start the program with srun, even in a script"
     " for sbatch."
 )
+_GPUS_CURE = "Pass gpus_per_node to SlurmClusterResolver, or 0 to compute on the CPU."
+_NVIDIA_SMI_SECONDS = 60.0
 _MAX_HOSTS = 1_000_000  # a range such as [1-99999999999] is a typo
 _COMMA_BETWEEN_HOSTS = re.compile(r",(?![^\[]*\])")  # unlike those in brackets
 _HOSTS = re.compile(r"([^\[\],\s]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])+", re.ASCII)
@@ -214,3 +217,43 @@ def _share(
             " auto_set_gpu=False and gpus_per_task if Slurm binds GPUs to tasks."
         )
     return num, shown
+
+
+def visible_gpus() -> list[str]:
+    """Returns the GPUs that the processes of this node may use, as `CUDA_VISIBLE_DEVICES` has them.
+
+    They are those in `CUDA_VISIBLE_DEVICES`, or else those that `SLURM_GPUS_ON_NODE` counts, or
+    else those that `nvidia-smi` lists; none without nvidia-smi.
+
+    Raises:
+        ClusterError: if the number is unknown.
+    """
+    text = os.environ.get(_GPUS)
+    if text is not None:
+        names = [name for name in text.replace(" ", "").split(",") if name]
+        return list(itertools.takewhile(lambda name: name != "-1", names))  # as CUDA does
+    if "SLURM_GPUS_ON_NODE" in os.environ:
+        num_gpus = int_variable("SLURM_GPUS_ON_NODE", _GPUS_CURE)
+    else:
+        num_gpus = _num_listed()
+    return [str(number) for number in range(num_gpus)]
+
+
+def _num_listed() -> int:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        output = subprocess.check_output(
+            [program, "--list-gpus"],
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_NVIDIA_SMI_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        details = getattr(error, "output", None) or ""
+        raise ClusterError(
+            f"The number of GPUs is not known: {program} --list-gpus failed with {error}"
+            f" {details.strip()}. {_GPUS_CURE}"
+        ) from error
+    return sum(line.startswith("GPU ") for line in output.splitlines())

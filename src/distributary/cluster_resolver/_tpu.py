@@ -155,9 +155,7 @@ class TPUClusterResolver(ClusterResolver):
         return self.cluster_spec().task_address(task_type, task_id)
 
     def _accelerators_of_any_task(self) -> dict[str, int]:
-        from distributary.topology import local_devices_of
-
-        return {"TPU": len(local_devices_of("TPU"))}
+        return {"TPU": super()._accelerators_of_any_task().get("TPU", 0)}
 
     def _current_task_id(self) -> int | None:
         if self._local or self._task_id is not None:

@@ -7,7 +7,7 @@ from distributary.dispatch._job_events import JobEvent, job_programs
 from distributary.dispatch._latest import latest_program
 from distributary.dispatch._progress import Fit, progress
 from distributary.dispatch._threads import call_after, call_when_collected, start_thread
-from distributary.dispatch._timing import ProgramTimer, profiled_steps
+from distributary.dispatch._timing import ProgramTimer
 
 __all__ = [
     "Dispatcher",
@@ -21,7 +21,6 @@ __all__ = [
     "interrupts",
     "job_programs",
     "latest_program",
-    "profiled_steps",
     "progress",
     "start_thread",
 ]

@@ -13,7 +13,6 @@ import jax
 from distributary._types import Nest
 from distributary.dispatch._job_events import job_programs
 from distributary.dispatch._latest import latest_program
-from distributary.errors import InvalidValueError
 from distributary.topology import cpu_threads_suffice
 
 __all__ = ["Dispatcher", "dispatcher_for"]
@@ -58,19 +57,11 @@ class Dispatcher:
 
     Attributes:
         bounded: Whether the number in flight is limited, so that `run` needs tokens.
-
-    Raises:
-        InvalidValueError: if `max_in_flight` is below 1, or is given without a lock.
     """
 
     def __init__(
         self, lock: AbstractContextManager[object] | None, max_in_flight: int | None = None
     ) -> None:
-        if max_in_flight is not None and (max_in_flight < 1 or lock is None):
-            raise InvalidValueError(
-                f"Dispatcher: max_in_flight is {max_in_flight} with lock {lock}, expected a number"
-                " >= 1 and a lock, or None."
-            )
         self.bounded = max_in_flight is not None
         self._lock = lock
         self._max_in_flight = max_in_flight or 0

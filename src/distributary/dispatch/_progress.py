@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import final
@@ -82,6 +82,8 @@ class Progress:
         num_examples: Number of examples in them, in this process.
         values: Latest numbers of the program itself, such as its loss, by name.
         fit: The latest call of `fit`.
+        begin_step: Called at the beginning of a step while a profile is wanted, with True for the
+            first step of a loop. None otherwise.
     """
 
     is_watched: bool = False
@@ -89,6 +91,7 @@ class Progress:
     num_examples: int = 0
     values: dict[str, float] = field(default_factory=dict)
     fit: Fit | None = None
+    begin_step: Callable[[bool], None] | None = None
     _seconds: dict[str, float] = field(default_factory=dict)  # of what is over, by name
     _open: tuple[tuple[str, float], ...] = ()  # what is going on, and since when
 

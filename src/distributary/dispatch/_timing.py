@@ -1,14 +1,12 @@
-"""Timing of programs on devices, and marks for steps in a profile."""
+"""Timing of programs on devices."""
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import jax
 
-__all__ = ["Output", "ProfiledSteps", "ProgramTimer", "profiled_steps", "wait_for_output"]
+__all__ = ["Output", "ProgramTimer", "wait_for_output"]
 
 _MAX_PROGRAMS = 16
 
@@ -60,19 +58,3 @@ def wait_for_output(output: Output) -> None:
         for array in output if isinstance(output, list) else [output]:
             if array is not None and not array.is_deleted():
                 array.block_until_ready()
-
-
-@final
-@dataclass(eq=False)
-class ProfiledSteps:
-    """A hook through which a profile learns where steps begin.
-
-    Attributes:
-        begin_step: Called at the beginning of a step while a profile is wanted, with True for the
-            first step of a loop. None otherwise.
-    """
-
-    begin_step: Callable[[bool], None] | None = None
-
-
-profiled_steps = ProfiledSteps()

@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Protocol, final
 
-from distributary.dispatch import ProgramTimer, latest_program, profiled_steps
+from distributary.dispatch import ProgramTimer, latest_program, progress
 from distributary.errors import DistributaryWarning
 from distributary.tracing import user_stacklevel
 
@@ -221,8 +221,8 @@ class Loop:
         self._num_programs, self._blocked = latest_program.count, latest_program.blocked_seconds
         if now >= self._counts.sample_at and not self._is_first:
             self._timer = latest_program.timer = ProgramTimer()
-        if profiled_steps.begin_step is not None:
-            profiled_steps.begin_step(self._is_first)
+        if progress.begin_step is not None:
+            progress.begin_step(self._is_first)
 
     def _end_step(self, now: float, begin: float) -> None:
         num_batches, wait, seconds = self._num_batches, self._idle, now - begin

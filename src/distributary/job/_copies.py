@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, final
 
+import google_crc32c
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,6 @@ from distributary.job._consensus import consensus
 _SHARE = 0.002
 # Bounds of the number of programs between two comparisons.
 _MIN_INTERVAL, _MAX_INTERVAL = 32, 1 << 16
-_WORDS_AT_A_TIME = 1 << 20
 
 
 @final
@@ -111,32 +111,25 @@ def checksums(arrays: Sequence[jax.Array]) -> list[list[int]]:
 def _checksums(arrays: list[jax.Array]) -> Any:
     if all(device.platform == "cpu" for array in arrays for device in array.devices()):
         # Arrays of CPUs need not be copied, and a program for all of them takes long to compile.
-        return [_checksum_on_host(_words(array, np)) for array in map(_without_keys, arrays)]
-    return _checksums_on_device(arrays)
+        return [_checksum_on_host(array) for array in map(_without_keys, arrays)]
+    return checksums_on_device(arrays)
+
+
+def _checksum_on_host(array: jax.Array) -> int:
+    values = np.ascontiguousarray(_with_one_nan(np.asarray(array), np))
+    return int(google_crc32c.value(values.reshape(-1).view(np.uint8)))
 
 
 @jax.jit
-def _checksums_on_device(arrays: list[jax.Array]) -> jax.Array:
+def checksums_on_device(arrays: list[jax.Array]) -> jax.Array:
+    """Returns a checksum of every array, computed where the arrays lie."""
     sums = []
     for array in map(_without_keys, arrays):
-        words = _words(array, jnp)
-        sums.append(jnp.sum(words * _weights(words.size, jnp), dtype=jnp.uint32))
+        words = _words(_with_one_nan(array, jnp))
+        # An odd weight for each word, so that the sum depends on all of their bits.
+        weights = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
+        sums.append(jnp.sum(words * weights, dtype=jnp.uint32))
     return jnp.stack(sums)
-
-
-def _checksum_on_host(words: Any) -> int:
-    """Returns what `_checksums_on_device` does for an array, with little memory."""
-    total = 0
-    for start in range(0, words.size, _WORDS_AT_A_TIME):
-        part = words[start : start + _WORDS_AT_A_TIME]
-        total += int(np.dot(part, _weights(part.size, np)))
-        total += 2 * start * int(np.sum(part, dtype=np.uint32))
-    return total % 2**32
-
-
-def _weights(num_words: int, numpy: Any) -> Any:
-    """Returns an odd number for each word, so that a checksum depends on all of their bits."""
-    return 2 * numpy.arange(num_words, dtype=np.uint32) + 1
 
 
 def _without_keys(array: jax.Array) -> jax.Array:
@@ -144,19 +137,24 @@ def _without_keys(array: jax.Array) -> jax.Array:
     return jax.random.key_data(array) if is_key else array
 
 
-def _words(array: Any, numpy: Any) -> Any:
-    """Returns the bits of an array as a vector of words.
+def _with_one_nan(array: Any, numpy: Any) -> Any:
+    """Returns an array in which all NaNs are the same, with complex numbers as pairs.
+
+    The bits of a sum of two NaNs depend on their order.
 
     Args:
         array: The array.
         numpy: The module that computes: `numpy` or `jax.numpy`.
     """
-    array = numpy.asarray(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = numpy.stack([array.real, array.imag])
     if jnp.issubdtype(array.dtype, jnp.floating):
-        # Made one NaN: the bits of a sum of two NaNs depend on their order.
         array = numpy.where(numpy.isnan(array), numpy.asarray(np.nan, array.dtype), array)
+    return array
+
+
+def _words(array: jax.Array) -> jax.Array:
+    """Returns the bits of an array as a vector of words."""
     bits = jax.dtypes.itemsize_bits(array.dtype)
     if bits < 8 or array.dtype == np.bool_:
         return array.astype(np.float32).astype(np.int32).astype(np.uint32).ravel()

@@ -3,8 +3,8 @@
 Every worker keeps the connection to worker 0 on which they met. Each end says something once a
 second. A connection that closes shows immediately that a process has ended. Silence shows that it
 is frozen or its machine is gone. Worker 0 tells the others. A process that ends by an exception
-says so first. When workers wait for another one, worker 0 asks that one where it is and writes a
-report; whether it hangs or is slow, only the user knows, who can set a timeout that ends the job.
+says so first. When workers wait for another one, worker 0 writes where that one is. Whether it
+hangs or is slow, only the user knows, who can set a timeout that ends the job.
 
 Messages, as of `Channel`:
 
@@ -12,15 +12,14 @@ Messages, as of `Channel`:
                 lost       which worker is lost, and how: the job ends
                 differ     how the workers differ: the job ends
     to first    finished   as beat; the sender waits for the others
-                place      where the sender is, as an answer
-    from first  place      asks for that
-                over       all have finished
+    from first  over       all have finished
 
 Source: the health checks of `tf.distribute.MultiWorkerMirroredStrategy`, which are RPCs.
 """
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -48,7 +47,7 @@ _GRACE_SECONDS = 1.0
 # From an error of a collective to the news of the lost worker that caused it. Worker 0 hears that a
 # worker has finished with the next heartbeats.
 _NEWS_SECONDS = 3.0
-_ANSWER_BEATS = 2  # time for the others to tell where they are
+_MAX_OLD_BEATS = 2  # after as many, where a worker was last is not where it is
 _WRITE_SECONDS = 0.2
 _INTERRUPTED_EXIT_CODE = 130  # as shells report it
 _MAX_REASON_CHARACTERS = 500
@@ -62,11 +61,13 @@ class _Report(NamedTuple):
         num_meetings: Number of events at which it has met the others, or waits for them.
         position: Number of events that it has begun.
         is_waiting: Whether it waits for the others on the host.
+        place: What it does, and the stack of its script; empty before its first report.
     """
 
     num_meetings: int = 0
     position: int = 0
     is_waiting: bool = False
+    place: Sequence[str] = ()
 
 
 @final
@@ -78,23 +79,6 @@ class _Worker:
     report: _Report = field(default_factory=_Report)
     silent_beats: int = 0
     has_finished: bool = False
-    place: list[str] | None = None  # set once it has told where it is
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """Why workers are asked where they are.
-
-    Attributes:
-        kind: `"differ"` or `"lost"`, which end the job, or `"report"`.
-        reason: What the answers explain.
-        workers: Those who are asked.
-    """
-
-    kind: str
-    reason: str
-    workers: Sequence[_Worker]
 
 
 @final
@@ -127,8 +111,6 @@ class Liveness:
         self._is_decided = threading.Event()  # all have finished, or one is lost
         # Number of beats for which workers have waited for others, the position, the next report.
         self._stuck_beats, self._stuck_at, self._report_at = 0, 0, 0
-        self._request: _Request | None = None
-        self._unanswered_beats = 0
         self._pid = os.getpid()
 
     def start(self) -> None:
@@ -184,10 +166,6 @@ class Liveness:
             self._lose(content, kind)
         elif kind == "over":
             self._is_decided.set()
-        elif kind == "place" and self._number == 0:
-            worker.place = content
-        elif kind == "place":
-            self._send(worker, "place", self._own_place())
         else:
             worker.report = _Report(*content)
             worker.has_finished |= kind == "finished"
@@ -210,32 +188,26 @@ class Liveness:
 
     def _own_report(self) -> _Report:
         agreement = consensus()
-        is_waiting = agreement is not None and agreement.waiting_at is not None
+        waiting_at = None if agreement is None else agreement.waiting_at
         # Read the position first: at a meeting a worker counts the meeting before its position.
         position = job_programs.position
-        return _Report(job_programs.num_meetings, position, is_waiting)
-
-    def _own_place(self) -> list[str]:
-        agreement = consensus()
-        waiting_at = None if agreement is None else agreement.waiting_at
+        num_meetings = job_programs.num_meetings
         name, values = job_programs.latest
         given = f" with {', '.join(map(str, values))}" if values else ""
         if waiting_at is None:
             doing = f"has begun {name}{given}"
         else:
             doing = f"waits for all before {waiting_at}{given if waiting_at == name else ''}"
-        return [doing, *stack_of_script()]
+        place = [doing, *stack_of_script()]
+        return _Report(num_meetings, position, waiting_at is not None, place)
 
     # On worker 0, which hears from all
 
     def _look_for_trouble(self) -> None:
         """Notices workers that wait for each other and will not meet."""
-        if self._request is not None:
-            self._use_answers(self._request)
-            return
         passed_by = self._passed_by()
         if passed_by is not None:
-            self._request_positions(_Request("differ", passed_by, self._workers))
+            self._lose(_with_positions(passed_by, self._workers), "differ")
             return
         positions = [worker.report.position for worker in self._workers]
         awaited = [
@@ -258,57 +230,30 @@ class Liveness:
             self._report_at = self._max_silent_beats
         self._stuck_beats += 1
         names = " and ".join(worker.name for worker in awaited)
-        if self._timeout_seconds and self._stuck_beats * _BEAT_SECONDS > self._timeout_seconds:
+        seconds = self._stuck_beats * _BEAT_SECONDS
+        if self._timeout_seconds and seconds > self._timeout_seconds:
             reason = (
                 f"the other workers have waited for {names} for {self._timeout_seconds:g} s, the"
                 " timeout_seconds of CommunicationOptions"
             )
-            self._request_positions(_Request("lost", reason, self._workers))
+            self._lose(_with_positions(reason, self._workers))
         elif self._stuck_beats >= self._report_at:
             self._report_at *= 2
-            reason = (
-                f"The other workers have waited for {names} for"
-                f" {self._stuck_beats * _BEAT_SECONDS:g} s"
-            )
-            self._request_positions(_Request("report", reason, awaited))
+            reason = f"The other workers have waited for {names} for {seconds:g} s"
+            # Not by a logger, whose lock the script may hold.
+            _write_to_stderr(f"{_with_positions(reason, awaited)}\n")
 
     def _passed_by(self) -> str | None:
         """Returns how a worker has gone on where another waits for all; None if none has."""
-        for waiting in self._workers:
-            report = waiting.report
-            if not report.is_waiting:
-                continue
-            for other in self._workers:
-                theirs = other.report
-                has_passed = theirs.position >= report.position
-                if theirs.num_meetings < report.num_meetings and has_passed:
-                    return (
-                        f"the workers do different things: {waiting.name} waits for all of them,"
-                        f" and {other.name} has gone on without"
-                    )
+        for waiting, other in itertools.product(self._workers, repeat=2):
+            ours, theirs = waiting.report, other.report
+            has_passed = theirs.position >= ours.position
+            if ours.is_waiting and has_passed and theirs.num_meetings < ours.num_meetings:
+                return (
+                    f"the workers do different things: {waiting.name} waits for all of them,"
+                    f" and {other.name} has gone on without"
+                )
         return None
-
-    def _request_positions(self, request: _Request) -> None:
-        """Asks workers where they are; `_use_answers` sends the answers with the reason."""
-        self._request = request
-        self._unanswered_beats = 0
-        for worker in self._channels.keys() & set(request.workers):
-            worker.place = None
-            self._send(worker, "place", None)
-        self._own.place = self._own_place()
-
-    def _use_answers(self, request: _Request) -> None:
-        self._unanswered_beats += 1
-        is_complete = all(worker.place is not None for worker in request.workers)
-        if not is_complete and self._unanswered_beats <= _ANSWER_BEATS:
-            return
-        self._request = None
-        text = f"{request.reason}. {'; '.join(map(_position_of, request.workers))}"
-        if request.kind == "report":
-            # Not by a logger, whose lock the script may hold.
-            _write_to_stderr(f"{text}\n")
-        else:
-            self._lose(text, request.kind)
 
     # When the job cannot go on
 
@@ -393,13 +338,17 @@ class Liveness:
             channel.close()
 
 
+def _with_positions(reason: str, workers: Sequence[_Worker]) -> str:
+    """Returns a reason, and where workers are, in their own words."""
+    return f"{reason}. {'; '.join(map(_position_of, workers))}"
+
+
 def _position_of(worker: _Worker) -> str:
-    """Returns where a worker is, in its own words."""
     if worker.has_finished:
         return f"{worker.name} has ended"
-    if worker.place is None:
+    if worker.silent_beats > _MAX_OLD_BEATS or not worker.report.place:
         return f"{worker.name} does not answer"
-    doing, *frames = worker.place
+    doing, *frames = worker.report.place
     return f"{worker.name} {doing} ({' > '.join(frames)})"
 
 

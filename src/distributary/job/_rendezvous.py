@@ -132,17 +132,11 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def _facts(place: MultiWorker, secret: str = "") -> _Facts:
+def _facts(place: MultiWorker) -> _Facts:
     minor_version = ".".join(platform.python_version_tuple()[:2])
     versions = {"python": minor_version, **package_versions()}
     workers = [str(peer) for peer in place.workers]
-    facts = {"worker": place.worker_number, "workers": workers, "versions": versions}
-    return {**facts, "check": _check(facts, secret)}
-
-
-def _check(facts: _Facts, secret: str = "") -> str:
-    """Returns a digest that shows that the other facts come from a worker, undamaged."""
-    return proof(secret, "worker", *(facts[name] for name in ("worker", "workers", "versions")))
+    return {"worker": place.worker_number, "workers": workers, "versions": versions}
 
 
 def _held_port(peer: Peer, *, must_be_own: bool) -> socket.socket:
@@ -211,7 +205,7 @@ def _problem_of(
     arrived: dict[int, tuple[Channel, _Facts]],
 ) -> str | None:
     """Adds the other workers to `arrived`; returns why the job cannot go on, or None."""
-    own = _facts(place, secret)
+    own = _facts(place)
     deadline = time.monotonic() + deadline_seconds
 
     def missing() -> str:
@@ -277,21 +271,12 @@ def _difference(
 
 def _checked(message: Message, secret: str) -> _Facts | None:
     """Returns the facts of a worker; None for anything else, which anybody can send."""
-    facts = message.content
     try:
-        worker, workers, versions = (facts[name] for name in ("worker", "workers", "versions"))
-        is_one = (
-            message.kind == "here"
-            and type(worker) is int
-            and isinstance(workers, list)
-            and isinstance(versions, dict)
-            and 0 <= worker < len(workers)
-            and all(isinstance(text, str) for text in (*workers, *versions.values()))
-            and is_proof(facts["check"], secret, "worker", worker, workers, versions)
-        )
-        return facts if is_one else None
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        facts, shown = message.content
+        is_one = message.kind == "here" and is_proof(shown, secret, "worker", facts)
+    except (ValueError, TypeError, RecursionError):
         return None
+    return facts if is_one else None
 
 
 # On the others
@@ -315,7 +300,9 @@ def _register(port: int, place: MultiWorker, deadline_seconds: float, secret: st
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(channel.close)
         try:
-            channel.send("here", _facts(place, secret))
+            facts = _facts(place)
+            # Without a secret, the proof shows that the facts come from a worker, undamaged.
+            channel.send("here", [facts, proof(secret, "worker", facts)])
             answer = channel.receive(max(0.0, deadline - time.monotonic()) + _ANSWER_SECONDS)
             if answer.kind != "verdict" or not isinstance(answer.content, (str, type(None))):
                 raise ChannelClosedError(f"it sent an unexpected message, {answer.kind!r:.100}")

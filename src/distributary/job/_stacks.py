@@ -1,5 +1,6 @@
 """The stack of the script, as others are told when they wait for this process."""
 
+import linecache
 import os
 import sys
 import sysconfig
@@ -22,9 +23,12 @@ def stack_of_script() -> list[str]:
     there are frames of the script, frames of libraries are left out.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = traceback.extract_stack(frame)
-    of_script = [frame for frame in stack if not frame.filename.startswith(_LIBRARIES)]
+    stack = [(frame.f_code, line) for frame, line in traceback.walk_stack(frame)]
+    of_script = [one for one in stack if not one[0].co_filename.startswith(_LIBRARIES)]
+    # Not `traceback.extract_stack`, which looks at every file again: a disk that hangs must not
+    # silence this process, which is called once a second.
     return [
-        f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
-        for frame in (of_script or stack)[-_MAX_FRAMES:]
+        f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}:"
+        f" {linecache.getline(code.co_filename, line).strip()}"
+        for code, line in reversed((of_script or stack)[:_MAX_FRAMES])
     ]

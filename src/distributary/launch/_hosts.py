@@ -5,8 +5,8 @@ first prove to each other that they know the token of the job:
 
     host 0                          other host
       challenge (random) ------------->
-      <------------- hello, with another challenge
-      welcome, or refused ------------>
+      <------------- hello, with another challenge and a proof
+      welcome, with a proof, or refused ------------>
 
 The proofs cover the address that the other host has called. What follows is neither encrypted nor
 signed, like the connections of the workers.
@@ -37,7 +37,7 @@ from distributary.job import (
 from distributary.launch import _restarts as restarts
 from distributary.launch._options import HostOptions, LaunchOptions
 
-_PROTOCOL = 5
+_PROTOCOL = 6
 _SILENT_SECONDS = 20  # after which the other machine is taken to be gone
 _ANSWER_SECONDS = 10.0
 _WAITING_SECONDS = 5.0  # before it says which hosts it waits for
@@ -54,7 +54,6 @@ class LocalLink:
     """
 
     address = "127.0.0.1"
-    wants_tasks = False
 
     def __init__(self, max_restarts: int) -> None:
         self._job = restarts.Job(1, max_restarts)
@@ -87,7 +86,6 @@ class RemoteLink:
 
     Attributes:
         address: Address of this host for the workers of other hosts.
-        wants_tasks: True if `Tasks` should be sent from time to time.
 
     Raises:
         LaunchError: if the master cannot be reached, or refuses this host.
@@ -99,7 +97,7 @@ class RemoteLink:
         try:
             self._channel.keep_alive(_SILENT_SECONDS)
             self.address = hosts.address or self._channel.own_address()
-            self.wants_tasks = self._shake_hands(devices_per_worker)
+            self._shake_hands(devices_per_worker)
         except OSError as error:
             self._channel.close()
             raise LaunchError(
@@ -150,8 +148,7 @@ class RemoteLink:
         """Closes the connection."""
         self._channel.close()
 
-    def _shake_hands(self, devices_per_worker: int | None) -> bool:
-        """Joins the job; returns whether the master wants `Tasks`."""
+    def _shake_hands(self, devices_per_worker: int | None) -> None:
         hosts = self._hosts
         challenge = self._answer("challenge")
         own_challenge = new_challenge()
@@ -164,18 +161,12 @@ class RemoteLink:
         }
         shown = proof(hosts.token, "host", challenge, own_challenge, hello)
         self._channel.send("hello", [hello, own_challenge, shown])
-        answer = self._answer("welcome")
-        try:
-            welcome, shown = answer
-            wants_tasks = bool(welcome["wants_tasks"])
-        except (KeyError, TypeError, ValueError):
-            raise self._unexpected(answer) from None
-        if not is_proof(shown, hosts.token, "master", own_challenge, challenge, welcome):
+        shown = self._answer("welcome")
+        if not is_proof(shown, hosts.token, "master", own_challenge, challenge):
             raise LaunchError(
                 f"launch: the program that listens at {hosts.master} does not know the token of"
                 " this job. Does another job use this address?"
             )
-        return wants_tasks
 
     def _answer(self, kind: str) -> Any:
         message = self._channel.receive(_ANSWER_SECONDS)
@@ -185,13 +176,10 @@ class RemoteLink:
                 f" {self._hosts.host_rank}: {message.content}"
             )
         if message.kind != kind:
-            raise self._unexpected(message.kind)
+            raise ChannelClosedError(
+                f"{self._channel.peer} sent an unexpected message, {message.kind!r:.100}"
+            )
         return message.content
-
-    def _unexpected(self, found: object) -> ChannelClosedError:
-        return ChannelClosedError(
-            f"{self._channel.peer} sent an unexpected message, {found!r:.100}"
-        )
 
 
 Link: TypeAlias = LocalLink | RemoteLink
@@ -238,13 +226,12 @@ class Master:
         self._complete_at = time.monotonic()
         self._has_said_who_is_missing = False
         self._tasks: dict[int, restarts.Tasks] = {}  # of the other hosts; any thread may read it
-        self._wants_tasks = options.dashboard_port is not None
         self._server = _listen(self._hosts)
         self._thread = threading.Thread(target=self._serve, name="launch-master", daemon=True)
         self._thread.start()
 
     def tasks(self) -> dict[int, restarts.Tasks]:
-        """Returns the tasks of the other hosts, at most a second old, if there is a dashboard."""
+        """Returns the tasks of the other hosts, at most a second old."""
         return dict(self._tasks)
 
     def close(self) -> None:
@@ -325,8 +312,8 @@ class Master:
         self._send(self._job.join(host))
         return True
 
-    def _checked(self, message: Message, challenge: str, called: str) -> tuple[int, list[Any]]:
-        """Returns the rank of a host that may join, and the answer that it gets."""
+    def _checked(self, message: Message, challenge: str, called: str) -> tuple[int, str]:
+        """Returns the rank of a host that may join, and our own proof."""
         try:
             hello, own_challenge, shown = message.content
         except (TypeError, ValueError):
@@ -353,8 +340,7 @@ class Master:
             raise _RefusedError(f"--node-rank {host} is taken by {self._channels[host].peer}")
         if self._job.is_over:
             raise _RefusedError("the job is over")
-        welcome = {"wants_tasks": self._wants_tasks and host != 0}
-        return host, [welcome, proof(token, "master", own_challenge, challenge, welcome)]
+        return host, proof(token, "master", own_challenge, challenge)
 
     def _receive(self, host: int, message: Message | None) -> None:
         """Handles a message of a host; None means that the host has gone."""

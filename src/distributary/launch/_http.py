@@ -1,7 +1,6 @@
 """The HTTP server by which processes show their numbers: a page, or metrics."""
 
 import errno
-import ipaddress
 import logging
 import socket
 import socketserver
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import TypeAlias, final
 
+from distributary.cluster_resolver import is_ip, split_port
 from distributary.dispatch import start_thread
 
 _log = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class HttpServer:
             timeout = _REQUEST_SECONDS
 
             def do_GET(self) -> None:
-                host = _host_of(self.headers.get("Host", ""))
-                found = self._page() if host in hosts or _is_ip_address(host) else _BAD_HOST
+                host, _ = split_port(self.headers.get("Host", "").lower())
+                found = self._page() if host in hosts or is_ip(host) else _BAD_HOST
                 self.send_response(found.status)
                 self.send_header("Content-Type", found.content_type)
                 self.send_header("Content-Length", str(len(found.content)))
@@ -117,18 +117,3 @@ class HttpServer:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
-
-
-def _host_of(header: str) -> str:
-    """Returns the host in `HOST:PORT`, `HOST` or `[IPV6]:PORT`."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0].lower()
-
-
-def _is_ip_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

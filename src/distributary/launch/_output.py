@@ -34,32 +34,36 @@ _LAUNCHER_COLOR = 1  # bold
 _ERASE_LINE = b"\r\x1b[K"
 _STATUS_SECONDS = 0.5
 _IDLE_SECONDS = 1.0
-_STDOUT, _STDERR = 0, 1
+_STDOUT, _STDERR, _REPORTS = 0, 1, 2
 
 
 @final
+@dataclass(eq=False)
 class TaskOutput:
     """The output of one task in one attempt.
 
     Args:
         name: Name in the prefix of its lines.
         number: Number that determines the color.
-        log: File that gets everything, or None.
+        log: File that gets everything but reports, or None.
+        on_report: Called with every line of the channel of reports.
 
     Attributes:
-        ended: Set once all writers have closed both streams.
+        ended: Set once all writers have closed all streams.
         reason: Why it ends, if a line says so: which other worker was lost, or what is wrong with
             the job.
     """
 
-    def __init__(self, name: str, number: int, log: BinaryIO | None) -> None:
-        self.name = name
-        self.number = number
-        self.log = log
-        self.num_open = 2
-        self.ended = threading.Event()
-        self.reason = ""
-        self._last_lines: collections.deque[bytes] = collections.deque(maxlen=_NUM_LAST_LINES)
+    name: str
+    number: int
+    log: BinaryIO | None
+    on_report: Callable[[bytes], None]
+    num_open: int = 3
+    ended: threading.Event = field(default_factory=threading.Event)
+    reason: str = ""
+    _last_lines: collections.deque[bytes] = field(
+        default_factory=lambda: collections.deque(maxlen=_NUM_LAST_LINES)
+    )
 
     def remember(self, lines: Iterable[bytes]) -> list[bytes]:
         """Keeps the last of some stderr lines, and the reason of its end if a line says it.
@@ -91,10 +95,10 @@ class TaskOutput:
 @final
 @dataclass(eq=False)
 class _Stream:
-    """The stdout or stderr of a task, which is copied whole lines at a time."""
+    """The stdout, stderr or channel of reports of a task, which is read in whole lines."""
 
     task: TaskOutput
-    number: int  # of our own descriptor to which it goes
+    number: int  # of our own descriptor to which it goes, or that of reports
     file: IO[bytes]
     prefix: bytes
     pending: bytearray = field(default_factory=bytearray)  # start of a line
@@ -163,18 +167,24 @@ class Output:
         self._thread.start()
 
     def attach(
-        self, name: str, number: int, streams: tuple[IO[bytes], IO[bytes]], log_path: Path | None
+        self,
+        name: str,
+        number: int,
+        streams: tuple[IO[bytes], IO[bytes], IO[bytes]],
+        log_path: Path | None,
+        on_report: Callable[[bytes], None],
     ) -> TaskOutput:
-        """Starts to copy two streams, until they end; then closes them.
+        """Starts to copy streams, until they end; then closes them.
 
         Args:
             name: Name in the prefix of the lines.
             number: Number that determines the color.
-            streams: The worker's stdout and stderr.
-            log_path: File that gets an exact copy of both, or None.
+            streams: The worker's stdout and stderr, and the channel of its reports.
+            log_path: File that gets an exact copy of stdout and stderr, or None.
+            on_report: Called in the thread with every line of the channel of reports.
         """
         log = None if log_path is None else open(log_path, "wb", buffering=0)  # noqa: SIM115
-        task = TaskOutput(name, number, log)
+        task = TaskOutput(name, number, log, on_report)
         self._request(partial(self._begin, task, streams))
         return task
 
@@ -244,9 +254,10 @@ class Output:
         prefix = self._prefix("launcher", _LAUNCHER_COLOR, _STDERR)
         self._write_lines(_STDERR, prefix, [line.encode() for line in text.splitlines()])
 
-    def _begin(self, task: TaskOutput, files: tuple[IO[bytes], IO[bytes]]) -> None:
+    def _begin(self, task: TaskOutput, files: Sequence[IO[bytes]]) -> None:
         for number, file in enumerate(files):
-            prefix = self._prefix(task.name, _COLORS[task.number % len(_COLORS)], number)
+            color = _COLORS[task.number % len(_COLORS)]
+            prefix = b"" if number == _REPORTS else self._prefix(task.name, color, number)
             stream = _Stream(task, number, file, prefix)
             self._selector.register(file, selectors.EVENT_READ, stream)
 
@@ -265,7 +276,7 @@ class Output:
         if not data:
             self._finish(stream)
             return
-        if stream.task.log is not None:
+        if stream.task.log is not None and stream.number != _REPORTS:
             stream.task.log.write(data)
         self._emit(stream, stream.lines(data))
 
@@ -283,6 +294,10 @@ class Output:
             task.ended.set()
 
     def _emit(self, stream: _Stream, lines: Sequence[bytes]) -> None:
+        if stream.number == _REPORTS:
+            for line in lines:
+                stream.task.on_report(line)
+            return
         lines = [line for line in lines if not _NOISE.fullmatch(line)]
         if stream.number == _STDERR:
             lines = stream.task.remember(lines)

@@ -159,46 +159,27 @@ def _report(ended: threading.Event) -> None:
 
 
 @final
-class StatusReader:
-    """The launcher's end of one worker's channel.
+class ReportedNumbers:
+    """The numbers that one worker has reported.
 
     Args:
         warn: Called at the first line that `report` would not write.
     """
 
     def __init__(self, warn: Callable[[], None]) -> None:
-        self._read_fd, self.write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        os.set_blocking(self.write_fd, False)
         self._warn: Callable[[], None] | None = warn
-        self._pending = b""
         self._last: dict[str, float] = {}
 
-    def fileno(self) -> int:
-        """Returns the descriptor that becomes readable when `receive` has something to do.
-
-        -1 when closed.
-        """
-        return self._read_fd
-
-    def receive(self) -> bool:
-        """Reads what has arrived; returns False at the end."""
+    def read(self, line: bytes) -> None:
+        """Takes the numbers from a line."""
         try:
-            data = os.read(self._read_fd, 4096)
-        except BlockingIOError:
-            return True
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        if len(self._pending) > _MAX_MESSAGE_BYTES:
-            lines.append(self._pending)
-            self._pending = b""
-        for line in lines:
-            self._read_line(line)
-        return bool(data)
-
-    def close(self) -> None:
-        """Stops reading."""
-        os.close(self._read_fd)
-        self._read_fd = -1
+            values = {str(name): float(value) for name, value in json.loads(line).items()}
+        except (AttributeError, TypeError, ValueError):
+            if self._warn is not None:
+                self._warn()
+            self._warn = None
+        else:
+            self._last = {**self._last, **values}  # a new dict, because other threads read it
 
     def numbers(self) -> dict[str, float]:
         """Returns all numbers that the worker has reported, the latest of each. For any thread."""
@@ -215,13 +196,3 @@ class StatusReader:
         if "examples_per_second" in self._last:
             parts.append(f"{self._last['examples_per_second']:.0f} examples/s")
         return ", ".join(parts)
-
-    def _read_line(self, line: bytes) -> None:
-        try:
-            values = {str(name): float(value) for name, value in json.loads(line).items()}
-        except (AttributeError, TypeError, ValueError):
-            if self._warn is not None:
-                self._warn()
-            self._warn = None
-        else:
-            self._last = {**self._last, **values}  # a new dict, because other threads read it

@@ -4,11 +4,11 @@ The launcher runs this file with the standard library alone, without importing d
 
     python -I -S _subreaper.py CONTROL_FD GRACE_SECONDS COMMAND [ARGUMENT ...]
 
-`CONTROL_FD` is a stream socket. The launcher writes `T` (send TERM, and KILL after the grace
-period) or `K` (send KILL). When the launcher ends, in whatever way, the socket is closed. That
-means the same as `T`, so the workers get their grace period even if the launcher was killed. The
-subreaper writes the lines `started PID` and `ended CODE`, where a signal has a negative number, and
-closes the socket when no process is left.
+`CONTROL_FD` is a stream socket with the messages of `job.Channel`. The launcher sends `T` (send
+TERM, and KILL after the grace period) or `K` (send KILL). When the launcher ends, in whatever way,
+the socket is closed. That means the same as `T`, so the workers get their grace period even if the
+launcher was killed. The subreaper sends `started` with the process id and `ended` with the exit
+code, where a signal has a negative number, and closes the socket when no process is left.
 
 On Linux the subreaper is the subreaper of its descendants: those that lose their parent become its
 children. So it finds them even in sessions of their own, and "no child left" means that all are
@@ -55,7 +55,7 @@ class _Subreaper:
         wake_fd = self._install_handlers()
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._pid = self._start_worker()
-        self._tell(f"started {self._pid}")
+        self._send("started", self._pid)
         while self._reap():
             if self._kill_at is not None:
                 self._end_processes()
@@ -153,12 +153,12 @@ class _Subreaper:
                 return True
             if pid == self._pid:
                 self._worker_is_alive = False
-                self._tell(f"ended {os.waitstatus_to_exitcode(status)}")
+                self._send("ended", os.waitstatus_to_exitcode(status))
                 self._begin_to_end(self._grace_seconds)  # the processes that it has left behind
 
-    def _tell(self, line: str) -> None:
+    def _send(self, kind: str, number: int) -> None:
         with contextlib.suppress(OSError):  # the launcher has ended
-            os.write(self._control_fd, f"{line}\n".encode())
+            os.write(self._control_fd, f'["{kind}", {number}, 0]\n'.encode())
 
 
 def _prctl(option: int, argument: int) -> None:

@@ -22,7 +22,7 @@ from distributary.launch._hosts import Link, LocalLink, Master, RemoteLink
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
 from distributary.launch._signals import Signals
-from distributary.launch._status import REFUSED_EXIT_CODE, StatusReader
+from distributary.launch._status import REFUSED_EXIT_CODE
 from distributary.launch._worker import (
     Ending,
     Task,
@@ -167,7 +167,7 @@ class Supervisor:
         self._watch(self.signals, self._on_signal)
         if self.link.fileno() >= 0:
             self._watch(self.link, self._on_command)
-        if self.link.wants_tasks:
+        if not self.options.is_first_host:
             self._send_tasks()
         seconds: float | None = 0.0  # until the next timer
         try:
@@ -199,7 +199,7 @@ class Supervisor:
             parts.append(f"restart {self._num_restarts} of {self.options.max_restarts}")
         parts.append(f"{time.monotonic() - self._started_at:.0f} s")
         for worker in workers:
-            state = str(worker.ending or worker.status)
+            state = str(worker.ending or worker.reported)
             if state:
                 parts.append(f"{worker.task}: {state}")
         return " · ".join(parts)
@@ -207,7 +207,7 @@ class Supervisor:
     def tasks(self) -> restarts.Tasks:
         """Returns the tasks of this host. For any thread."""
         workers = self._workers
-        numbers = {str(worker.task): worker.status.numbers() for worker in workers}
+        numbers = {str(worker.task): worker.reported.numbers() for worker in workers}
         return restarts.Tasks(self._states(workers), numbers)
 
     def _states(self, workers: Sequence[Worker]) -> list[restarts.TaskState]:
@@ -221,9 +221,7 @@ class Supervisor:
             for worker in workers
         ]
 
-    def _watch(
-        self, source: Signals | Link | Worker | StatusReader, act: Callable[[], None]
-    ) -> None:
+    def _watch(self, source: Signals | Link | Worker, act: Callable[[], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, act)
 
     def _send_tasks(self) -> None:
@@ -310,7 +308,6 @@ class Supervisor:
         worker = Worker(self.options, task, number, environ, self._num_restarts, self.output)
         self._num_starts[str(task)] += 1
         self._watch(worker, partial(self._on_worker, worker))
-        self._watch(worker.status, partial(self._on_status, worker.status))
         return worker
 
     def _restart_if_gone(self, worker: Worker) -> None:
@@ -370,14 +367,6 @@ class Supervisor:
                 " distributary.Server(...).join()."
             )
 
-    def _on_status(self, status: StatusReader) -> None:
-        if not status.receive():
-            self._forget(status)
-
-    def _forget(self, status: StatusReader) -> None:
-        self._selector.unregister(status)
-        status.close()
-
     def _on_signal(self) -> None:
         for number, is_first in self.signals.take():
             name = signal.Signals(number).name
@@ -393,8 +382,6 @@ class Supervisor:
     def _wait_for_output(self) -> None:
         for worker in self._workers:
             self.output.wait(worker.output)
-            if worker.status.fileno() >= 0:  # a process that the launcher does not know has it
-                self._forget(worker.status)
 
     def _finish(self, command: restarts.Exit) -> int:
         if command.last_lines and command.last_lines != self.output.lines_at_the_end():
@@ -402,7 +389,7 @@ class Supervisor:
             where = self._where(command)
             self.output.say(f"{where}{command.text}. Its last lines on stderr:\n{lines}")
         is_alone = self.options.num_workers == 1 or self.options.num_servers
-        if not (command.code or is_alone or any(w.status.numbers() for w in self._workers)):
+        if not (command.code or is_alone or any(w.reported.numbers() for w in self._workers)):
             self.output.say(
                 "no worker has made a strategy. If the program does not connect its workers in"
                 " another way, each of them has worked alone, and written the same files: create"

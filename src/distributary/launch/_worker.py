@@ -16,9 +16,10 @@ from typing import Final, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE, join_address
 from distributary.errors import ClusterError
+from distributary.job import Channel, ChannelClosedError
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
-from distributary.launch._status import STATUS_VARIABLE, StatusReader
+from distributary.launch._status import STATUS_VARIABLE, ReportedNumbers
 from distributary.topology import SHARE_VARIABLE, num_cores, threads_needed
 
 RESTART_VARIABLE: Final = "DISTRIBUTARY_RESTART"
@@ -179,7 +180,7 @@ class Ending:
 
 @final
 class Worker:
-    """One run of a task: its process, the subreaper process that is its parent, output and status.
+    """One run of a task: its process, the subreaper process that is its parent, and its output.
 
     Args:
         options: The job.
@@ -190,6 +191,7 @@ class Worker:
         output: Shows its output, and messages.
 
     Attributes:
+        reported: The numbers that it has reported.
         ending: How the process has ended; None while it is running.
         is_gone: True once its descendants have ended, too.
         is_to_restart: True if the task starts again once this run is gone.
@@ -211,15 +213,16 @@ class Worker:
         self.is_to_restart = False
         self.started_at = time.monotonic()
         self._pid: int | None = None
-        self._received = b""
-        self.status = StatusReader(
+        self.reported = ReportedNumbers(
             lambda: output.say(
                 f"{task} writes lines to {STATUS_VARIABLE} that are not JSON with numbers; they are"
                 " ignored."
             )
         )
-        status_fd = self.status.write_fd
-        self._control, subreaper_end = socket.socketpair()
+        status_read, status_fd = os.pipe()
+        os.set_blocking(status_fd, False)
+        control, subreaper_end = socket.socketpair()
+        self._control = Channel(control, f"the subreaper of {task}")
         with subreaper_end:
             subreaper = [sys.executable, "-I", "-S", str(_SUBREAPER), str(subreaper_end.fileno())]
             self._subreaper = subprocess.Popen(
@@ -234,13 +237,13 @@ class Worker:
                 start_new_session=True,
             )
         os.close(status_fd)
-        self._control.setblocking(False)
         log = f"{task.task_type}-{task.task_id}.restart-{num_restarts}.log"
         log_path = None if options.log_dir is None else options.log_dir / log
         stdout, stderr = self._subreaper.stdout, self._subreaper.stderr
         assert stdout is not None
         assert stderr is not None
-        self.output = output.attach(str(task), number, (stdout, stderr), log_path)
+        streams = (stdout, stderr, os.fdopen(status_read, "rb", buffering=0))
+        self.output = output.attach(str(task), number, streams, log_path, self.reported.read)
 
     def fileno(self) -> int:
         """Returns the descriptor that becomes readable when `receive` has something to do."""
@@ -249,29 +252,21 @@ class Worker:
     def receive(self) -> None:
         """Reads and notes the messages of the subreaper."""
         try:
-            data = self._control.recv(4096)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:  # the subreaper was killed with something unread
-            data = b""
-        self._received += data
-        *lines, self._received = self._received.split(b"\n")
-        for line in lines:
-            word, number = line.decode().split()
-            if word == "started":
-                self._pid = int(number)
-            else:
-                self.ending = Ending(int(number))
-        if not data:
+            for kind, number, _ in self._control.arrived():
+                if kind == "started":
+                    self._pid = number
+                else:
+                    self.ending = Ending(number)
+        except ChannelClosedError:
             self._finish()
 
     def terminate(self) -> None:
         """Ends the worker: TERM now, KILL after the grace period."""
-        self._send(b"T")
+        self._send("T")
 
     def kill(self) -> None:
         """Ends the worker at once."""
-        self._send(b"K")
+        self._send("K")
 
     def close(self) -> None:
         """Ends the worker at once if it is still running, and waits for its end."""
@@ -289,7 +284,7 @@ class Worker:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._pid, signal.SIGKILL)
 
-    def _send(self, command: bytes) -> None:
+    def _send(self, command: str) -> None:
         if not self.is_gone:
             with contextlib.suppress(OSError):  # it has just ended
                 self._control.send(command)

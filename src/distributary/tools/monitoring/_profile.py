@@ -9,7 +9,7 @@ from typing import Any, final
 
 import jax
 
-from distributary.dispatch import latest_program, profiled_steps
+from distributary.dispatch import latest_program, progress
 from distributary.errors import ContextError, InvalidValueError
 from distributary.tools.monitoring._closing import Closing
 
@@ -38,7 +38,7 @@ def profile(path: str | os.PathLike[str], num_steps: int = 5) -> "Profile":
     """
     if num_steps < 1:
         raise InvalidValueError(f"profile: num_steps is {num_steps}, expected 1 or more.")
-    if profiled_steps.begin_step is not None:
+    if progress.begin_step is not None:
         raise ContextError("profile: another profile is being recorded. Close it first.")
     return Profile(Path(path), num_steps)
 
@@ -57,13 +57,13 @@ class Profile(Closing):
         self._num_begun = 0
         self._step: Any = None
         self._folder: str | None = None
-        profiled_steps.begin_step = self._begin_step
+        progress.begin_step = self._begin_step
 
     def close(self) -> None:
         """Ends the recording if it has not ended, and writes the file if there were any steps."""
-        if profiled_steps.begin_step != self._begin_step:
+        if progress.begin_step != self._begin_step:
             return
-        profiled_steps.begin_step = None
+        progress.begin_step = None
         if self._folder is None:
             return
         latest_program.wait()
