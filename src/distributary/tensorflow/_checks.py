@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
@@ -37,10 +36,20 @@ def _comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[..., 
 
 
 assert_equal = _comparison("assert_equal", jnp.equal)
+
+
 assert_greater = _comparison("assert_greater", jnp.greater)
+
+
 assert_greater_equal = _comparison("assert_greater_equal", jnp.greater_equal)
+
+
 assert_less = _comparison("assert_less", jnp.less)
+
+
 assert_less_equal = _comparison("assert_less_equal", jnp.less_equal)
+
+
 _assert_not_equal = _comparison("assert_none_equal", jnp.not_equal)
 
 
@@ -100,7 +109,9 @@ def check_numerics(tensor: Array, message: str) -> Array:
     return assert_all_finite(tensor, message)
 
 
-def assert_(condition: ArrayLike, data: Sequence[Any], summarize: int | None = None) -> None:
+def Assert(  # noqa: N802
+    condition: ArrayLike, data: Sequence[Any], summarize: int | None = None
+) -> None:
     """`tf.Assert`: shows `data` if the condition does not hold."""
     _require(condition, None, f"tf.Assert: {list(data)}")
 
@@ -138,88 +149,7 @@ def assert_integer(x: Array, message: str | None = None) -> None:
         raise TypeError(message or f"tf.debugging.assert_integer: {x.dtype} is not an integer.")
 
 
-def assert_same_float_dtype(
-    tensors: Sequence[Any] | None = None, dtype: DTypeLike | None = None
-) -> np.dtype[Any]:
-    """`tf.debugging.assert_same_float_dtype`: returns the dtype; float32 without arrays."""
-    found = {jnp.asarray(tensor).dtype for tensor in tensors or () if tensor is not None}
-    wanted = found | ({np.dtype(dtype)} if dtype is not None else set())
-    if len(wanted) > 1 or any(not jnp.issubdtype(one, jnp.floating) for one in wanted):
-        raise InvalidValueError(
-            f"tf.debugging.assert_same_float_dtype: dtypes are {sorted(map(str, wanted))}, expected"
-            " one of floating point."
-        )
-    return wanted.pop() if wanted else np.dtype(np.float32)
-
-
-def assert_proper_iterable(values: object) -> None:
-    """`tf.debugging.assert_proper_iterable`: not an array, and not text."""
-    is_one = isinstance(values, (str, bytes, np.ndarray, jax.Array)) or not hasattr(
-        values, "__iter__"
-    )
-    if is_one:
-        raise TypeError(
-            f"tf.debugging.assert_proper_iterable: got {shown(values)}, expected a list or a tuple."
-        )
-
-
-def is_numeric_tensor(tensor: object) -> bool:
-    """`tf.debugging.is_numeric_tensor`."""
-    return isinstance(tensor, jax.Array) and tensor.dtype != bool
-
-
 def assert_type(tensor: Array, tf_type: DTypeLike, message: str | None = None) -> None:
     """`tf.debugging.assert_type`."""
     if tensor.dtype != jax.dtypes.canonicalize_dtype(tf_type):
         raise TypeError(message or f"tf.debugging.assert_type: {tensor.dtype} is not {tf_type}.")
-
-
-def assert_shapes(
-    shapes: Sequence[tuple[Array, Sequence[Any]]],
-    data: object = None,
-    summarize: int | None = None,
-    message: str | None = None,
-    name: str | None = None,
-) -> None:
-    """`tf.debugging.assert_shapes`: pairs of arrays and shapes; equal names are equal sizes."""
-    pairs = shapes.items() if isinstance(shapes, dict) else shapes
-    sizes: dict[str, int] = {}
-    for x, names in pairs:
-        own = np.shape(x)
-        fits = len(own) == len(names)
-        for size, name in zip(own, names, strict=False):
-            if isinstance(name, str) and not name.isdigit():
-                fits &= sizes.setdefault(name, size) == size
-            else:
-                fits &= name is None or int(name) == size
-        if not fits:
-            raise InvalidValueError(
-                message
-                or f"tf.debugging.assert_shapes: an array has shape {own}, expected"
-                f" {tuple(names)} where {sizes}."
-            )
-
-
-def ensure_shape(x: Array, shape: Sequence[int | None]) -> Array:
-    """`tf.ensure_shape`: returns the array; None stands for any size."""
-    wanted = tuple(shape)
-    fits = len(wanted) == x.ndim and all(
-        size is None or size == own for size, own in zip(wanted, x.shape, strict=True)
-    )
-    if not fits:
-        raise InvalidValueError(f"tf.ensure_shape: {x.shape} is not {wanted}.")
-    return x
-
-
-def enable_check_numerics(stack_height_limit: int = 30, path_length_limit: int = 50) -> None:
-    """`tf.debugging.enable_check_numerics`: switches `jax_debug_nans` on."""
-    jax.config.update("jax_debug_nans", True)
-
-
-def disable_check_numerics() -> None:
-    """`tf.debugging.disable_check_numerics`: switches `jax_debug_nans` off."""
-    jax.config.update("jax_debug_nans", False)
-
-
-def set_log_device_placement(enabled: bool) -> None:
-    """`tf.debugging.set_log_device_placement`: has no effect."""

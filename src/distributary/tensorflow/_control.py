@@ -220,3 +220,31 @@ def inside_function() -> bool:
 def get_static_value(tensor: object, partial: bool = False) -> Any:
     """`tf.get_static_value`: None for what is computed in a step."""
     return None if is_traced(tensor) else np.asarray(tensor)
+
+
+def custom_gradient(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """`tf.custom_gradient`: `f` returns its result, and a function of the gradient.
+
+    The result and the gradients are arrays of positional arguments; variables are not read in `f`.
+    """
+    if f is None:
+        return custom_gradient
+
+    @jax.custom_vjp
+    def call(*args: Nest) -> Nest:
+        return f(*args)[0]
+
+    def forward(*args: Nest) -> tuple[Nest, Nest]:
+        return f(*args)[0], args
+
+    def backward(args: Nest, upstream: Nest) -> tuple[Any, ...]:
+        parts = upstream if isinstance(upstream, (list, tuple)) else (upstream,)
+        gradients = f(*args)[1](*parts)
+        return tuple(gradients) if isinstance(gradients, (list, tuple)) else (gradients,)
+
+    call.defvjp(forward, backward)
+
+    def with_gradient(*args: Any) -> Any:
+        return call(*[jnp.asarray(arg) for arg in args])
+
+    return with_gradient

@@ -12,10 +12,16 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.tensorflow._host import Element, host_array, require_host, text_of
-from distributary.tensorflow._io import local_path
+from distributary.tensorflow._host import (
+    Element,
+    bucket_of,
+    host_array,
+    local_path,
+    plain_values,
+    require_host,
+    text_of,
+)
 from distributary.tensorflow._operations import plain
-from distributary.tensorflow._strings import bucket_of
 from distributary.tensorflow.autograph import is_traced
 
 
@@ -353,11 +359,6 @@ class DenseHashTable(_Changing):
     def erase(self, keys: object, name: str | None = None) -> None:
         """Removes keys."""
         self.remove(keys)
-
-
-def plain_values(values: np.ndarray) -> list[Any]:
-    """Returns keys or values as Python's; text as `str`."""
-    return [text_of(v) if isinstance(v, (bytes, str)) else v for v in values.tolist()]
 
 
 def _dtype_of(values: np.ndarray, dtype: DTypeLike | None) -> np.dtype[Any]:
