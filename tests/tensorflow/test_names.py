@@ -2,8 +2,6 @@
 
 import importlib
 import re
-import subprocess
-import sys
 
 import keras
 import pytest
@@ -106,14 +104,5 @@ assert [device.name for device in tf.config.list_logical_devices("CPU")] == [
 """
 
 
-def test_keras_may_be_used_first_inside_of_a_step_and_runs_on_jax():
-    environ = {"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _FIRST_USE_OF_KERAS],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-    assert process.returncode == 0, process.stderr
+def test_keras_may_be_used_first_inside_of_a_step_and_runs_on_jax(run_python):
+    run_python(_FIRST_USE_OF_KERAS)

@@ -70,28 +70,10 @@ def new_key_in_both_branches(x):
 
 
 @numbers
-def update_of_a_dict(x):
-    found = {"k": 1.0}
-    if x > 0:
-        found.update(k=x)
-    return found
-
-
-@numbers
 def pop_of_a_dict(x):
     found = {"a": 1.0, "b": x}
     y = found.pop("b") if x > 0 else found.pop("b") * 2
     return y, len(found)
-
-
-@numbers
-def add_to_a_list(x):
-    found = [1.0]
-    if x > 0:
-        found += [x]
-    else:
-        found += [-x]
-    return found
 
 
 @numbers
@@ -199,15 +181,6 @@ def an_attribute(x):
     else:
         record.value = -1.0
     return record.value
-
-
-@numbers
-def attributes_of_objects_in_a_list(x):
-    records = [Record(1.0), Record(2.0)]
-    if x > 0:
-        for record in records:
-            record.add(x)
-    return [record.value for record in records]
 
 
 @numbers
@@ -368,17 +341,6 @@ def the_length_of_a_list_that_grows(xs):
 
 
 @rows
-def the_truth_of_a_list_that_grows(xs):
-    found = []
-    for x in xs:
-        if found:
-            found.append(x + found[0])
-        else:
-            found.append(x)
-    return found
-
-
-@rows
 def a_list_that_only_grows(xs):
     found = []
     for x in xs:
@@ -392,21 +354,6 @@ def an_object_in_a_loop(xs):
     for x in xs:
         record.note(x)
     return record.value, record.seen
-
-
-@rows
-def counts_in_a_dict(xs):
-    found = {"positive": 0, "negative": 0}
-
-    def count(key):
-        found[key] += 1
-
-    for x in xs:
-        if x > 0:
-            count("positive")
-        else:
-            count("negative")
-    return found
 
 
 @rows
@@ -473,16 +420,6 @@ def else_of_for_in_for(xs):
     return total
 
 
-@rows
-def star_and_swap(xs):
-    first, *rest = xs
-    total = first
-    for x in rest:
-        if x > 0:
-            first, total = total, total + x
-    return first, total
-
-
 @counts
 def else_of_while(n):
     i = 0
@@ -518,20 +455,6 @@ def a_condition_that_changes_something(n):
 
 
 @counts
-def an_item_in_a_loop(n):
-    found = [0, 0]
-    i = 0
-    while i < n:
-        j = 0
-        while j < i:
-            found[0] += j
-            j += 1
-        found[1] += 1
-        i += 1
-    return found
-
-
-@counts
 def an_attribute_in_a_loop(n):
     record = Record(0)
     i = 0
@@ -551,13 +474,6 @@ def and_that_guards_a_loop(n):
         return count
 
     return 1 if n > 0 and turns(n) > 5 else 0
-
-
-@counts
-def divisors(n, of=12):
-    while of:
-        n, of = of, n % of
-    return n
 
 
 INPUTS = {
