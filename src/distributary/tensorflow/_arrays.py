@@ -13,14 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from distributary._types import Nest
 from distributary.errors import InvalidValueError
 from distributary.tensorflow._linalg import global_norm
-from distributary.tensorflow._operations import (
-    REQUIRED,
-    Axes,
-    Operation,
-    Shape,
-    TensorLike,
-    array,
-)
+from distributary.tensorflow._operations import REQUIRED, Axes, Operation, Shape, TensorLike, array
 from distributary.tensorflow.autograph import Range, is_traced
 from distributary.tracing import current_scope
 from distributary.variables import ShardedVariable, Variable, embedding_lookup
@@ -252,12 +245,7 @@ def sequence_mask(
     return (jnp.arange(size) < lengths[..., None]).astype(dtype)
 
 
-def scatter_nd(
-    indices: Array,
-    updates: Array,
-    shape: Shape,
-    bad_indices_policy: str = "",
-) -> Array:
+def scatter_nd(indices: Array, updates: Array, shape: Shape, bad_indices_policy: str = "") -> Array:
     """`tf.scatter_nd`: updates of one place are added."""
     return _at(jnp.zeros([int(size) for size in shape], updates.dtype), indices).add(updates)
 
@@ -268,10 +256,7 @@ def tensor_scatter_nd_update(tensor: Array, indices: Array, updates: Array) -> A
 
 
 def tensor_scatter_nd_add(
-    tensor: Array,
-    indices: Array,
-    updates: Array,
-    bad_indices_policy: str = "",
+    tensor: Array, indices: Array, updates: Array, bad_indices_policy: str = ""
 ) -> Array:
     """`tf.tensor_scatter_nd_add`."""
     return _at(tensor, indices).add(updates)

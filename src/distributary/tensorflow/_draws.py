@@ -2,13 +2,13 @@
 
 import random
 import weakref
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from distributary.context import get_strategy
 from distributary.errors import ContextError, InvalidValueError
@@ -16,6 +16,8 @@ from distributary.keras_bridge import import_keras
 from distributary.tensorflow._operations import Shape, canonical
 from distributary.topology import inside_jax_trace
 from distributary.tracing import current_scope
+
+Scale: TypeAlias = Array | float
 
 # A generator is a Keras variable, which belongs to one strategy.
 _generators: "weakref.WeakKeyDictionary[Any, dict[int | None, Any]]" = weakref.WeakKeyDictionary()
@@ -63,23 +65,35 @@ def next_key(seeds: Any) -> Array:
     return jax.random.wrap_key_data(jnp.asarray(seeds.next()))
 
 
-def normal(key: Array, shape: Shape, mean: Any, stddev: Any, dtype: DTypeLike) -> Array:
+def key_of(seed: Array) -> Array:
+    """Returns the key that stands for a seed of two integers."""
+    first, second = seed
+    return jax.random.fold_in(jax.random.key(first), second)
+
+
+def normal(
+    key: Array, shape: Shape, mean: Scale = 0.0, stddev: Scale = 1.0, dtype: DTypeLike = np.float32
+) -> Array:
     """Returns numbers of a normal distribution."""
     return jax.random.normal(key, tuple(shape), canonical(dtype)) * stddev + mean
 
 
-def truncated_normal(key: Array, shape: Shape, mean: Any, stddev: Any, dtype: DTypeLike) -> Array:
+def truncated_normal(
+    key: Array, shape: Shape, mean: Scale = 0.0, stddev: Scale = 1.0, dtype: DTypeLike = np.float32
+) -> Array:
     """Returns numbers of a normal distribution, within two deviations."""
     drawn = jax.random.truncated_normal(key, -2, 2, tuple(shape), canonical(dtype))
     return drawn * stddev + mean
 
 
-def uniform(key: Array, shape: Shape, minval: Any, maxval: Any, dtype: DTypeLike) -> Array:
-    """Returns numbers from `minval` up to but excluding `maxval`.
-
-    Raises:
-        InvalidValueError: for integers without `maxval`.
-    """
+def uniform(
+    key: Array,
+    shape: Shape,
+    minval: Scale = 0,
+    maxval: Scale | None = None,
+    dtype: DTypeLike = np.float32,
+) -> Array:
+    """Returns numbers from `minval` up to but excluding `maxval`; integers need `maxval`."""
     dtype, sizes = canonical(dtype), tuple(shape)
     if not jnp.issubdtype(dtype, jnp.integer):
         return jax.random.uniform(key, sizes, dtype, minval, 1 if maxval is None else maxval)
@@ -88,12 +102,37 @@ def uniform(key: Array, shape: Shape, minval: Any, maxval: Any, dtype: DTypeLike
     return jax.random.randint(key, sizes, minval, maxval, dtype)
 
 
-def key_of(seed: Array) -> Array:
-    """Returns the key that stands for a seed of two integers."""
-    first, second = seed
-    return jax.random.fold_in(jax.random.key(first), second)
+def shuffle(key: Array, value: Array) -> Array:
+    """Returns an array in another order along dim 0."""
+    return jax.random.permutation(key, value)
+
+
+def categorical(key: Array, logits: Array, num_samples: int, dtype: DTypeLike = np.int64) -> Array:
+    """Returns numbers of classes, `[batch, num_samples]`."""
+    shape = (int(num_samples), logits.shape[0])
+    return jax.random.categorical(key, logits, shape=shape).T.astype(canonical(dtype))
+
+
+def gamma(
+    key: Array, shape: Shape, alpha: Array, beta: Scale | None = None, dtype: DTypeLike = np.float32
+) -> Array:
+    """Returns numbers of a gamma distribution."""
+    drawn = jax.random.gamma(key, alpha, tuple(shape), dtype)
+    return drawn if beta is None else drawn / beta
+
+
+def poisson(key: Array, shape: Shape, lam: Array, dtype: DTypeLike = np.int32) -> Array:
+    """Returns numbers of a Poisson distribution."""
+    return jax.random.poisson(key, lam, tuple(shape)).astype(dtype)
+
+
+def binomial(
+    key: Array, shape: Shape, counts: ArrayLike, probs: ArrayLike, dtype: DTypeLike = np.int32
+) -> Array:
+    """Returns how many of `counts` draws succeed."""
+    return jax.random.binomial(key, counts, probs, tuple(shape)).astype(canonical(dtype))
 
 
 def stateless_shuffle(value: Array, seed: Array, alg: str = "auto_select") -> Array:
     """`tf.random.experimental.stateless_shuffle`: the same order for the same `seed`."""
-    return jax.random.permutation(key_of(seed), value)
+    return shuffle(key_of(seed), value)

@@ -1,18 +1,35 @@
 """Random generators, whose state differs in every call, step and replica."""
 
+import inspect
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from distributary.errors import InvalidValueError
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow import _draws as draws
 from distributary.tensorflow._operations import Shape, canonical
+
+
+def _method(draw: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns a method of generators that draws with the next key."""
+    _, *parameters = inspect.signature(draw).parameters.values()
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    own = inspect.Parameter("self", place), inspect.Parameter("name", place, default=None)
+    signature = inspect.Signature([own[0], *parameters, own[1]])
+
+    def method(*args: Any, **kwargs: Any) -> Array:
+        generator, *values = signature.bind(*args, **kwargs).arguments.items()
+        return draw(draws.next_key(generator[1]._seeds), **{k: v for k, v in values if k != "name"})
+
+    method.__doc__, method.__name__ = draw.__doc__, draw.__name__
+    method.__signature__ = signature  # type: ignore[attr-defined]
+    return method
 
 
 @final
@@ -103,38 +120,10 @@ class Generator:
         """Returns generators that begin at random."""
         return [Generator.from_seed(np.abs(seed)) for seed in np.asarray(self.make_seeds(count)).T]
 
-    def normal(
-        self,
-        shape: Shape,
-        mean: Any = 0.0,
-        stddev: Any = 1.0,
-        dtype: DTypeLike = np.float32,
-        name: str | None = None,
-    ) -> Array:
-        """Returns numbers of a normal distribution."""
-        return draws.normal(draws.next_key(self._seeds), shape, mean, stddev, dtype)
-
-    def truncated_normal(
-        self,
-        shape: Shape,
-        mean: Any = 0.0,
-        stddev: Any = 1.0,
-        dtype: DTypeLike = np.float32,
-        name: str | None = None,
-    ) -> Array:
-        """Returns numbers of a normal distribution, within two deviations."""
-        return draws.truncated_normal(draws.next_key(self._seeds), shape, mean, stddev, dtype)
-
-    def uniform(
-        self,
-        shape: Shape,
-        minval: object = 0,
-        maxval: object = None,
-        dtype: DTypeLike = np.float32,
-        name: str | None = None,
-    ) -> Array:
-        """Returns numbers from `minval` up to but excluding `maxval`."""
-        return draws.uniform(draws.next_key(self._seeds), shape, minval, maxval, dtype)
+    normal = _method(draws.normal)
+    truncated_normal = _method(draws.truncated_normal)
+    uniform = _method(draws.uniform)
+    binomial = _method(draws.binomial)
 
     def uniform_full_int(
         self, shape: Shape, dtype: DTypeLike = np.uint64, name: str | None = None
@@ -142,18 +131,6 @@ class Generator:
         """Returns any whole numbers of the dtype."""
         bits = jax.random.bits(draws.next_key(self._seeds), tuple(shape))
         return jax.lax.bitcast_convert_type(bits, canonical(dtype))
-
-    def binomial(
-        self,
-        shape: Shape,
-        counts: ArrayLike,
-        probs: ArrayLike,
-        dtype: DTypeLike = np.int32,
-        name: str | None = None,
-    ) -> Array:
-        """Returns how many of `counts` draws succeed."""
-        key = draws.next_key(self._seeds)
-        return jax.random.binomial(key, counts, probs, tuple(shape)).astype(canonical(dtype))
 
 
 def _state_of(seed: object) -> np.ndarray:

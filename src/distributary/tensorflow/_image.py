@@ -10,8 +10,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from distributary.errors import InvalidValueError
+from distributary.tensorflow import _draws as draws
 from distributary.tensorflow._operations import Shape
-from distributary.tensorflow._random import uniform
 
 
 def convert_image_dtype(image: Array, dtype: DTypeLike, saturate: bool = False) -> Array:
@@ -91,7 +91,7 @@ def resize_with_crop_or_pad(image: Array, target_height: int, target_width: int)
 
 def random_flip_left_right(image: Array, seed: int | None = None) -> Array:
     """`tf.image.random_flip_left_right`: one image, or every image of a batch by itself."""
-    draw = uniform((*image.shape[:-3], 1, 1, 1), seed=seed)
+    draw = _uniform((*image.shape[:-3], 1, 1, 1), seed)
     return jnp.where(draw < 0.5, jnp.flip(image, -2), image)
 
 
@@ -102,6 +102,10 @@ def random_crop(value: Array, size: Shape, seed: int | None = None) -> Array:
         raise InvalidValueError(
             f"tf.image.random_crop: size is {tuple(size)}, but the image has {value.shape}."
         )
-    draws = uniform((value.ndim,), seed=seed)
+    draws = _uniform((value.ndim,), seed)
     starts = [jnp.int32(draws[i] * (room + 1)) for i, room in enumerate(free)]
     return jax.lax.dynamic_slice(value, starts, [int(part) for part in size])
+
+
+def _uniform(shape: Shape, seed: int | None) -> Array:
+    return draws.uniform(draws.next_key(draws.seed_of(seed)), shape)

@@ -74,11 +74,7 @@ def in_top_k(targets: Array, predictions: Array, k: int) -> Array:
 
 
 def l2_normalize(
-    x: Array,
-    axis: Axes = None,
-    epsilon: float = 1e-12,
-    name: str | None = None,
-    dim: Axes = None,
+    x: Array, axis: Axes = None, epsilon: float = 1e-12, name: str | None = None, dim: Axes = None
 ) -> Array:
     """`tf.math.l2_normalize`."""
     axis = dim if axis is None else axis
@@ -107,12 +103,7 @@ EVERYWHERE: dict[str, Operation] = {
             jnp,
             "abs cos cosh exp floor logical_not negative round sign sin sinh sqrt square tan tanh",
         )
-        | {
-            "acos": jnp.arccos,
-            "asin": jnp.arcsin,
-            "atan": jnp.arctan,
-            "sigmoid": jax.nn.sigmoid,
-        },
+        | {"acos": jnp.arccos, "asin": jnp.arcsin, "atan": jnp.arctan, "sigmoid": jax.nn.sigmoid},
         "x",
     ),
     **taking(

@@ -3,6 +3,10 @@
 Their numbers differ in every call, step and replica, and repeat with the same seed.
 """
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,103 +17,55 @@ from distributary.tensorflow import _draws as draws
 from distributary.tensorflow._operations import Shape
 
 
-def normal(
-    shape: Shape,
-    mean: Array | float = 0.0,
-    stddev: Array | float = 1.0,
-    dtype: DTypeLike = np.float32,
-    seed: int | None = None,
-) -> Array:
-    """`tf.random.normal`."""
-    return draws.normal(_next_key(seed), shape, mean, stddev, dtype)
+def _seeded(
+    draw: Callable[..., Array], key: Callable[[Any], Array], place: int, **more: Any
+) -> Callable[..., Array]:
+    """Returns a function that draws with the key of its argument `seed`.
+
+    Args:
+        draw: Function of a key and other arguments.
+        key: Function from a seed to the key.
+        place: Number of the argument `seed` among them.
+        **more: Names and defaults of arguments without an effect, after the others.
+    """
+    parameters = [*inspect.signature(draw).parameters.values()][1:]
+    is_stateful = key is _next_key
+    seed = inspect.Parameter(
+        "seed",
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=None if is_stateful else inspect.Parameter.empty,
+        annotation=int | None if is_stateful else Array,
+    )
+    parameters.insert(place, seed)
+    parameters += [seed.replace(name=n, default=d, annotation=str) for n, d in more.items()]
+
+    def operation(*values: Any) -> Array:
+        rest = list(values[: len(values) - len(more)])
+        return draw(key(rest.pop(place)), *rest)
+
+    same = "the same numbers for the same `seed`."
+    text = f"{draw.__name__}`." if is_stateful else f"stateless_{draw.__name__}`: {same}"
+    operation.__doc__ = f"`tf.random.{text}"
+    operation.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return operation
 
 
-def truncated_normal(
-    shape: Shape,
-    mean: Array | float = 0.0,
-    stddev: Array | float = 1.0,
-    dtype: DTypeLike = np.float32,
-    seed: int | None = None,
-) -> Array:
-    """`tf.random.truncated_normal`."""
-    return draws.truncated_normal(_next_key(seed), shape, mean, stddev, dtype)
+def _next_key(seed: int | None) -> Array:
+    return draws.next_key(draws.seed_of(seed))
 
 
-def uniform(
-    shape: Shape,
-    minval: Array | float = 0,
-    maxval: Array | float | None = None,
-    dtype: DTypeLike = np.float32,
-    seed: int | None = None,
-) -> Array:
-    """`tf.random.uniform`: from `minval` up to but excluding `maxval`; integers need `maxval`."""
-    return draws.uniform(_next_key(seed), shape, minval, maxval, dtype)
-
-
-def shuffle(value: Array, seed: int | None = None) -> Array:
-    """`tf.random.shuffle`: along dim 0."""
-    return jax.random.permutation(_next_key(seed), value)
-
-
-def categorical(
-    logits: Array, num_samples: int, dtype: DTypeLike = np.int64, seed: int | None = None
-) -> Array:
-    """`tf.random.categorical`."""
-    return _categorical(_next_key(seed), logits, num_samples, dtype)
-
-
-def stateless_normal(
-    shape: Shape,
-    seed: Array,
-    mean: Array | float = 0.0,
-    stddev: Array | float = 1.0,
-    dtype: DTypeLike = np.float32,
-    name: str | None = None,
-    alg: str = "auto_select",
-) -> Array:
-    """`tf.random.stateless_normal`: the same numbers for the same `seed` of two integers."""
-    return draws.normal(draws.key_of(seed), shape, mean, stddev, dtype)
-
-
-def stateless_uniform(
-    shape: Shape,
-    seed: Array,
-    minval: Array | float = 0,
-    maxval: Array | float | None = None,
-    dtype: DTypeLike = np.float32,
-    name: str | None = None,
-    alg: str = "auto_select",
-) -> Array:
-    """`tf.random.stateless_uniform`: the same numbers for the same `seed` of two integers."""
-    return draws.uniform(draws.key_of(seed), shape, minval, maxval, dtype)
-
-
-def stateless_truncated_normal(
-    shape: Shape,
-    seed: Array,
-    mean: Array | float = 0.0,
-    stddev: Array | float = 1.0,
-    dtype: DTypeLike = np.float32,
-    name: str | None = None,
-    alg: str = "auto_select",
-) -> Array:
-    """`tf.random.stateless_truncated_normal`: the same numbers for the same `seed`."""
-    return draws.truncated_normal(draws.key_of(seed), shape, mean, stddev, dtype)
-
-
-def stateless_categorical(
-    logits: Array,
-    num_samples: int,
-    seed: Array,
-    dtype: DTypeLike = np.int64,
-) -> Array:
-    """`tf.random.stateless_categorical`: the same numbers for the same `seed`."""
-    return _categorical(draws.key_of(seed), logits, num_samples, dtype)
-
-
-def _categorical(key: Array, logits: Array, num_samples: int, dtype: DTypeLike) -> Array:
-    shape = (int(num_samples), logits.shape[0])
-    return jax.random.categorical(key, logits, shape=shape).T.astype(dtype)
+_ALG = {"name": None, "alg": "auto_select"}
+normal = _seeded(draws.normal, _next_key, 4)
+truncated_normal = _seeded(draws.truncated_normal, _next_key, 4)
+uniform = _seeded(draws.uniform, _next_key, 4)
+shuffle = _seeded(draws.shuffle, _next_key, 1)
+categorical = _seeded(draws.categorical, _next_key, 3)
+stateless_normal = _seeded(draws.normal, draws.key_of, 1, **_ALG)
+stateless_truncated_normal = _seeded(draws.truncated_normal, draws.key_of, 1, **_ALG)
+stateless_uniform = _seeded(draws.uniform, draws.key_of, 1, **_ALG)
+stateless_categorical = _seeded(draws.categorical, draws.key_of, 2)
+stateless_gamma = _seeded(draws.gamma, draws.key_of, 1)
+stateless_poisson = _seeded(draws.poisson, draws.key_of, 1)
 
 
 def gamma(
@@ -120,43 +76,21 @@ def gamma(
     seed: int | None = None,
 ) -> Array:
     """`tf.random.gamma`."""
-    drawn = jax.random.gamma(_next_key(seed), alpha, (*shape, *alpha.shape), dtype)
-    return drawn if beta is None else drawn / beta
+    return draws.gamma(_next_key(seed), (*shape, *alpha.shape), alpha, beta, dtype)
 
 
 def poisson(
     shape: Shape, lam: Array, dtype: DTypeLike = np.float32, seed: int | None = None
 ) -> Array:
     """`tf.random.poisson`."""
-    return jax.random.poisson(_next_key(seed), lam, (*shape, *lam.shape)).astype(dtype)
-
-
-def stateless_poisson(shape: Shape, seed: Array, lam: Array, dtype: DTypeLike = np.int32) -> Array:
-    """`tf.random.stateless_poisson`: the same numbers for the same `seed`."""
-    return jax.random.poisson(draws.key_of(seed), lam, tuple(shape)).astype(dtype)
-
-
-def stateless_gamma(
-    shape: Shape,
-    seed: Array,
-    alpha: Array,
-    beta: Array | float | None = None,
-    dtype: DTypeLike = np.float32,
-) -> Array:
-    """`tf.random.stateless_gamma`: the same numbers for the same `seed`."""
-    drawn = jax.random.gamma(draws.key_of(seed), alpha, tuple(shape), dtype)
-    return drawn if beta is None else drawn / beta
+    return draws.poisson(_next_key(seed), (*shape, *lam.shape), lam, dtype)
 
 
 def stateless_binomial(
-    shape: Shape,
-    seed: Array,
-    counts: Array,
-    probs: Array,
-    output_dtype: DTypeLike = np.int32,
+    shape: Shape, seed: Array, counts: Array, probs: Array, output_dtype: DTypeLike = np.int32
 ) -> Array:
     """`tf.random.stateless_binomial`: the same numbers for the same `seed`."""
-    return jax.random.binomial(draws.key_of(seed), counts, probs, tuple(shape)).astype(output_dtype)
+    return draws.binomial(draws.key_of(seed), shape, counts, probs, output_dtype)
 
 
 def split(seed: Array, num: int = 2, alg: str = "auto_select") -> Array:
@@ -171,7 +105,3 @@ def fold_in(seed: Array, data: Array, alg: str = "auto_select") -> Array:
 
 def _seeds_of(keys: Array) -> Array:
     return jax.lax.bitcast_convert_type(jax.random.key_data(keys), jnp.int32)
-
-
-def _next_key(seed: int | None) -> Array:
-    return draws.next_key(draws.seed_of(seed))

@@ -12,24 +12,18 @@ import pytest
 
 import distributary as dist
 
-NUMBERS, ROWS, COUNTS = [], [], []
+FUNCTIONS = {"numbers": [], "rows": [], "counts": []}
+INPUTS = {
+    "numbers": [-3.0, 0.0, 0.5, 4.0],
+    "rows": [np.float32([1, -2, 3, 5]), np.float32([4, 0.5])],
+    "counts": [0, 1, 6],
+}
+numbers, rows, counts = (
+    lambda function, of_kind=of_kind: of_kind.append(function) or function
+    for of_kind in FUNCTIONS.values()
+)
 calls = 0
 history = [0.0]
-
-
-def numbers(function):
-    NUMBERS.append(function)
-    return function
-
-
-def rows(function):
-    ROWS.append(function)
-    return function
-
-
-def counts(function):
-    COUNTS.append(function)
-    return function
 
 
 class Record:
@@ -214,16 +208,6 @@ def another_dict(x):
 
 
 @numbers
-def a_set_of_both_branches(x):
-    found = {1}
-    if x > 0:
-        found.add(2)
-    else:
-        found.add(2)
-    return len(found), x
-
-
-@numbers
 def match_of_values(x, mode="double"):
     match mode:
         case "half":
@@ -252,15 +236,6 @@ def match_of_cases(x):
 @numbers
 def membership(x):
     return (1 if x in (0.5, 4.0) else 2), (1 if x not in [0.5] else 2), 3 in [1, 2, 3]
-
-
-@numbers
-def walrus_in_if(x):
-    if (y := x * 2) > 1:
-        z = y
-    else:
-        z = -y
-    return y, z
 
 
 @numbers
@@ -476,16 +451,9 @@ def and_that_guards_a_loop(n):
     return 1 if n > 0 and turns(n) > 5 else 0
 
 
-INPUTS = {
-    "numbers": (NUMBERS, [-3.0, 0.0, 0.5, 4.0]),
-    "rows": (ROWS, [np.float32([1, -2, 3, 5]), np.float32([4, 0.5])]),
-    "counts": (COUNTS, [0, 1, 6]),
-}
-
-
 @pytest.mark.parametrize("kind", INPUTS)
 def test_results_are_those_of_python(kind):
-    functions, inputs = INPUTS[kind]
+    functions, inputs = FUNCTIONS[kind], INPUTS[kind]
     compiled = dist.function(lambda x: {f.__name__: f(x) for f in functions}, autograph=True)
 
     for x in inputs:

@@ -44,16 +44,6 @@ def bare_return(x):
 
 
 @case(*NUMBERS)
-def logic(x):
-    return (
-        1 if x > 0 and x < 3 else 0,
-        1 if x < 0 or x > 3 else 0,
-        1 if not x > 0 else 0,
-        1 if not (x < 0 or x > 3) and -1 < x <= 4 else 0,
-    )
-
-
-@case(*NUMBERS)
 def logic_with_python_values(x, flag=True, other=None):
     if flag and x > 0:
         x = x + 1
@@ -97,18 +87,6 @@ def the_last_row_stays(xs):
     for x in xs:
         y = 2 * x
     return x, y
-
-
-@case((np.arange(12.0, dtype=np.float32).reshape(4, 3),))
-def for_over_rows_in_rows(table):
-    total = 0.0
-    for row in table:
-        part = 0.0
-        for x in row:
-            if x % 2 == 0:
-                part += x
-        total = total + part * row[0]
-    return total
 
 
 @case((2, 9, 3), (5, 1, -2), (0, 3, 1), (3, 0, 1))

@@ -370,20 +370,14 @@ MODULES: dict[str, Callable[[], Names]] = {
         "save": _saved_model.save,
     },
     "sparse": lambda: {"SparseTensor": _sparse.SparseTensor, "to_dense": _sparse.to_dense},
-    "strings": lambda: {
-        **public(_strings),
-        "to_hash_bucket_fast": _strings.to_hash_bucket,
-    },
+    "strings": lambda: {**public(_strings), "to_hash_bucket_fast": _strings.to_hash_bucket},
     "summary": _summary,
     "summary.experimental": lambda: {
         "get_step": _summaries().get_step,
         "set_step": _summaries().set_step,
     },
     "sysconfig": lambda: {"get_build_info": _config.get_build_info},
-    "test": lambda: {
-        **public(_testing),
-        "is_built_with_gpu_support": _testing.is_built_with_cuda,
-    },
+    "test": lambda: {**public(_testing), "is_built_with_gpu_support": _testing.is_built_with_cuda},
     "tpu": lambda: {"XLAOptions": tpu.XLAOptions},
     "tpu.experimental": lambda: named(
         tpu.experimental,
