@@ -8,19 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from distributary.errors import InvalidValueError, shown
-from distributary.tensorflow.autograph import check_when_run, is_traced
-
-
-def _require(condition: ArrayLike, message: str | None, text: str) -> None:
-    holds, error = jnp.all(jnp.asarray(condition)), InvalidValueError(message or text)
-    if is_traced(holds):
-        check_when_run(holds, error)
-    elif not holds:
-        raise error
+from distributary.tensorflow._host import require
 
 
 def _comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[..., None]:
@@ -28,7 +21,7 @@ def _comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[..., 
         x: ArrayLike, y: ArrayLike, message: str | None = None, summarize: int | None = None
     ) -> None:
         text = f"tf.debugging.{name}: does not hold for {shown(x)} and {shown(y)}."
-        _require(compare(x, y), message, text)
+        require(compare(x, y), message, text)
 
     assertion.__name__ = name
     assertion.__doc__ = f"`tf.debugging.{name}`: for all elements."
@@ -71,7 +64,7 @@ def assert_near(
     """`tf.debugging.assert_near`: with tolerances of 10 units in the last place by default."""
     unit = 10 * float(jnp.finfo(jnp.result_type(float, x)).eps)
     near = jnp.isclose(x, y, unit if rtol is None else rtol, unit if atol is None else atol)
-    _require(near, message, f"tf.debugging.assert_near: {shown(x)} is not near {shown(y)}.")
+    require(near, message, f"tf.debugging.assert_near: {shown(x)} is not near {shown(y)}.")
 
 
 def assert_positive(x: ArrayLike, message: str | None = None, summarize: int | None = None) -> None:
@@ -100,7 +93,7 @@ def assert_non_positive(
 
 def assert_all_finite(x: Array, message: str) -> Array:
     """`tf.debugging.assert_all_finite`: returns the array."""
-    _require(jnp.isfinite(x), message, "tf.debugging.assert_all_finite: a value is not finite.")
+    require(jnp.isfinite(x), message, "tf.debugging.assert_all_finite: a value is not finite.")
     return x
 
 
@@ -113,7 +106,7 @@ def Assert(  # noqa: N802
     condition: ArrayLike, data: Sequence[Any], summarize: int | None = None
 ) -> None:
     """`tf.Assert`: shows `data` if the condition does not hold."""
-    _require(condition, None, f"tf.Assert: {list(data)}")
+    require(condition, None, f"tf.Assert: {list(data)}")
 
 
 def assert_rank(x: Array, rank: int, message: str | None = None) -> None:
@@ -153,3 +146,78 @@ def assert_type(tensor: Array, tf_type: DTypeLike, message: str | None = None) -
     """`tf.debugging.assert_type`."""
     if tensor.dtype != jax.dtypes.canonicalize_dtype(tf_type):
         raise TypeError(message or f"tf.debugging.assert_type: {tensor.dtype} is not {tf_type}.")
+
+
+def assert_proper_iterable(values: object) -> None:
+    """`tf.debugging.assert_proper_iterable`: not an array, and not text."""
+    is_one = isinstance(values, (str, bytes, np.ndarray, jax.Array)) or not hasattr(
+        values, "__iter__"
+    )
+    if is_one:
+        raise TypeError(
+            f"tf.debugging.assert_proper_iterable: got {shown(values)}, expected a list or a tuple."
+        )
+
+
+def assert_same_float_dtype(
+    tensors: Sequence[Any] | None = None, dtype: DTypeLike | None = None
+) -> np.dtype[Any]:
+    """`tf.debugging.assert_same_float_dtype`: returns the dtype; float32 without arrays."""
+    found = {jnp.asarray(tensor).dtype for tensor in tensors or () if tensor is not None}
+    wanted = found | ({np.dtype(dtype)} if dtype is not None else set())
+    if len(wanted) > 1 or any(not jnp.issubdtype(one, jnp.floating) for one in wanted):
+        raise InvalidValueError(
+            f"tf.debugging.assert_same_float_dtype: dtypes are {sorted(map(str, wanted))}, expected"
+            " one of floating point."
+        )
+    return wanted.pop() if wanted else np.dtype(np.float32)
+
+
+def assert_shapes(
+    shapes: Sequence[tuple[Array, Sequence[Any]]],
+    data: object = None,
+    summarize: int | None = None,
+    message: str | None = None,
+    name: str | None = None,
+) -> None:
+    """`tf.debugging.assert_shapes`: pairs of arrays and shapes; equal names are equal sizes."""
+    pairs = shapes.items() if isinstance(shapes, dict) else shapes
+    sizes: dict[str, int] = {}
+    for x, names in pairs:
+        own = np.shape(x)
+        fits = len(own) == len(names)
+        for size, name in zip(own, names, strict=False):
+            if isinstance(name, str) and not name.isdigit():
+                fits &= sizes.setdefault(name, size) == size
+            else:
+                fits &= name is None or int(name) == size
+        if not fits:
+            raise InvalidValueError(
+                message
+                or f"tf.debugging.assert_shapes: an array has shape {own}, expected"
+                f" {tuple(names)} where {sizes}."
+            )
+
+
+def disable_check_numerics() -> None:
+    """`tf.debugging.disable_check_numerics`: switches `jax_debug_nans` off."""
+    jax.config.update("jax_debug_nans", False)
+
+
+def enable_check_numerics(stack_height_limit: int = 30, path_length_limit: int = 50) -> None:
+    """`tf.debugging.enable_check_numerics`: switches `jax_debug_nans` on."""
+    jax.config.update("jax_debug_nans", True)
+
+
+def is_numeric_tensor(tensor: object) -> bool:
+    """`tf.debugging.is_numeric_tensor`."""
+    return isinstance(tensor, jax.Array) and tensor.dtype != bool
+
+
+def set_log_device_placement(enabled: bool) -> None:
+    """`tf.debugging.set_log_device_placement`: has no effect."""
+
+
+def get_log_device_placement() -> bool:
+    """`tf.debugging.get_log_device_placement`: False."""
+    return False

@@ -8,10 +8,12 @@ import os
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from distributary.errors import UnsupportedError
-from distributary.tensorflow.autograph import is_traced
+from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.tensorflow.autograph import check_when_run, is_traced
 
 _Path = str | os.PathLike[str]
 
@@ -93,3 +95,12 @@ def bucket_of(text: str, num_buckets: int) -> int:
 def plain_values(values: np.ndarray) -> list[Any]:
     """Returns keys or values as Python's; text as `str`."""
     return [text_of(v) if isinstance(v, (bytes, str)) else v for v in values.tolist()]
+
+
+def require(condition: ArrayLike, message: str | None, text: str) -> None:
+    """Raises an error with one of two texts unless all of a condition holds, also in a step."""
+    holds, error = jnp.all(jnp.asarray(condition)), InvalidValueError(message or text)
+    if is_traced(holds):
+        check_when_run(holds, error)
+    elif not holds:
+        raise error

@@ -151,17 +151,15 @@ def equivalent(name: str) -> str:
     """Returns what to use instead of `tf.{name}`, as the end of an error message."""
     if name in EQUIVALENTS:
         return EQUIVALENTS[name]
-    last = name.rpartition(".")[2]
-    space = name
-    is_of_arrays = "." not in name or name.startswith(("math.", "nn."))
-    if is_of_arrays and last in EQUIVALENTS:
-        return EQUIVALENTS[last]
-    if is_of_arrays:
+    space, _, last = name.rpartition(".")
+    if space in ("", "math", "nn"):
+        if last in EQUIVALENTS:
+            return EQUIVALENTS[last]
         for module in _SEARCHED:
             if hasattr(importlib.import_module(module), last):
                 return f"{module}.{last}"
     while space:
-        space = space.rpartition(".")[0]
         if space in EQUIVALENTS:
             return EQUIVALENTS[space]
+        space = space.rpartition(".")[0]
     return "jax.numpy, jax.lax, keras.ops or distributary; docs/api/tensorflow.md has a table"

@@ -9,8 +9,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,6 @@ from distributary.tensorflow import (
     _control,
     _data,
     _data_experimental,
-    _debugging,
     _draws,
     _examples,
     _generator,
@@ -61,7 +59,6 @@ from distributary.tensorflow import (
     _saved_model,
     _sparse,
     _strings,
-    _testing,
     _training,
 )
 from distributary.tensorflow._functions import function
@@ -76,9 +73,7 @@ from distributary.tensorflow._tensor_array import TensorArray
 from distributary.tensorflow._variables import Variable
 
 
-@final
-@dataclass(frozen=True)
-class Late:
+class Late(NamedTuple):
     """A name whose object needs Keras or another package, and is made when it is first used."""
 
     make: Callable[[], Any]
@@ -231,7 +226,7 @@ def _config_experimental() -> Names:
             " tensor_float_32_execution_enabled",
         ),
         "VirtualDeviceConfiguration": _config.LogicalDeviceConfiguration,
-        "get_synchronous_execution": _debugging.get_log_device_placement,
+        "get_synchronous_execution": _checks.get_log_device_placement,
         "get_virtual_device_configuration": _config.get_logical_device_configuration,
         "set_synchronous_execution": _nothing,
         "set_virtual_device_configuration": _config.set_logical_device_configuration,
@@ -308,7 +303,15 @@ MODULES: dict[str, Callable[[], Names]] = {
         "load": _data.Dataset.load,
         "sample_from_datasets": _data.Dataset.sample_from_datasets,
     },
-    "debugging": lambda: {**operations(_checks), **public(_debugging)},
+    "debugging": lambda: {
+        **operations(_checks),
+        **named(
+            _checks,
+            "assert_proper_iterable assert_same_float_dtype assert_shapes disable_check_numerics"
+            " enable_check_numerics get_log_device_placement is_numeric_tensor"
+            " set_log_device_placement",
+        ),
+    },
     "distribute": _distribute,
     "distribute.cluster_resolver": lambda: named(
         cluster_resolver,
@@ -377,7 +380,14 @@ MODULES: dict[str, Callable[[], Names]] = {
         "set_step": _summaries().set_step,
     },
     "sysconfig": lambda: {"get_build_info": _config.get_build_info},
-    "test": lambda: {**public(_testing), "is_built_with_gpu_support": _testing.is_built_with_cuda},
+    "test": lambda: {
+        **named(
+            _config,
+            "gpu_device_name is_built_with_cuda is_built_with_rocm is_built_with_xla"
+            " is_cpu_target_available is_gpu_available",
+        ),
+        "is_built_with_gpu_support": _config.is_built_with_cuda,
+    },
     "tpu": lambda: {"XLAOptions": tpu.XLAOptions},
     "tpu.experimental": lambda: named(
         tpu.experimental,
