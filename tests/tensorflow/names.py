@@ -13,8 +13,43 @@ from pathlib import Path
 
 from tests.tensorflow.differences import ABSENT, ABSENT_ARGUMENTS, DIFFERENT, WITHOUT_EFFECT
 
+PAGE = Path(__file__).parents[2] / "docs" / "api" / "tensorflow.md"
 RECORDED = Path(__file__).with_name("tensorflow-2.21-names.txt")
 _LITERAL = re.compile(r"None|True|False|-?[\d.e+-]+|'.*'|\(\)")
+
+
+def known(tf):
+    """The names in `tf` and in its modules, with Keras as one of them."""
+    found, modules = ["keras"], ["", "keras.backend", "keras.utils.experimental"]
+    for module in modules:
+        for name in dir(find(tf, module) if module else tf):
+            full = f"{module}.{name}" if module else name
+            if type(find(tf, full)) is type(tf.nn):
+                modules.append(full)
+            elif full != "keras":
+                found.append(full)
+    layers = [f"keras.layers.{name}" for name in dir(tf.keras.layers) if name[0] != "_"]
+    return found + [name for name in layers if _is_of_distributary(find(tf, name))]
+
+
+def _is_of_distributary(found):
+    return (getattr(found, "__module__", None) or "").startswith("distributary.")
+
+
+def advised():
+    """The names with advice on the page; a module stands for all of its names."""
+    _, _, table = PAGE.read_text(encoding="utf-8").partition("## Names that are not there")
+    return re.findall(r"^\| `tf\.([\w.]+)` \|", table, flags=re.MULTILINE)
+
+
+def advice(tf, name):
+    """What the error for a name says to use in its place."""
+    for asked in (name, f"{name}.no_such_name"):
+        try:
+            find(tf, asked)
+        except AttributeError as error:
+            return str(error).partition("Use in its place: ")[2].removesuffix(".")
+    return None
 
 
 def recorded():
@@ -103,9 +138,8 @@ def states(tf):
     for name, wanted in recorded().items():
         try:
             own = arguments(find(tf, name))
-        except AttributeError as error:
-            advice = str(error).partition("Use in its place: ")[2].rstrip(".")
-            found[name] = f"absent: {ABSENT.get(name, advice)}"
+        except AttributeError:
+            found[name] = f"absent: {ABSENT.get(name) or advice(tf, name)}"
             found |= {f"{name}({argument})": found[name] for argument in wanted or ()}
             continue
         found[name] = f"different: {DIFFERENT[name]}" if name in DIFFERENT else "equal"

@@ -3,11 +3,9 @@
 JAX has one class for all arrays, so all of them get `numpy()`. Nothing else changes.
 """
 
-import subprocess
-import sys
-
 _PROGRAM = """
-import builtins, os, types
+import builtins, os, threading, types
+from operator import attrgetter
 import jax, jax.numpy, keras, numpy
 
 def surroundings():
@@ -40,26 +38,6 @@ assert changed(before) == {(True, "numpy")}, changed(before)
 import distributary as dist
 (plain,) = dist.data.Dataset.range(1)
 assert type(plain) is type(numpy.int64(0)), type(plain)
-"""
-
-
-def test_import_and_use_give_arrays_a_method_and_change_nothing_else():
-    environ = {"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        env=environ | {"KERAS_BACKEND": "jax"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-    assert process.returncode == 0, process.stderr
-
-
-_THREADS = """
-import threading
-from operator import attrgetter
-import distributary.compat.tensorflow as tf
 
 names = ["cast", "random.normal", "train.Example", "io.decode_raw", "strings.join", "nn.relu"]
 start, found = threading.Barrier(8), []
@@ -77,14 +55,5 @@ assert found == [found[0]] * 8, found
 """
 
 
-def test_threads_that_are_the_first_to_use_names_get_the_same_objects():
-    environ = {"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [sys.executable, "-c", _THREADS],
-        env=environ | {"KERAS_BACKEND": "jax"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-    assert process.returncode == 0, process.stderr
+def test_import_and_use_give_arrays_a_method_change_nothing_else_and_can_be_in_threads(run_python):
+    run_python(_PROGRAM, KERAS_BACKEND="jax")

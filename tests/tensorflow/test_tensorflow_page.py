@@ -1,17 +1,13 @@
-"""docs/api/tensorflow.md says what is there; run as a program, this writes it."""
+"""docs/api/tensorflow.md says what is there; run as a program, this writes it.
+
+To add a name to the table of those that are not there, add a line first.
+"""
 
 import collections
-from pathlib import Path
 
 import distributary.compat.tensorflow as tf
-from distributary.tensorflow._equivalents import EQUIVALENTS
-from distributary.tensorflow._operations import resolve
-from distributary.tensorflow._tables import CONSTANTS, OPERATIONS, TARGETS
 from tests.tensorflow.differences import ABSENT, ABSENT_ARGUMENTS, DIFFERENT, WITHOUT_EFFECT
-from tests.tensorflow.names import recorded, states
-
-_PAGE = Path(__file__).parents[2] / "docs" / "api" / "tensorflow.md"
-_OWN = "distributary.tensorflow._"
+from tests.tensorflow.names import PAGE, advice, advised, find, known, recorded, states
 
 _BEGIN = """# TensorFlow's names
 
@@ -60,12 +56,11 @@ arrays that are not in the table have the same name in `jax.numpy` or `keras.ops
 
 
 def _page():
-    names = sorted({*TARGETS, *OPERATIONS, *CONSTANTS}, key=lambda n: (_module(n), n.lower()))
-    targets = TARGETS | {name: operation.target for name, operation in OPERATIONS.items()}
+    names = sorted(known(tf), key=lambda n: (_module(n), n.lower()))
     own, notes = collections.defaultdict(list), collections.defaultdict(list)
     for name in names:
         own[_module(name)].append(f"`{name.rpartition('.')[2]}`")
-        note = _note(targets.get(name, ""))
+        note = _note(find(tf, name))
         if note and name not in recorded():
             notes[note].append(f"`tf.{name}`")
     found = states(tf)
@@ -78,7 +73,7 @@ def _page():
             for space, of_space in own.items()
         ),
         notes="\n".join(f"| {', '.join(of_note)} | {note} |" for note, of_note in notes.items()),
-        others="\n".join(f"| `tf.{name}` | {advice} |" for name, advice in EQUIVALENTS.items()),
+        others="\n".join(f"| `tf.{name}` | {advice(tf, name)} |" for name in advised()),
     )
 
 
@@ -111,11 +106,11 @@ def _module(name):
     return name.rpartition(".")[0]
 
 
-def _note(target):
+def _note(found):
     """What a function of the package says about itself; "" if it is TensorFlow's."""
-    if not target.startswith(_OWN):
+    if not (getattr(found, "__module__", None) or "").startswith("distributary.tensorflow._"):
         return ""
-    summary = (resolve(target).__doc__ or "").partition("\n")[0].rstrip(".")
+    summary = (found.__doc__ or "").partition("\n")[0].rstrip(".")
     if summary.startswith("`tf."):
         _, _, summary = summary.partition("`: ")
     return summary
@@ -137,8 +132,8 @@ def test_every_name_and_argument_of_tensorflow_is_there_or_says_what_to_use():
 
 
 def test_the_page_is_made_from_the_package():
-    assert _PAGE.read_text(encoding="utf-8") == _page(), f"write it: python {__file__}"
+    assert PAGE.read_text(encoding="utf-8") == _page(), f"write it: python {__file__}"
 
 
 if __name__ == "__main__":
-    _PAGE.write_text(_page(), encoding="utf-8")
+    PAGE.write_text(_page(), encoding="utf-8")

@@ -22,7 +22,7 @@ from tests.tensorflow.programs.run_tensorflow import FOLDER, RECORDED, programs
 # A loop, and two ways to call `fit`: they run on workers, with MultiWorkerMirroredStrategy.
 ON_WORKERS = ("keras_fit", "multi_worker_loop", "text_classifier")
 # TensorFlow's workers of servers have one replica. All others run with two.
-ON_ONE_DEVICE = ("parameter_servers", "parameter_servers_closures", "parameter_servers_keras")
+ON_ONE_DEVICE = ("parameter_servers", "parameter_servers_keras")
 _SECONDS = 600  # for all programs together; about 60 on an idle core
 _RUN_ALL = """
 import contextlib, io, json, os, runpy, sys, traceback

@@ -1,10 +1,8 @@
-"""More operations on arrays: rows and slices, loops over functions, gradients of one's own.
+"""Operations of `tf` itself; see `Operation` for how arguments are converted."""
 
-See `Operation` for how arguments are converted.
-"""
-
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,188 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from distributary._types import Nest
-from distributary.tensorflow._operations import Shape
+from distributary.errors import InvalidValueError
+from distributary.tensorflow._linalg import global_norm
+from distributary.tensorflow._operations import REQUIRED, Axes, Operation, Shape, TensorLike, array
+from distributary.tensorflow.autograph import Range, is_traced
+from distributary.tracing import current_scope
+from distributary.variables import ShardedVariable, Variable, embedding_lookup
+
+
+def constant(
+    value: TensorLike, dtype: DTypeLike | None = None, shape: Shape | None = None
+) -> Array:
+    """`tf.constant`: a single number fills `shape`; text stays on the host."""
+    made = array(value, dtype)
+    if shape is None:
+        return made
+    return jnp.full(shape, made.reshape(())) if made.size == 1 else made.reshape(shape)
+
+
+def convert_to_tensor(
+    value: TensorLike, dtype: DTypeLike | None = None, dtype_hint: DTypeLike | None = None
+) -> Array:
+    """`tf.convert_to_tensor`: text stays on the host."""
+    return array(value, dtype)
+
+
+def one_hot(
+    indices: Array,
+    depth: int,
+    on_value: ArrayLike | None = None,
+    off_value: ArrayLike | None = None,
+    axis: int | None = None,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """`tf.one_hot`."""
+    wanted = next((jnp.asarray(v).dtype for v in (on_value, off_value) if v is not None), None)
+    hot = jax.nn.one_hot(indices, depth, axis=-1 if axis is None else axis, dtype=bool)
+    on, off = (1 if on_value is None else on_value), (0 if off_value is None else off_value)
+    return jnp.where(hot, on, off).astype(dtype or wanted or np.float32)
+
+
+def where(condition: Array, x: ArrayLike | None = None, y: ArrayLike | None = None) -> Array:
+    """`tf.where`: without `x` and `y` the places, outside of steps."""
+    if x is None or y is None:
+        return jnp.argwhere(condition).astype(jax.dtypes.canonicalize_dtype(np.int64))
+    return jnp.where(condition, x, y)
+
+
+def transpose(a: Array, perm: Sequence[int] | None = None, conjugate: bool = False) -> Array:
+    """`tf.transpose`."""
+    moved = jnp.transpose(a, perm)
+    return moved.conj() if conjugate else moved
+
+
+def eye(
+    num_rows: int,
+    num_columns: int | None = None,
+    batch_shape: Shape | None = None,
+    dtype: DTypeLike = np.float32,
+) -> Array:
+    """`tf.eye`."""
+    one = jnp.eye(int(num_rows), num_columns, dtype=dtype)
+    return one if batch_shape is None else jnp.broadcast_to(one, (*batch_shape, *one.shape))
+
+
+def cast(x: Array, dtype: DTypeLike) -> Array:
+    """`tf.cast`."""
+    return x.astype(dtype)
+
+
+def range_(
+    start: ArrayLike,
+    limit: ArrayLike | None = None,
+    delta: ArrayLike = 1,
+    dtype: DTypeLike | None = None,
+) -> Array | Range:
+    """`tf.range`; with a traced end, only a loop can take its numbers."""
+    scope = current_scope()
+    ends = (0, start) if limit is None else (start, limit)
+    if scope is not None and scope.converts and any(map(is_traced, (*ends, delta))):
+        return Range(*ends, delta)
+    return jnp.arange(*((0, start) if limit is None else (start, limit)), delta, dtype)
+
+
+def shape(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> np.ndarray:
+    """`tf.shape`: a NumPy array, since it is known while a step is traced."""
+    return np.array(np.shape(input), out_type)
+
+
+def size(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> Any:
+    """`tf.size`: a NumPy number, since it is known while a step is traced."""
+    return np.dtype(out_type).type(np.size(input))
+
+
+def concat(values: Any, axis: int) -> Array:
+    """`tf.concat`."""
+    # Sizes of arrays, put together while a step is traced, stay numbers that Python can read.
+    is_known = not any(map(is_traced, jax.tree.leaves(values)))
+    with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():
+        return jnp.concatenate([array(value) for value in values], axis)
+
+
+def unstack(value: Array, num: int | None = None, axis: int = 0) -> list[Array]:
+    """`tf.unstack`."""
+    return list(jnp.unstack(value, axis=axis))
+
+
+def split(
+    value: Array, num_or_size_splits: int | Sequence[int], axis: int = 0, num: int | None = None
+) -> list[Array]:
+    """`tf.split`: into a number of parts, or into parts of the given sizes."""
+    sizes = np.asarray(num_or_size_splits)
+    return jnp.split(value, int(sizes) if sizes.ndim == 0 else np.cumsum(sizes)[:-1], axis)
+
+
+def gather(
+    params: Any,
+    indices: Array,
+    validate_indices: None = None,
+    axis: int | None = None,
+    batch_dims: int = 0,
+) -> Array:
+    """`tf.gather`: reads only these rows of a variable; their gradient is `IndexedSlices`."""
+    dim = batch_dims if axis is None else axis
+    if isinstance(params, ShardedVariable):
+        return embedding_lookup(params, indices)
+    if isinstance(params, Variable) and dim == 0:
+        return params.sparse_read(indices)
+
+    def take(values: Array, ids: Array) -> Array:
+        return jnp.take(values, ids, axis=dim - batch_dims if dim >= 0 else dim)
+
+    for _ in range(batch_dims):
+        take = jax.vmap(take)
+    return take(array(params), indices)
+
+
+def gather_nd(
+    params: Array,
+    indices: Array,
+    batch_dims: int = 0,
+    name: str | None = None,
+    bad_indices_policy: str = "",
+) -> Array:
+    """`tf.gather_nd`."""
+
+    def take(params: Array, indices: Array) -> Array:
+        return params[tuple(jnp.moveaxis(indices, -1, 0))]
+
+    for _ in range(batch_dims):
+        take = jax.vmap(take)
+    return take(params, indices)
+
+
+def pad(
+    tensor: Array,
+    paddings: Sequence[Sequence[int]],
+    mode: str = "CONSTANT",
+    constant_values: ArrayLike = 0,
+) -> Array:
+    """`tf.pad`."""
+    options = {"constant_values": constant_values} if mode.upper() == "CONSTANT" else {}
+    return jnp.pad(tensor, paddings, mode.lower(), **options)
+
+
+def boolean_mask(tensor: Array, mask: ArrayLike, axis: int | None = None) -> Array:
+    """`tf.boolean_mask`: not inside a compiled step, as the shape depends on the mask."""
+    return jnp.compress(np.ravel(mask), tensor, axis or 0)
+
+
+def clip_by_norm(t: Array, clip_norm: ArrayLike, axes: Axes = None) -> Array:
+    """`tf.clip_by_norm`."""
+    norm = jnp.sqrt(jnp.sum(t**2, axes, keepdims=True))
+    return t * clip_norm / jnp.maximum(norm, clip_norm)
+
+
+def clip_by_global_norm(
+    t_list: list[Array | None], clip_norm: ArrayLike, use_norm: ArrayLike | None = None
+) -> tuple[list[Array | None], Array]:
+    """`tf.clip_by_global_norm`: the arrays and their norm; None stays None."""
+    norm = global_norm(t_list) if use_norm is None else array(use_norm)
+    scale = clip_norm / jnp.maximum(norm, clip_norm)
+    return [None if t is None else t * scale for t in t_list], norm
 
 
 def slice_(input_: Array, begin: ArrayLike, size: Shape) -> Array:
@@ -66,12 +245,7 @@ def sequence_mask(
     return (jnp.arange(size) < lengths[..., None]).astype(dtype)
 
 
-def scatter_nd(
-    indices: Array,
-    updates: Array,
-    shape: Shape,
-    bad_indices_policy: str = "",
-) -> Array:
+def scatter_nd(indices: Array, updates: Array, shape: Shape, bad_indices_policy: str = "") -> Array:
     """`tf.scatter_nd`: updates of one place are added."""
     return _at(jnp.zeros([int(size) for size in shape], updates.dtype), indices).add(updates)
 
@@ -82,10 +256,7 @@ def tensor_scatter_nd_update(tensor: Array, indices: Array, updates: Array) -> A
 
 
 def tensor_scatter_nd_add(
-    tensor: Array,
-    indices: Array,
-    updates: Array,
-    bad_indices_policy: str = "",
+    tensor: Array, indices: Array, updates: Array, bad_indices_policy: str = ""
 ) -> Array:
     """`tf.tensor_scatter_nd_add`."""
     return _at(tensor, indices).add(updates)
@@ -167,104 +338,55 @@ def foldl(
     return jax.tree.map(lambda x: x[-1], scan(fn, elems, initializer))
 
 
-def custom_gradient(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """`tf.custom_gradient`: `f` returns its result, and a function of the gradient.
-
-    The result and the gradients are arrays of positional arguments; variables are not read in `f`.
-    """
-    if f is None:
-        return custom_gradient
-
-    @jax.custom_vjp
-    def call(*args: Nest) -> Nest:
-        return f(*args)[0]
-
-    def forward(*args: Nest) -> tuple[Nest, Nest]:
-        return f(*args)[0], args
-
-    def backward(args: Nest, upstream: Nest) -> tuple[Any, ...]:
-        parts = upstream if isinstance(upstream, (list, tuple)) else (upstream,)
-        gradients = f(*args)[1](*parts)
-        return tuple(gradients) if isinstance(gradients, (list, tuple)) else (gradients,)
-
-    call.defvjp(forward, backward)
-
-    def with_gradient(*args: Any) -> Any:
-        return call(*[jnp.asarray(arg) for arg in args])
-
-    return with_gradient
+def ensure_shape(x: Array, shape: Sequence[int | None]) -> Array:
+    """`tf.ensure_shape`: returns the array; None stands for any size."""
+    wanted = tuple(shape)
+    fits = len(wanted) == x.ndim and all(
+        size is None or size == own for size, own in zip(wanted, x.shape, strict=True)
+    )
+    if not fits:
+        raise InvalidValueError(f"tf.ensure_shape: {x.shape} is not {wanted}.")
+    return x
 
 
-def as_image(image: Array, dtype: DTypeLike, saturate: bool = False) -> Array:
-    """`tf.image.convert_image_dtype`: numbers from 0 to 1, or of the whole range of integers."""
-    if image.dtype == dtype:
-        return image
-    has_floats, wants_floats = (jnp.issubdtype(d, jnp.inexact) for d in (image.dtype, dtype))
-    if wants_floats:
-        made = image.astype(dtype)
-        return made if has_floats else made / jnp.iinfo(image.dtype).max
-    if has_floats:
-        largest = jnp.iinfo(dtype).max
-        return jnp.clip(image * (largest + 0.5), 0, largest).astype(dtype)
-    ratio = (jnp.iinfo(dtype).max + 1) / (jnp.iinfo(image.dtype).max + 1)
-    return jnp.floor(image * ratio).astype(dtype)
+def clip_by_value(t: ArrayLike, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Array:
+    """`tf.clip_by_value`."""
+    return jnp.clip(t, clip_value_min, clip_value_max)
 
 
-def flip_left_right(image: Array) -> Array:
-    """`tf.image.flip_left_right`."""
-    return jnp.flip(image, -2)
+def fill(dims: Sequence[int], value: Array | float) -> Array:
+    """`tf.fill`."""
+    return jnp.full(dims, value)
 
 
-def flip_up_down(image: Array) -> Array:
-    """`tf.image.flip_up_down`."""
-    return jnp.flip(image, -3)
-
-
-def per_image_standardization(image: Array) -> Array:
-    """`tf.image.per_image_standardization`: mean 0 and deviation 1 of each image."""
-    pixels = image.astype(jnp.float32)
-    axes = (-3, -2, -1)
-    deviation = jnp.std(pixels, axes, keepdims=True)
-    least = 1 / np.sqrt(np.prod(image.shape[-3:]))
-    return (pixels - jnp.mean(pixels, axes, keepdims=True)) / jnp.maximum(deviation, least)
-
-
-@final
-class ResizeMethod:
-    """`tf.image.ResizeMethod`: the names of methods of `tf.image.resize`."""
-
-    BILINEAR = "bilinear"
-    NEAREST_NEIGHBOR = "nearest"
-    BICUBIC = "bicubic"
-    LANCZOS3 = "lanczos3"
-    LANCZOS5 = "lanczos5"
-
-
-def resize(
-    images: Array,
-    size: Sequence[int],
-    method: str = "bilinear",
-    preserve_aspect_ratio: bool = False,
-    antialias: bool = False,
+def linspace(
+    start: ArrayLike, stop: ArrayLike, num: int, name: str | None = None, axis: int = 0
 ) -> Array:
-    """`tf.image.resize`: `jax.image.resize`."""
-    height, width = (int(length) for length in size)
-    if preserve_aspect_ratio:
-        scale = min(height / images.shape[-3], width / images.shape[-2])
-        height, width = (round(scale * length) for length in images.shape[-3:-1])
-    shape = (*images.shape[:-3], height, width, images.shape[-1])
-    return jax.image.resize(images.astype(jnp.float32), shape, method, antialias=antialias)
+    """`tf.linspace`."""
+    return jnp.linspace(start, stop, num, axis=axis)
 
 
-def resize_with_crop_or_pad(image: Array, target_height: int, target_width: int) -> Array:
-    """`tf.image.resize_with_crop_or_pad`: around the middle."""
-    for axis, size in ((-3, int(target_height)), (-2, int(target_width))):
-        missing = size - image.shape[axis]
-        if missing > 0:
-            widths = [(0, 0)] * image.ndim
-            widths[axis] = (missing // 2, missing - missing // 2)
-            image = jnp.pad(image, widths)
-        else:
-            start = -missing // 2
-            image = jax.lax.slice_in_dim(image, start, start + size, axis=image.ndim + axis)
-    return image
+def tile(input: ArrayLike, multiples: Sequence[int]) -> Array:
+    """`tf.tile`."""
+    return jnp.tile(input, multiples)
+
+
+#: Operations with another name or other arguments in JAX.
+ARRAYS: dict[str, Operation] = {
+    "broadcast_to": Operation(jnp.broadcast_to, "input", shape=REQUIRED),
+    "expand_dims": Operation(jnp.expand_dims, "input", axis=REQUIRED),
+    "identity": Operation(jnp.asarray, "input"),
+    "ones": Operation(jnp.ones, shape=REQUIRED, dtype=None),
+    "ones_like": Operation(jnp.ones_like, "input", dtype=None),
+    "rank": Operation(jnp.ndim, "input"),
+    "repeat": Operation(jnp.repeat, "input", repeats=REQUIRED, axis=None),
+    "reshape": Operation(jnp.reshape, "tensor", shape=REQUIRED),
+    "reverse": Operation(jnp.flip, "tensor", axis=REQUIRED),
+    "roll": Operation(jnp.roll, "input", shift=REQUIRED, axis=REQUIRED),
+    "squeeze": Operation(jnp.squeeze, "input", axis=None),
+    "stack": Operation(jnp.stack, "values", axis=0),
+    "stop_gradient": Operation(jax.lax.stop_gradient, "input"),
+    "tensordot": Operation(jnp.tensordot, "a", "b", axes=REQUIRED),
+    "zeros": Operation(jnp.zeros, shape=REQUIRED, dtype=None),
+    "zeros_like": Operation(jnp.zeros_like, "input", dtype=None),
+}

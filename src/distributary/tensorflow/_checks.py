@@ -13,15 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from distributary.errors import InvalidValueError, shown
-from distributary.tensorflow.autograph import check_when_run, is_traced
-
-
-def _require(condition: ArrayLike, message: str | None, text: str) -> None:
-    holds, error = jnp.all(jnp.asarray(condition)), InvalidValueError(message or text)
-    if is_traced(holds):
-        check_when_run(holds, error)
-    elif not holds:
-        raise error
+from distributary.tensorflow._host import require
 
 
 def _comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[..., None]:
@@ -29,7 +21,7 @@ def _comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[..., 
         x: ArrayLike, y: ArrayLike, message: str | None = None, summarize: int | None = None
     ) -> None:
         text = f"tf.debugging.{name}: does not hold for {shown(x)} and {shown(y)}."
-        _require(compare(x, y), message, text)
+        require(compare(x, y), message, text)
 
     assertion.__name__ = name
     assertion.__doc__ = f"`tf.debugging.{name}`: for all elements."
@@ -37,10 +29,20 @@ def _comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[..., 
 
 
 assert_equal = _comparison("assert_equal", jnp.equal)
+
+
 assert_greater = _comparison("assert_greater", jnp.greater)
+
+
 assert_greater_equal = _comparison("assert_greater_equal", jnp.greater_equal)
+
+
 assert_less = _comparison("assert_less", jnp.less)
+
+
 assert_less_equal = _comparison("assert_less_equal", jnp.less_equal)
+
+
 _assert_not_equal = _comparison("assert_none_equal", jnp.not_equal)
 
 
@@ -62,7 +64,7 @@ def assert_near(
     """`tf.debugging.assert_near`: with tolerances of 10 units in the last place by default."""
     unit = 10 * float(jnp.finfo(jnp.result_type(float, x)).eps)
     near = jnp.isclose(x, y, unit if rtol is None else rtol, unit if atol is None else atol)
-    _require(near, message, f"tf.debugging.assert_near: {shown(x)} is not near {shown(y)}.")
+    require(near, message, f"tf.debugging.assert_near: {shown(x)} is not near {shown(y)}.")
 
 
 def assert_positive(x: ArrayLike, message: str | None = None, summarize: int | None = None) -> None:
@@ -91,7 +93,7 @@ def assert_non_positive(
 
 def assert_all_finite(x: Array, message: str) -> Array:
     """`tf.debugging.assert_all_finite`: returns the array."""
-    _require(jnp.isfinite(x), message, "tf.debugging.assert_all_finite: a value is not finite.")
+    require(jnp.isfinite(x), message, "tf.debugging.assert_all_finite: a value is not finite.")
     return x
 
 
@@ -100,9 +102,11 @@ def check_numerics(tensor: Array, message: str) -> Array:
     return assert_all_finite(tensor, message)
 
 
-def assert_(condition: ArrayLike, data: Sequence[Any], summarize: int | None = None) -> None:
+def Assert(  # noqa: N802
+    condition: ArrayLike, data: Sequence[Any], summarize: int | None = None
+) -> None:
     """`tf.Assert`: shows `data` if the condition does not hold."""
-    _require(condition, None, f"tf.Assert: {list(data)}")
+    require(condition, None, f"tf.Assert: {list(data)}")
 
 
 def assert_rank(x: Array, rank: int, message: str | None = None) -> None:
@@ -138,18 +142,10 @@ def assert_integer(x: Array, message: str | None = None) -> None:
         raise TypeError(message or f"tf.debugging.assert_integer: {x.dtype} is not an integer.")
 
 
-def assert_same_float_dtype(
-    tensors: Sequence[Any] | None = None, dtype: DTypeLike | None = None
-) -> np.dtype[Any]:
-    """`tf.debugging.assert_same_float_dtype`: returns the dtype; float32 without arrays."""
-    found = {jnp.asarray(tensor).dtype for tensor in tensors or () if tensor is not None}
-    wanted = found | ({np.dtype(dtype)} if dtype is not None else set())
-    if len(wanted) > 1 or any(not jnp.issubdtype(one, jnp.floating) for one in wanted):
-        raise InvalidValueError(
-            f"tf.debugging.assert_same_float_dtype: dtypes are {sorted(map(str, wanted))}, expected"
-            " one of floating point."
-        )
-    return wanted.pop() if wanted else np.dtype(np.float32)
+def assert_type(tensor: Array, tf_type: DTypeLike, message: str | None = None) -> None:
+    """`tf.debugging.assert_type`."""
+    if tensor.dtype != jax.dtypes.canonicalize_dtype(tf_type):
+        raise TypeError(message or f"tf.debugging.assert_type: {tensor.dtype} is not {tf_type}.")
 
 
 def assert_proper_iterable(values: object) -> None:
@@ -163,15 +159,18 @@ def assert_proper_iterable(values: object) -> None:
         )
 
 
-def is_numeric_tensor(tensor: object) -> bool:
-    """`tf.debugging.is_numeric_tensor`."""
-    return isinstance(tensor, jax.Array) and tensor.dtype != bool
-
-
-def assert_type(tensor: Array, tf_type: DTypeLike, message: str | None = None) -> None:
-    """`tf.debugging.assert_type`."""
-    if tensor.dtype != jax.dtypes.canonicalize_dtype(tf_type):
-        raise TypeError(message or f"tf.debugging.assert_type: {tensor.dtype} is not {tf_type}.")
+def assert_same_float_dtype(
+    tensors: Sequence[Any] | None = None, dtype: DTypeLike | None = None
+) -> np.dtype[Any]:
+    """`tf.debugging.assert_same_float_dtype`: returns the dtype; float32 without arrays."""
+    found = {jnp.asarray(tensor).dtype for tensor in tensors or () if tensor is not None}
+    wanted = found | ({np.dtype(dtype)} if dtype is not None else set())
+    if len(wanted) > 1 or any(not jnp.issubdtype(one, jnp.floating) for one in wanted):
+        raise InvalidValueError(
+            f"tf.debugging.assert_same_float_dtype: dtypes are {sorted(map(str, wanted))}, expected"
+            " one of floating point."
+        )
+    return wanted.pop() if wanted else np.dtype(np.float32)
 
 
 def assert_shapes(
@@ -200,15 +199,9 @@ def assert_shapes(
             )
 
 
-def ensure_shape(x: Array, shape: Sequence[int | None]) -> Array:
-    """`tf.ensure_shape`: returns the array; None stands for any size."""
-    wanted = tuple(shape)
-    fits = len(wanted) == x.ndim and all(
-        size is None or size == own for size, own in zip(wanted, x.shape, strict=True)
-    )
-    if not fits:
-        raise InvalidValueError(f"tf.ensure_shape: {x.shape} is not {wanted}.")
-    return x
+def disable_check_numerics() -> None:
+    """`tf.debugging.disable_check_numerics`: switches `jax_debug_nans` off."""
+    jax.config.update("jax_debug_nans", False)
 
 
 def enable_check_numerics(stack_height_limit: int = 30, path_length_limit: int = 50) -> None:
@@ -216,10 +209,15 @@ def enable_check_numerics(stack_height_limit: int = 30, path_length_limit: int =
     jax.config.update("jax_debug_nans", True)
 
 
-def disable_check_numerics() -> None:
-    """`tf.debugging.disable_check_numerics`: switches `jax_debug_nans` off."""
-    jax.config.update("jax_debug_nans", False)
+def is_numeric_tensor(tensor: object) -> bool:
+    """`tf.debugging.is_numeric_tensor`."""
+    return isinstance(tensor, jax.Array) and tensor.dtype != bool
 
 
 def set_log_device_placement(enabled: bool) -> None:
     """`tf.debugging.set_log_device_placement`: has no effect."""
+
+
+def get_log_device_placement() -> bool:
+    """`tf.debugging.get_log_device_placement`: False."""
+    return False

@@ -1,8 +1,10 @@
-"""The functions of `tf.config` that list and configure devices."""
+"""`tf.config`, and settings elsewhere that have no effect."""
 
 import importlib.util
 import os
 import pkgutil
+import platform
+import types
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import jax
 
 from distributary.cluster_resolver import visible_gpus
 from distributary.errors import BackendStartedError, InvalidValueError, UnsupportedError
+from distributary.options import CommunicationOptions
 from distributary.topology import (
     backends_started,
     local_devices_of,
@@ -262,3 +265,72 @@ def get_build_info() -> OrderedDict[str, bool]:
         for kind, names in kinds.items()
     }
     return OrderedDict(**found, is_tensorrt_build=False)
+
+
+def nothing(*args: object, **kwargs: object) -> None:
+    """Has no effect: JAX decides by itself."""
+
+
+def collective_hints(
+    bytes_per_pack: int = 0, timeout_seconds: float | None = None
+) -> CommunicationOptions:
+    """`tf.distribute.experimental.CollectiveHints`: the older name of `CommunicationOptions`."""
+    return CommunicationOptions(bytes_per_pack, timeout_seconds)
+
+
+def run_functions_eagerly(run_eagerly: bool) -> None:
+    """`tf.config.run_functions_eagerly`: True is refused, because steps are always compiled."""
+    if run_eagerly:
+        raise UnsupportedError(
+            "tf.config.run_functions_eagerly(True): functions of a strategy are always compiled."
+            " Print inside of them with tf.print or jax.debug.print, or call the Python function."
+        )
+
+
+@final
+class ConfigProto:
+    """`tf.compat.v1.ConfigProto`: takes any settings; none has an effect."""
+
+    def __init__(self, **settings: object) -> None:
+        self.gpu_options = types.SimpleNamespace()
+        self.__dict__.update(settings)
+
+
+def as_text(bytes_or_text: str | bytes, encoding: str = "utf-8") -> str:
+    """`tf.compat.as_text`."""
+    return bytes_or_text if isinstance(bytes_or_text, str) else bytes_or_text.decode(encoding)
+
+
+def as_bytes(bytes_or_text: str | bytes, encoding: str = "utf-8") -> bytes:
+    """`tf.compat.as_bytes`."""
+    return bytes_or_text if isinstance(bytes_or_text, bytes) else bytes_or_text.encode(encoding)
+
+
+def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: object = None) -> bool:
+    """`tf.test.is_gpu_available`: starts JAX."""
+    return bool(local_devices_of("GPU"))
+
+
+def gpu_device_name() -> str:
+    """`tf.test.gpu_device_name`: "" without a GPU."""
+    return "/device:GPU:0" if is_gpu_available() else ""
+
+
+def is_built_with_cuda() -> bool:
+    """`tf.test.is_built_with_cuda`: whether JAX can use GPUs here."""
+    return is_gpu_available()
+
+
+def is_built_with_rocm() -> bool:
+    """`tf.test.is_built_with_rocm`: whether JAX uses GPUs of AMD here."""
+    return any("rocm" in device.client.platform_version.lower() for device in jax.devices())
+
+
+def is_cpu_target_available(target: str) -> bool:
+    """`tf.test.is_cpu_target_available`: whether XLA runs on CPUs of this kind here."""
+    return {"aarch64": "arm", "x86_64": "x86"}.get(platform.machine()) == target
+
+
+def is_built_with_xla() -> bool:
+    """`tf.test.is_built_with_xla`."""
+    return True

@@ -11,10 +11,10 @@ import numpy as np
 
 from distributary._types import Nest
 from distributary.data import TensorSpec
-from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.tensorflow._host import as_element, host_array
+from distributary.errors import UnsupportedError
+from distributary.tensorflow._host import as_element, host_array, require
 from distributary.tensorflow._operations import TensorLike, array, plain, tensor
-from distributary.tensorflow.autograph import check_when_run, is_traced
+from distributary.tensorflow.autograph import is_traced
 from distributary.tracing import current_scope
 
 _Branch = Callable[[], Any]
@@ -48,9 +48,9 @@ def case(
     holds = [jnp.asarray(tensor(pred), bool) for pred, _ in pairs]
     count = sum(pred.astype(int) for pred in holds) if holds else 0
     if exclusive:
-        _require(count <= 1, "tf.case: several conditions hold, but exclusive is True.")
+        require(count <= 1, None, "tf.case: several conditions hold, but exclusive is True.")
     if default is None:
-        _require(count >= 1, "tf.case: no condition holds. Pass a default.")
+        require(count >= 1, None, "tf.case: no condition holds. Pass a default.")
         default = pairs[-1][1]
     result = default
     for pred, (_, branch) in zip(reversed(holds), reversed(pairs), strict=True):
@@ -60,14 +60,6 @@ def case(
 
 def _either(pred: Any, branch: _Branch, other: _Branch) -> _Branch:
     return lambda: cond(pred, branch, other)
-
-
-def _require(holds: object, text: str) -> None:
-    error = InvalidValueError(text)
-    if is_traced(holds):
-        check_when_run(holds, error)
-    elif not holds:
-        raise error
 
 
 def switch_case(
@@ -220,3 +212,31 @@ def inside_function() -> bool:
 def get_static_value(tensor: object, partial: bool = False) -> Any:
     """`tf.get_static_value`: None for what is computed in a step."""
     return None if is_traced(tensor) else np.asarray(tensor)
+
+
+def custom_gradient(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """`tf.custom_gradient`: `f` returns its result, and a function of the gradient.
+
+    The result and the gradients are arrays of positional arguments; variables are not read in `f`.
+    """
+    if f is None:
+        return custom_gradient
+
+    @jax.custom_vjp
+    def call(*args: Nest) -> Nest:
+        return f(*args)[0]
+
+    def forward(*args: Nest) -> tuple[Nest, Nest]:
+        return f(*args)[0], args
+
+    def backward(args: Nest, upstream: Nest) -> tuple[Any, ...]:
+        parts = upstream if isinstance(upstream, (list, tuple)) else (upstream,)
+        gradients = f(*args)[1](*parts)
+        return tuple(gradients) if isinstance(gradients, (list, tuple)) else (gradients,)
+
+    call.defvjp(forward, backward)
+
+    def with_gradient(*args: Any) -> Any:
+        return call(*[jnp.asarray(arg) for arg in args])
+
+    return with_gradient

@@ -5,32 +5,20 @@ They run outside of steps, for example in `Dataset.map`.
 
 import base64
 import csv
-import functools
-import importlib
 import io
 import math
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from distributary.errors import InvalidTypeError, InvalidValueError, MissingPackageError, shown
+from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tensorflow._host import Element, host_array
+from distributary.tensorflow._messages import message_type, package
 from distributary.tensorflow._sparse import SparseTensor, sparse_rows
-
-# Messages and their fields, with the numbers that `tensorflow/core/example/*.proto` gives them.
-_LISTS = {
-    "BytesList": "TYPE_BYTES",
-    "FloatList": "TYPE_FLOAT",
-    "Int64List": "TYPE_INT64",
-}
-_RECORDS = ("Feature", "Features", "Example", "FeatureList", "FeatureLists", "SequenceExample")
-_KINDS = ("bytes_list", "float_list", "int64_list")
 
 
 @final
@@ -251,7 +239,7 @@ def _parsed(record: bytes, features: Mapping[str, Any]) -> dict[str, np.ndarray]
 
 def _message(kind: str, record: bytes) -> Any:
     try:
-        return _messages()[kind].FromString(record)
+        return message_type(kind).FromString(record)
     except Exception as error:  # DecodeError is a class of the protobuf that is installed
         raise InvalidValueError(
             f"parse_example: a record of {len(record)} bytes is not a tf.train.{kind}."
@@ -298,84 +286,6 @@ def _values(key: str, found: Any, feature: object) -> np.ndarray:
     return np.array(values, dtype).reshape(shape)
 
 
-_making_messages = threading.Lock()
-
-
-def _messages() -> dict[str, Any]:
-    """Returns the protobuf classes by their names in `tf.train`."""
-    with _making_messages:  # or threads would get different classes
-        return _made_messages()
-
-
-@functools.cache
-def _made_messages() -> dict[str, Any]:
-    descriptors = _package("google.protobuf.descriptor_pb2", "protobuf")
-    field = descriptors.FieldDescriptorProto
-    file = descriptors.FileDescriptorProto(
-        name="distributary/example.proto", package="tensorflow", syntax="proto3"
-    )
-
-    def add(parent: Any, label: int, number: int, field_name: str, kind: str) -> Any:
-        type_name = {} if kind.startswith("TYPE_") else {"type_name": f".tensorflow.{kind}"}
-        of_type = getattr(field, kind if not type_name else "TYPE_MESSAGE")
-        return parent.field.add(
-            name=field_name, number=number, label=label, type=of_type, **type_name
-        )
-
-    one, many = field.LABEL_OPTIONAL, field.LABEL_REPEATED
-    for list_name, kind in _LISTS.items():
-        add(file.message_type.add(name=list_name), many, 1, "value", kind)
-    feature = file.message_type.add(name="Feature")
-    feature.oneof_decl.add(name="kind")
-    for number, (list_name, own) in enumerate(zip(_LISTS, _KINDS, strict=True), 1):
-        add(feature, one, number, own, list_name).oneof_index = 0
-    features = file.message_type.add(name="Features")
-    entry = features.nested_type.add(name="FeatureEntry")
-    entry.options.map_entry = True
-    add(entry, one, 1, "key", "TYPE_STRING")
-    add(entry, one, 2, "value", "Feature")
-    add(features, many, 1, "feature", "Features.FeatureEntry")
-    add(file.message_type.add(name="Example"), one, 1, "features", "Features")
-    add(file.message_type.add(name="FeatureList"), many, 1, "feature", "Feature")
-    lists = file.message_type.add(name="FeatureLists")
-    entry = lists.nested_type.add(name="FeatureListEntry")
-    entry.options.map_entry = True
-    add(entry, one, 1, "key", "TYPE_STRING")
-    add(entry, one, 2, "value", "FeatureList")
-    add(lists, many, 1, "feature_list", "FeatureLists.FeatureListEntry")
-    sequences = file.message_type.add(name="SequenceExample")
-    add(sequences, one, 1, "context", "Features")
-    add(sequences, one, 2, "feature_lists", "FeatureLists")
-    # `tensorflow/core/framework/tensor.proto`, as far as arrays of numbers use it.
-    shape = file.message_type.add(name="TensorShapeProto")
-    add(shape.nested_type.add(name="Dim"), one, 1, "size", "TYPE_INT64")
-    add(shape, many, 2, "dim", "TensorShapeProto.Dim")
-    array = file.message_type.add(name="TensorProto")
-    add(array, one, 1, "dtype", "TYPE_INT32")
-    add(array, one, 2, "tensor_shape", "TensorShapeProto")
-    add(array, one, 4, "tensor_content", "TYPE_BYTES")
-    pool = _package("google.protobuf.descriptor_pool", "protobuf").DescriptorPool()
-    pool.Add(file)
-    factory = _package("google.protobuf.message_factory", "protobuf")
-    found = [pool.FindMessageTypeByName(f"tensorflow.{own.name}") for own in file.message_type]
-    return {one.name: factory.GetMessageClass(one) for one in found}
-
-
-def __getattr__(name: str) -> Any:
-    if name in (*_LISTS, *_RECORDS):
-        return _messages()[name]
-    raise AttributeError(name)
-
-
-def _package(module: str, package: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise MissingPackageError(
-            f"tf.io and tf.train need {package} for this: pip install {package}"
-        ) from None
-
-
 def decode_raw(
     input_bytes: object,
     out_type: DTypeLike,
@@ -404,7 +314,7 @@ def decode_image(
     is 1, 3 or 4, or 0 for what the file has. Of animations you get the first frame.
     """
     modes = {1: "L", 3: "RGB", 4: "RGBA"}
-    image = _package("PIL.Image", "pillow").open(io.BytesIO(_bytes(contents)))
+    image = package("PIL.Image", "pillow").open(io.BytesIO(_bytes(contents)))
     mode = modes.get(channels or len(image.getbands()))
     if (channels and mode is None) or image.mode.startswith("I"):
         raise InvalidValueError(
@@ -528,7 +438,7 @@ def serialize_tensor(tensor: object, name: str | None = None) -> bytes:
             f"tf.io.serialize_tensor: an array of dtype {array.dtype}, expected numbers. Put text"
             " into tf.train.BytesList as it is."
         )
-    message = _messages()["TensorProto"](
+    message = message_type("TensorProto")(
         dtype=_TENSOR_DTYPES[array.dtype.name], tensor_content=np.ascontiguousarray(array).tobytes()
     )
     message.tensor_shape.SetInParent()
@@ -539,7 +449,7 @@ def serialize_tensor(tensor: object, name: str | None = None) -> bytes:
 
 def parse_tensor(serialized: object, out_type: DTypeLike, name: str | None = None) -> np.ndarray:
     """`tf.io.parse_tensor`: the array that `serialize_tensor` wrote, here or with TensorFlow."""
-    message = _messages()["TensorProto"].FromString(_bytes(serialized))
+    message = message_type("TensorProto").FromString(_bytes(serialized))
     dtype = np.dtype(out_type)
     if message.dtype != _TENSOR_DTYPES.get(dtype.name) or (
         not message.tensor_content and math.prod(d.size for d in message.tensor_shape.dim)
@@ -572,5 +482,5 @@ def _encoded(image: ArrayLike, kind: str, **options: Any) -> bytes:
         )
     pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
     file = io.BytesIO()
-    _package("PIL.Image", "pillow").fromarray(pixels).save(file, kind, **options)
+    package("PIL.Image", "pillow").fromarray(pixels).save(file, kind, **options)
     return file.getvalue()

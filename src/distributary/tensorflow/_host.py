@@ -3,13 +3,19 @@
 Their arrays are NumPy's, as in `Dataset.map`, and have TensorFlow's method `numpy()`.
 """
 
+import hashlib
+import os
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from distributary.errors import UnsupportedError
-from distributary.tensorflow.autograph import is_traced
+from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.tensorflow.autograph import check_when_run, is_traced
+
+_Path = str | os.PathLike[str]
 
 
 @final
@@ -64,3 +70,37 @@ def require_host(what: str, *values: Any) -> None:
             f"{what}: the value is computed in a step, where there is no text and no Python. Call"
             f" {what} in Dataset.map, or outside of the step."
         )
+
+
+def local_path(path: _Path) -> str:
+    """Returns a path of the file system.
+
+    Raises:
+        UnsupportedError: for the address of an object store.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise UnsupportedError(
+            f"tf.io.gfile: {text!r} is in an object store. Mount it as a folder, or use fsspec."
+        )
+    return text
+
+
+def bucket_of(text: str, num_buckets: int) -> int:
+    """Returns a number below `num_buckets` that depends on the text alone."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % num_buckets
+
+
+def plain_values(values: np.ndarray) -> list[Any]:
+    """Returns keys or values as Python's; text as `str`."""
+    return [text_of(v) if isinstance(v, (bytes, str)) else v for v in values.tolist()]
+
+
+def require(condition: ArrayLike, message: str | None, text: str) -> None:
+    """Raises an error with one of two texts unless all of a condition holds, also in a step."""
+    holds, error = jnp.all(jnp.asarray(condition)), InvalidValueError(message or text)
+    if is_traced(holds):
+        check_when_run(holds, error)
+    elif not holds:
+        raise error

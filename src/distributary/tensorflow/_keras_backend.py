@@ -1,15 +1,26 @@
 """Functions of `tf.keras.backend` that have no other name; the others are in the tables."""
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from distributary.keras_bridge import import_keras
-from distributary.tensorflow._math import concat
-from distributary.tensorflow._operations import array
+from distributary.tensorflow import _arrays, _math, _random
+from distributary.tensorflow._operations import (
+    REQUIRED,
+    Operation,
+    array,
+    keras_of_tensorflow,
+    named,
+    operations,
+    taking,
+)
 
 _keras = import_keras()
 
@@ -27,7 +38,7 @@ def batch_set_value(tuples: Iterable[tuple[Any, Any]]) -> None:
 
 def concatenate(tensors: list[Array], axis: int = -1) -> Array:
     """`tf.keras.backend.concatenate`."""
-    return concat(tensors, axis)
+    return _arrays.concat(tensors, axis)
 
 
 def count_params(x: Array) -> int:
@@ -68,3 +79,98 @@ def update_sub(x: Any, decrement: Array) -> Any:
 def variable(value: Array, dtype: DTypeLike | None = None) -> Any:
     """`tf.keras.backend.variable`: a Keras variable with `value`."""
     return _keras.Variable(value, dtype=dtype)
+
+
+def clip(x: ArrayLike, min_value: Array | float, max_value: Array | float) -> Array:
+    """`tf.keras.backend.clip`."""
+    return jnp.clip(x, min_value, max_value)
+
+
+def eye(size: int, dtype: DTypeLike | None = None) -> Array:
+    """`tf.keras.backend.eye`."""
+    return jnp.eye(size, dtype=dtype)
+
+
+def permute_dimensions(x: ArrayLike, pattern: Sequence[int]) -> Array:
+    """`tf.keras.backend.permute_dimensions`."""
+    return jnp.transpose(x, pattern)
+
+
+def relu(
+    x: ArrayLike, alpha: float = 0.0, max_value: float | None = None, threshold: float = 0.0
+) -> Array:
+    """`tf.keras.backend.relu`."""
+    return _keras.activations.relu(x, alpha, max_value, threshold)
+
+
+def repeat_elements(x: ArrayLike, rep: int, axis: int) -> Array:
+    """`tf.keras.backend.repeat_elements`."""
+    return jnp.repeat(x, rep, axis)
+
+
+def tile(x: ArrayLike, n: Sequence[int]) -> Array:
+    """`tf.keras.backend.tile`."""
+    return jnp.tile(x, n)
+
+
+_SAME = (
+    "abs cos equal exp greater greater_equal less less_equal maximum minimum not_equal round"
+    " sigmoid sign sin sqrt square tanh"
+)
+
+#: The names of `tf.keras.backend`.
+BACKEND: dict[str, Any] = {
+    **named(
+        _keras.backend,
+        "backend clear_session epsilon floatx get_uid image_data_format is_keras_tensor"
+        " result_type set_epsilon set_floatx set_image_data_format standardize_dtype",
+    ),
+    **{name: _math.EVERYWHERE[name] for name in _SAME.split()},
+    **taking(
+        named(jnp, "log ndim transpose")
+        | {
+            "flatten": jnp.ravel,
+            "hard_sigmoid": _keras.ops.hard_sigmoid,
+            "int_shape": jnp.shape,
+            "softplus": jax.nn.softplus,
+            "softsign": jax.nn.soft_sign,
+        },
+        "x",
+    ),
+    **taking(named(jnp, "all any max mean min prod std sum var"), "x", axis=None, keepdims=False),
+    **taking(named(jnp, "argmax argmin expand_dims"), "x", axis=-1),
+    **taking(named(jnp, "cumprod cumsum stack"), "x", axis=0),
+    **taking(named(jnp, "ones_like zeros_like"), "x", dtype=None),
+    **taking(named(jnp, "ones zeros"), shape=REQUIRED, dtype=None),
+    **taking(
+        named(_keras.ops, "categorical_crossentropy sparse_categorical_crossentropy"),
+        "target",
+        "output",
+        from_logits=False,
+        axis=-1,
+    ),
+    "arange": Operation(jnp.arange, "start", stop=None, step=1, dtype="int32"),
+    "binary_crossentropy": Operation(
+        _keras.ops.binary_crossentropy, "target", "output", from_logits=False
+    ),
+    "cast_to_floatx": keras_of_tensorflow().backend.cast_to_floatx,
+    "dot": Operation(jnp.dot, "x", "y"),
+    "elu": Operation(jax.nn.elu, "x", alpha=1.0),
+    "one_hot": Operation(jax.nn.one_hot, "indices", num_classes=REQUIRED),
+    "pow": Operation(jnp.power, "x", "a"),
+    "reshape": Operation(jnp.reshape, "x", shape=REQUIRED),
+    "softmax": Operation(jax.nn.softmax, "x", axis=-1),
+    "squeeze": Operation(jnp.squeeze, "x", axis=REQUIRED),
+    "stop_gradient": Operation(jax.lax.stop_gradient, "variables"),
+    "switch": Operation(jnp.where, "condition", "then_expression", "else_expression"),
+    **operations(sys.modules[__name__]),
+    "cast": Operation(_arrays.cast),
+    "constant": Operation(_arrays.constant),
+    "shape": Operation(_arrays.shape),
+    "batch_get_value": batch_get_value,
+    "batch_set_value": batch_set_value,
+    "l2_normalize": Operation(_math.l2_normalize),
+    "random_normal": Operation(_random.normal),
+    "random_uniform": Operation(_random.uniform),
+    "truncated_normal": Operation(_random.truncated_normal),
+}

@@ -12,10 +12,16 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.tensorflow._host import Element, host_array, require_host, text_of
-from distributary.tensorflow._io import local_path
+from distributary.tensorflow._host import (
+    Element,
+    bucket_of,
+    host_array,
+    local_path,
+    plain_values,
+    require_host,
+    text_of,
+)
 from distributary.tensorflow._operations import plain
-from distributary.tensorflow._strings import bucket_of
 from distributary.tensorflow.autograph import is_traced
 
 
@@ -53,8 +59,7 @@ class KeyValueTensorInitializer:
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Returns the keys and values."""
-        keys, values = np.asarray(self.keys).reshape(-1), np.asarray(self.values).reshape(-1)
-        return [*zip(plain_values(keys), plain_values(values), strict=True)]
+        return [*zip(_flat(self.keys), _flat(self.values), strict=True)]
 
 
 @final
@@ -121,10 +126,9 @@ class _Table:
     def lookup(self, keys: object, name: str | None = None) -> Any:
         """Returns the values of keys, in the same shape; the default where there is none."""
         require_host(f"tf.lookup.{self._what}", keys)
-        given = np.asarray(keys)
-        found = [self._value_of(key) for key in plain_values(given.reshape(-1))]
+        found = [self._value_of(key) for key in _flat(keys)]
         values = np.array(found, str if self._has_text else self.value_dtype)
-        return host_array(values.reshape(given.shape))
+        return host_array(values.reshape(np.asarray(keys).shape))
 
     def _value_of(self, key: object) -> Any:
         return self._found.get(key, self._default)
@@ -244,15 +248,11 @@ class _Changing(_Table):
     def insert(self, keys: object, values: object, name: str | None = None) -> None:
         """Sets the values of keys."""
         require_host(f"tf.lookup.experimental.{self._what}", keys, values)
-        pairs = (
-            plain_values(np.asarray(keys).reshape(-1)),
-            plain_values(np.asarray(values).reshape(-1)),
-        )
-        self._found.update(zip(*pairs, strict=True))
+        self._found.update(zip(_flat(keys), _flat(values), strict=True))
 
     def remove(self, keys: object, name: str | None = None) -> None:
         """Removes keys; it does not matter whether they are there."""
-        for key in plain_values(np.asarray(keys).reshape(-1)):
+        for key in _flat(keys):
             self._found.pop(key, None)
 
     def get_state(self) -> dict[str, Any]:
@@ -304,9 +304,9 @@ class MutableHashTable(_Changing):
         found = super().lookup(keys)
         if dynamic_default_values is None:
             return found
-        given = np.asarray(keys)
-        is_known = np.array([key in self._found for key in plain_values(given.reshape(-1))], bool)
-        return np.where(is_known.reshape(given.shape), found, dynamic_default_values).view(Element)
+        is_known = np.array([key in self._found for key in _flat(keys)], bool)
+        is_known = is_known.reshape(np.asarray(keys).shape)
+        return np.where(is_known, found, dynamic_default_values).view(Element)
 
 
 @final
@@ -331,7 +331,7 @@ class DenseHashTable(_Changing):
         experimental_is_anonymous: bool = False,
     ) -> None:
         super().__init__(key_dtype, value_dtype, default_value, name)
-        self._reserved = {*plain_values(np.asarray([empty_key, deleted_key]))}
+        self._reserved = {*_flat([empty_key, deleted_key])}
 
     def insert(self, keys: object, values: object, name: str | None = None) -> None:
         """Sets the values of keys.
@@ -339,25 +339,20 @@ class DenseHashTable(_Changing):
         Raises:
             InvalidValueError: for the two keys that mark empty places.
         """
-        if self._reserved & {*plain_values(np.asarray(keys).reshape(-1))}:
+        if self._reserved & {*_flat(keys)}:
             raise InvalidValueError(
                 f"tf.lookup.experimental.DenseHashTable: {keys!r} contains empty_key or"
                 f" deleted_key, {self._reserved}."
             )
         super().insert(keys, values)
 
-    def insert_or_assign(self, keys: object, values: object, name: str | None = None) -> None:
-        """Sets the values of keys."""
-        self.insert(keys, values)
-
-    def erase(self, keys: object, name: str | None = None) -> None:
-        """Removes keys."""
-        self.remove(keys)
+    insert_or_assign = insert
+    erase = _Changing.remove
 
 
-def plain_values(values: np.ndarray) -> list[Any]:
-    """Returns keys or values as Python's; text as `str`."""
-    return [text_of(v) if isinstance(v, (bytes, str)) else v for v in values.tolist()]
+def _flat(values: Any) -> list[Any]:
+    """Returns the keys or values in an array as Python's."""
+    return plain_values(np.asarray(values).reshape(-1))
 
 
 def _dtype_of(values: np.ndarray, dtype: DTypeLike | None) -> np.dtype[Any]:

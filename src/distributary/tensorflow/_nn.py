@@ -6,11 +6,21 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from distributary.context import ReplicaContext, get_replica_context
 from distributary.errors import ContextError, InvalidValueError
-from distributary.tensorflow._operations import Axes, Shape, TensorLike, array, resolve
-from distributary.tensorflow._random import seed_of
+from distributary.keras_bridge import import_keras
+from distributary.tensorflow._draws import seed_of
+from distributary.tensorflow._operations import (
+    Axes,
+    Operation,
+    Shape,
+    TensorLike,
+    array,
+    named,
+    taking,
+)
 from distributary.tracing import current_scope
 
 Sizes: TypeAlias = int | Sequence[int]
@@ -116,7 +126,7 @@ def dropout(
 ) -> Array:
     """`tf.nn.dropout`: different random numbers in every step and on every replica."""
     sizes = None if noise_shape is None else tuple(noise_shape)
-    return resolve("keras.random.dropout")(x, rate, sizes, seed_of(seed))
+    return import_keras().random.dropout(x, rate, sizes, seed_of(seed))
 
 
 def conv2d(
@@ -128,7 +138,7 @@ def conv2d(
     dilations: Sizes | None = None,
 ) -> Array:
     """`tf.nn.conv2d`."""
-    return resolve("keras.ops.conv")(
+    return import_keras().ops.conv(
         input,
         filters,
         strides=_of_space(strides, data_format),
@@ -138,23 +148,32 @@ def conv2d(
     )
 
 
-def _pool(name: str) -> Callable[..., Array]:
-    def pool(
-        input: Array, ksize: Sizes, strides: Sizes, padding: str, data_format: str = "NHWC"
-    ) -> Array:
-        return resolve(f"keras.ops.{name}")(
-            input,
-            _of_space(ksize, data_format),
-            _of_space(strides, data_format),
-            padding.lower(),
-            _KERAS_FORMATS[data_format],
-        )
-
-    pool.__doc__ = f"`keras.ops.{name}` of images."
-    return pool
+def max_pool2d(
+    input: Array, ksize: Sizes, strides: Sizes, padding: str, data_format: str = "NHWC"
+) -> Array:
+    """`tf.nn.max_pool2d`: `keras.ops.max_pool` of images."""
+    return _pooled(import_keras().ops.max_pool, input, ksize, strides, padding, data_format)
 
 
-max_pool2d, avg_pool2d = _pool("max_pool"), _pool("average_pool")
+def avg_pool2d(
+    input: Array, ksize: Sizes, strides: Sizes, padding: str, data_format: str = "NHWC"
+) -> Array:
+    """`tf.nn.avg_pool2d`: `keras.ops.average_pool` of images."""
+    return _pooled(import_keras().ops.average_pool, input, ksize, strides, padding, data_format)
+
+
+def _pooled(
+    pool: Callable[..., Array],
+    images: Array,
+    ksize: Sizes,
+    strides: Sizes,
+    padding: str,
+    data_format: str,
+) -> Array:
+    sizes, steps = _of_space(ksize, data_format), _of_space(strides, data_format)
+    return pool(images, sizes, steps, padding.lower(), _KERAS_FORMATS[data_format])
+
+
 _KERAS_FORMATS = {"NHWC": "channels_last", "NCHW": "channels_first"}
 
 
@@ -165,3 +184,19 @@ def _of_space(sizes: Sizes, data_format: str) -> tuple[int, int]:
         first = data_format.index("H")
         numbers = numbers[first : first + 2]
     return numbers[0], numbers[-1]
+
+
+def leaky_relu(features: ArrayLike, alpha: float = 0.2) -> Array:
+    """`tf.nn.leaky_relu`."""
+    return jax.nn.leaky_relu(features, alpha)
+
+
+#: Operations with the same meaning in JAX.
+ACTIVATIONS: dict[str, Operation] = {
+    **taking(named(jax.nn, "elu relu relu6 selu silu softplus"), "features"),
+    "gelu": Operation(jax.nn.gelu, "features", approximate=False),
+    **taking(named(jax.nn, "log_softmax softmax"), "logits", axis=-1),
+    "sigmoid": Operation(jax.nn.sigmoid, "x"),
+    "swish": Operation(jax.nn.silu, "features"),
+    "tanh": Operation(jnp.tanh, "x"),
+}

@@ -1,11 +1,9 @@
 """Operations: functions with TensorFlow's arguments, which call other functions."""
 
-import ast
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, final
 
@@ -49,61 +47,39 @@ def keras_of_tensorflow() -> ModuleType:
         return keras
 
 
-@functools.cache
-def resolve(path: str) -> Any:
-    """Returns the object with a full name such as `"jax.numpy.sum"`; "tf_keras" is `tf.keras`.
-
-    The first name of Keras imports it, to run on JAX.
-
-    Raises:
-        AttributeError: if the module has no such name.
-        MissingPackageError: if the name is one of Keras and Keras is not installed.
-    """
-    top, *names = path.split(".")
-    if top == "tf_keras":
-        found = keras_of_tensorflow()
-    else:
-        found = import_keras() if top == "keras" else importlib.import_module(top)
-    module = found.__name__
-    for name in names:
-        if not hasattr(found, name):
-            importlib.import_module(f"{module}.{name}")
-        found = getattr(found, name)
-        module = f"{module}.{name}"
-    return found
+#: The default of an argument that has none.
+REQUIRED: Any = inspect.Parameter.empty
 
 
 @final
-@dataclass(frozen=True)
 class Operation:
     """A function of TensorFlow, defined by a call of another function.
 
     Args:
-        target: Full name of the function to call.
-        arguments: Names of the arguments that are arrays, which are passed by position, and after a
-            semicolon the other arguments, with TensorFlow's defaults, which are passed by name:
-            `"input_tensor;axis=None,keepdims=False"`. A name after a colon is the name in the other
-            function: `"features;alpha=0.2:negative_slope"`. "" if the function has TensorFlow's
-            arguments, but for `name`. The annotations in its signature then say how they are
-            converted, see `_CONVERSIONS`.
+        call: The function to call. Without names of arguments, its own are TensorFlow's, but for
+            `name`, and the annotations in its signature say how they are converted: see
+            `_CONVERSIONS`.
+        *tensors: Names of TensorFlow's arguments that are arrays; they are passed by position.
+        **options: The other arguments with their defaults; they are passed by name.
     """
 
-    target: str
-    arguments: str = ""
+    def __init__(self, call: Callable[..., Any], *tensors: str, **options: Any) -> None:
+        self._call, self._tensors, self._options = call, tensors, options
 
     def function(self, name: str) -> Callable[..., Any]:
         """Returns the function, with TensorFlow's name and arguments."""
-        if self.arguments:
-            call, parameters = self._call_by_other_names()
-            text = f"`{name}`, computed by `{self.target}`."
+        if self._tensors or self._options:
+            call, parameters = self._by_name, self._parameters()
+            text = f"`{name}`, computed by `{self._call.__name__}` of JAX or Keras."
         else:
-            call = resolve(self.target)
+            call = self._call
             parameters = list(inspect.signature(call).parameters.values())
-            text = call.__doc__
+            text = call.__doc__ or ""
         has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         shown = [p.replace(annotation=p.empty) for p in parameters]
         if not any(p.name == "name" for p in parameters):  # otherwise it is not the last
-            shown.append(_parameter("name=None", inspect.Parameter.empty, has_rest))
+            kind = inspect.Parameter.KEYWORD_ONLY if has_rest else _ANYWHERE
+            shown.append(inspect.Parameter("name", kind, default=None))
         signature = inspect.Signature(shown)
 
         def operation(*args: Any, **kwargs: Any) -> Any:
@@ -112,13 +88,13 @@ class Operation:
             except TypeError as error:
                 raise TypeError(f"{name}{signature}: {error}") from None
             bound.apply_defaults()
-            given = bound.arguments
+            values = bound.arguments
             if len(shown) > len(parameters):
-                del given["name"]
+                del values["name"]
             for p in parameters:
-                convert, value = _CONVERSIONS.get(p.annotation, _option), given[p.name]
+                convert, value = _CONVERSIONS.get(p.annotation, _option), values[p.name]
                 is_rest = p.kind is p.VAR_POSITIONAL
-                given[p.name] = tuple(map(convert, value)) if is_rest else convert(value)
+                values[p.name] = tuple(map(convert, value)) if is_rest else convert(value)
             return call(*bound.args, **bound.kwargs)
 
         operation.__name__ = operation.__qualname__ = name.rpartition(".")[2]
@@ -126,34 +102,52 @@ class Operation:
         operation.__signature__ = signature  # type: ignore[attr-defined]
         return operation
 
-    def _call_by_other_names(self) -> tuple[Callable[..., Any], list[inspect.Parameter]]:
-        """Returns a call of the target, and the parameters for TensorFlow's arguments."""
-        tensors, _, options = self.arguments.partition(";")
-        parameters = [_parameter(tensor, TensorLike) for tensor in tensors.split(",") if tensor]
-        num_tensors, passed_as = len(parameters), []
-        for option in options.split(",") if options else ():
-            text, _, other = option.partition(":")
-            own = _parameter(text, DTypeLike if text.startswith("dtype") else object)
-            parameters.append(own)
-            passed_as.append(other or own.name)
+    def _parameters(self) -> list[inspect.Parameter]:
+        """Returns the parameters for TensorFlow's arguments."""
+        arguments: list[tuple[str, Any, Any]] = [
+            (name, REQUIRED, TensorLike) for name in self._tensors
+        ]
+        for name, default in self._options.items():
+            arguments.append((name, default, DTypeLike if name == "dtype" else object))
+        return [
+            inspect.Parameter(name, _ANYWHERE, default=default, annotation=annotation)
+            for name, default, annotation in arguments
+        ]
 
-        def call(*given: Any) -> Any:
-            named = dict(zip(passed_as, given[num_tensors:], strict=True))
-            named.pop("name", None)
-            return resolve(self.target)(*given[:num_tensors], **named)
-
-        return call, parameters
+    def _by_name(self, *values: Any) -> Any:
+        count = len(self._tensors)
+        options = dict(zip(self._options, values[count:], strict=True))
+        return self._call(*values[:count], **options)
 
 
-def _parameter(text: str, annotation: object, only_by_name: bool = False) -> inspect.Parameter:
-    """Returns a parameter written as in a table. Without a default, the argument is required."""
-    name, _, default = text.partition("=")
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY if only_by_name else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        default=ast.literal_eval(default) if default else inspect.Parameter.empty,
-        annotation=annotation,
-    )
+_ANYWHERE = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def taking(
+    functions: Mapping[str, Callable[..., Any]], *tensors: str, **options: Any
+) -> dict[str, Operation]:
+    """Returns the operations that call functions, all of them with the same arguments."""
+    return {name: Operation(call, *tensors, **options) for name, call in functions.items()}
+
+
+def named(source: object, names: str) -> dict[str, Any]:
+    """Returns objects that have the same names in a module, such as "abs cos cosh"."""
+    return {name: getattr(source, name) for name in names.split()}
+
+
+def public(module: ModuleType) -> dict[str, Any]:
+    """Returns the functions and classes that a module defines by name; `print_` is `print`."""
+    return {
+        name.removesuffix("_"): value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    }
+
+
+def operations(module: ModuleType) -> dict[str, Any]:
+    """Returns the functions that a module defines, as operations."""
+    functions = public(module).items()
+    return {name: Operation(value) for name, value in functions if inspect.isfunction(value)}
 
 
 def tensor(value: TensorLike) -> Any:

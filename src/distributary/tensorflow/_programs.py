@@ -1,13 +1,11 @@
-"""Functions, control flow and nests: the parts of a TensorFlow program besides arrays."""
+"""Names of `tf` itself besides operations: printing, shapes, modules."""
 
 import contextlib
 import functools
 import logging
 import math
-import platform
 import sys
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any, final
 
@@ -17,10 +15,9 @@ import numpy as np
 from distributary._libraries import Library, register
 from distributary._types import Nest
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.options import CommunicationOptions
 from distributary.tensorflow._control import name_scope
 from distributary.tensorflow._operations import array, plain
-from distributary.topology import local_devices_of, resolve_device
+from distributary.topology import resolve_device
 from distributary.tracing import current_scope
 
 
@@ -198,7 +195,7 @@ class TensorShape(tuple[int | None, ...]):
 
 
 @contextlib.contextmanager
-def no_dependencies(control_inputs: object) -> Iterator[None]:
+def control_dependencies(control_inputs: object) -> Iterator[None]:
     """`tf.control_dependencies`: has no effect, as programs keep their order."""
     yield
 
@@ -224,80 +221,6 @@ def timestamp(name: str | None = None) -> np.float64:
 def identity_n(input: Sequence[Any], name: str | None = None) -> list[jax.Array]:
     """`tf.identity_n`."""
     return [array(value) for value in input]
-
-
-def nothing(*args: object, **kwargs: object) -> None:
-    """Has no effect: JAX decides by itself."""
-
-
-def get_log_device_placement() -> bool:
-    """`tf.debugging.get_log_device_placement`: False."""
-    return False
-
-
-def collective_hints(
-    bytes_per_pack: int = 0, timeout_seconds: float | None = None
-) -> CommunicationOptions:
-    """`tf.distribute.experimental.CollectiveHints`: the older name of `CommunicationOptions`."""
-    return CommunicationOptions(bytes_per_pack, timeout_seconds)
-
-
-def run_functions_eagerly(run_eagerly: bool) -> None:
-    """`tf.config.run_functions_eagerly`: True is refused, because steps are always compiled."""
-    if run_eagerly:
-        raise UnsupportedError(
-            "tf.config.run_functions_eagerly(True): functions of a strategy are always compiled."
-            " Print inside of them with tf.print or jax.debug.print, or call the Python function."
-        )
-
-
-def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: object = None) -> bool:
-    """`tf.test.is_gpu_available`: starts JAX."""
-    return bool(local_devices_of("GPU"))
-
-
-def gpu_device_name() -> str:
-    """`tf.test.gpu_device_name`: "" without a GPU."""
-    return "/device:GPU:0" if is_gpu_available() else ""
-
-
-def is_built_with_cuda() -> bool:
-    """`tf.test.is_built_with_cuda`: whether JAX can use GPUs here."""
-    return is_gpu_available()
-
-
-def is_built_with_rocm() -> bool:
-    """`tf.test.is_built_with_rocm`: whether JAX uses GPUs of AMD here."""
-    return any("rocm" in device.client.platform_version.lower() for device in jax.devices())
-
-
-def is_cpu_target_available(target: str) -> bool:
-    """`tf.test.is_cpu_target_available`: whether XLA runs on CPUs of this kind here."""
-    return {"aarch64": "arm", "x86_64": "x86"}.get(platform.machine()) == target
-
-
-def is_built_with_xla() -> bool:
-    """`tf.test.is_built_with_xla`."""
-    return True
-
-
-@final
-class ConfigProto:
-    """`tf.compat.v1.ConfigProto`: takes any settings; none has an effect."""
-
-    def __init__(self, **settings: object) -> None:
-        self.gpu_options = types.SimpleNamespace()
-        self.__dict__.update(settings)
-
-
-def as_text(bytes_or_text: str | bytes, encoding: str = "utf-8") -> str:
-    """`tf.compat.as_text`."""
-    return bytes_or_text if isinstance(bytes_or_text, str) else bytes_or_text.decode(encoding)
-
-
-def as_bytes(bytes_or_text: str | bytes, encoding: str = "utf-8") -> bytes:
-    """`tf.compat.as_bytes`."""
-    return bytes_or_text if isinstance(bytes_or_text, bytes) else bytes_or_text.encode(encoding)
 
 
 class Module:
@@ -373,38 +296,3 @@ def _has_state(value: object) -> bool:
 
 
 register(_Modules())
-
-
-def map_structure(func: Callable[..., Any], *structure: Nest, **kwargs: Any) -> Any:
-    """`tf.nest.map_structure`."""
-    return jax.tree.map(func, *structure, is_leaf=_is_none)
-
-
-def flatten(structure: Nest, expand_composites: bool = False) -> list[Any]:
-    """`tf.nest.flatten`."""
-    return jax.tree.leaves(structure, is_leaf=_is_none)
-
-
-def pack_sequence_as(
-    structure: Nest, flat_sequence: Sequence[Any], expand_composites: bool = False
-) -> Any:
-    """`tf.nest.pack_sequence_as`."""
-    return jax.tree.unflatten(jax.tree.structure(structure, is_leaf=_is_none), flat_sequence)
-
-
-def assert_same_structure(
-    nest1: Nest, nest2: Nest, check_types: bool = True, expand_composites: bool = False
-) -> None:
-    """`tf.nest.assert_same_structure`."""
-    first, second = (jax.tree.structure(nest, is_leaf=_is_none) for nest in (nest1, nest2))
-    if str(first) != str(second):
-        raise InvalidValueError(f"tf.nest: the structures differ: {first} and {second}.")
-
-
-def is_nested(seq: object) -> bool:
-    """`tf.nest.is_nested`."""
-    return isinstance(seq, (list, tuple, dict))
-
-
-def _is_none(value: object) -> bool:
-    return value is None

@@ -1,6 +1,5 @@
 """`tf.strings`: text, on the host; bytes in arrays count as UTF-8."""
 
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.tensorflow._host import Element, host_array, require_host, text_of
+from distributary.tensorflow._host import Element, bucket_of, host_array, require_host, text_of
 
 
 def _each(what: str, change: Callable[[str], Any], value: object, dtype: Any = None) -> Any:
@@ -219,9 +218,3 @@ def to_hash_bucket(input: object, num_buckets: int, name: str | None = None) -> 
         return bucket_of(text, num_buckets)
 
     return _each("to_hash_bucket", bucket, input, np.int64)
-
-
-def bucket_of(text: str, num_buckets: int) -> int:
-    """Returns a number below `num_buckets` that depends on the text alone."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % num_buckets

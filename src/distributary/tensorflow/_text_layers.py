@@ -24,14 +24,16 @@ from distributary.errors import (
     UnsupportedError,
 )
 from distributary.keras_bridge import import_keras
-from distributary.tensorflow._host import host_array, require_host, text_of
-from distributary.tensorflow._io import local_path
-from distributary.tensorflow._lookup import (
-    KeyValueTensorInitializer,
-    StaticHashTable,
+from distributary.tensorflow._host import (
+    bucket_of,
+    host_array,
+    local_path,
     plain_values,
+    require_host,
+    text_of,
 )
-from distributary.tensorflow._strings import bucket_of, lower, ngrams, regex_replace
+from distributary.tensorflow._lookup import KeyValueTensorInitializer, StaticHashTable
+from distributary.tensorflow._strings import lower, ngrams, regex_replace
 
 _keras = import_keras()
 _Layer: Any = _keras.layers.Layer

@@ -12,24 +12,18 @@ import pytest
 
 import distributary as dist
 
-NUMBERS, ROWS, COUNTS = [], [], []
+FUNCTIONS = {"numbers": [], "rows": [], "counts": []}
+INPUTS = {
+    "numbers": [-3.0, 0.0, 0.5, 4.0],
+    "rows": [np.float32([1, -2, 3, 5]), np.float32([4, 0.5])],
+    "counts": [0, 1, 6],
+}
+numbers, rows, counts = (
+    lambda function, of_kind=of_kind: of_kind.append(function) or function
+    for of_kind in FUNCTIONS.values()
+)
 calls = 0
 history = [0.0]
-
-
-def numbers(function):
-    NUMBERS.append(function)
-    return function
-
-
-def rows(function):
-    ROWS.append(function)
-    return function
-
-
-def counts(function):
-    COUNTS.append(function)
-    return function
 
 
 class Record:
@@ -70,28 +64,10 @@ def new_key_in_both_branches(x):
 
 
 @numbers
-def update_of_a_dict(x):
-    found = {"k": 1.0}
-    if x > 0:
-        found.update(k=x)
-    return found
-
-
-@numbers
 def pop_of_a_dict(x):
     found = {"a": 1.0, "b": x}
     y = found.pop("b") if x > 0 else found.pop("b") * 2
     return y, len(found)
-
-
-@numbers
-def add_to_a_list(x):
-    found = [1.0]
-    if x > 0:
-        found += [x]
-    else:
-        found += [-x]
-    return found
 
 
 @numbers
@@ -202,15 +178,6 @@ def an_attribute(x):
 
 
 @numbers
-def attributes_of_objects_in_a_list(x):
-    records = [Record(1.0), Record(2.0)]
-    if x > 0:
-        for record in records:
-            record.add(x)
-    return [record.value for record in records]
-
-
-@numbers
 def an_attribute_in_slots(x):
     record = Slots()
     record.value = 1.0
@@ -238,16 +205,6 @@ def another_dict(x):
     if x > 0:
         one = two
     return one
-
-
-@numbers
-def a_set_of_both_branches(x):
-    found = {1}
-    if x > 0:
-        found.add(2)
-    else:
-        found.add(2)
-    return len(found), x
 
 
 @numbers
@@ -279,15 +236,6 @@ def match_of_cases(x):
 @numbers
 def membership(x):
     return (1 if x in (0.5, 4.0) else 2), (1 if x not in [0.5] else 2), 3 in [1, 2, 3]
-
-
-@numbers
-def walrus_in_if(x):
-    if (y := x * 2) > 1:
-        z = y
-    else:
-        z = -y
-    return y, z
 
 
 @numbers
@@ -368,17 +316,6 @@ def the_length_of_a_list_that_grows(xs):
 
 
 @rows
-def the_truth_of_a_list_that_grows(xs):
-    found = []
-    for x in xs:
-        if found:
-            found.append(x + found[0])
-        else:
-            found.append(x)
-    return found
-
-
-@rows
 def a_list_that_only_grows(xs):
     found = []
     for x in xs:
@@ -392,21 +329,6 @@ def an_object_in_a_loop(xs):
     for x in xs:
         record.note(x)
     return record.value, record.seen
-
-
-@rows
-def counts_in_a_dict(xs):
-    found = {"positive": 0, "negative": 0}
-
-    def count(key):
-        found[key] += 1
-
-    for x in xs:
-        if x > 0:
-            count("positive")
-        else:
-            count("negative")
-    return found
 
 
 @rows
@@ -473,16 +395,6 @@ def else_of_for_in_for(xs):
     return total
 
 
-@rows
-def star_and_swap(xs):
-    first, *rest = xs
-    total = first
-    for x in rest:
-        if x > 0:
-            first, total = total, total + x
-    return first, total
-
-
 @counts
 def else_of_while(n):
     i = 0
@@ -518,20 +430,6 @@ def a_condition_that_changes_something(n):
 
 
 @counts
-def an_item_in_a_loop(n):
-    found = [0, 0]
-    i = 0
-    while i < n:
-        j = 0
-        while j < i:
-            found[0] += j
-            j += 1
-        found[1] += 1
-        i += 1
-    return found
-
-
-@counts
 def an_attribute_in_a_loop(n):
     record = Record(0)
     i = 0
@@ -553,23 +451,9 @@ def and_that_guards_a_loop(n):
     return 1 if n > 0 and turns(n) > 5 else 0
 
 
-@counts
-def divisors(n, of=12):
-    while of:
-        n, of = of, n % of
-    return n
-
-
-INPUTS = {
-    "numbers": (NUMBERS, [-3.0, 0.0, 0.5, 4.0]),
-    "rows": (ROWS, [np.float32([1, -2, 3, 5]), np.float32([4, 0.5])]),
-    "counts": (COUNTS, [0, 1, 6]),
-}
-
-
 @pytest.mark.parametrize("kind", INPUTS)
 def test_results_are_those_of_python(kind):
-    functions, inputs = INPUTS[kind]
+    functions, inputs = FUNCTIONS[kind], INPUTS[kind]
     compiled = dist.function(lambda x: {f.__name__: f(x) for f in functions}, autograph=True)
 
     for x in inputs:

@@ -44,16 +44,6 @@ def bare_return(x):
 
 
 @case(*NUMBERS)
-def logic(x):
-    return (
-        1 if x > 0 and x < 3 else 0,
-        1 if x < 0 or x > 3 else 0,
-        1 if not x > 0 else 0,
-        1 if not (x < 0 or x > 3) and -1 < x <= 4 else 0,
-    )
-
-
-@case(*NUMBERS)
 def logic_with_python_values(x, flag=True, other=None):
     if flag and x > 0:
         x = x + 1
@@ -65,40 +55,10 @@ def logic_with_python_values(x, flag=True, other=None):
 
 
 @case(*NUMBERS)
-def chained_comparison(x):
-    return 1 if 0 <= x < 1 else 0
-
-
-@case(*NUMBERS)
 def python_decides(x, mode="double"):
     if mode == "double":
         return x * 2
     raise ValueError(mode)
-
-
-@case(*NUMBERS)
-def while_with_break_and_continue(x):
-    turns = kept = 0
-    while True:
-        turns += 1
-        x = x + 1
-        if turns > 20:
-            break
-        if turns % 3 == 0:
-            continue
-        kept += 1
-        if x > 5:
-            break
-    return x, turns, kept
-
-
-@case(*NUMBERS)
-def while_with_return(x):
-    while x < 100:
-        x = 2 * abs(x) + 3
-        if x > 50:
-            return x
-    return -x
 
 
 @case(*NUMBERS)
@@ -108,18 +68,6 @@ def a_number_takes_the_dtype_of_the_loop(x):
         total = total + 0.5
     while x > 1:
         x = x - 1
-        total += x
-    return total
-
-
-@case(*ROWS)
-def for_with_break_and_continue(xs):
-    total = 0.0
-    for x in xs:
-        if x < 0:
-            continue
-        if x > 4:
-            break
         total += x
     return total
 
@@ -141,47 +89,12 @@ def the_last_row_stays(xs):
     return x, y
 
 
-@case((np.arange(12.0, dtype=np.float32).reshape(4, 3),))
-def for_over_rows_in_rows(table):
-    total = 0.0
-    for row in table:
-        part = 0.0
-        for x in row:
-            if x % 2 == 0:
-                part += x
-        total = total + part * row[0]
-    return total
-
-
-@case(*COUNTS)
-def for_over_range(n):
-    total = 0
-    for i in range(n):
-        if i % 2 == 0:
-            continue
-        total += i
-    return total
-
-
 @case((2, 9, 3), (5, 1, -2), (0, 3, 1), (3, 0, 1))
 def for_over_range_with_steps(start, stop, step):
     total = 0
     for i in range(start, stop, step):
         total = total * 2 + i
     return total
-
-
-@case(*COUNTS)
-def for_over_range_with_break(n):
-    total = 0
-    for i in range(n):
-        for j in range(i):
-            if i + j > 6:
-                break
-            total += j
-        if total > 5:
-            return total
-    return -total
 
 
 @case(*COUNTS)
@@ -208,13 +121,6 @@ def builtins_on_values(x):
         1 if all([x > 0, x < 1]) else 0,
         1 if bool(x > 0) else 0,
     )
-
-
-@case(*NUMBERS)
-def asserts_that_hold(x):
-    assert x < 100, f"{x} is too large"
-    assert x < 100
-    return x
 
 
 @case(*NUMBERS)
@@ -406,42 +312,6 @@ def test_a_function_without_source_says_so():
         dist.function(space["no_source"])(1.0)
 
     assert any("AutoGraph has not converted no_source" in note for note in caught.value.__notes__)
-
-
-@pytest.mark.parametrize("autograph", [None, True])
-def test_gradients_are_those_of_control_flow_by_hand(autograph):
-    w = dist.Variable(1.5)
-    xs = np.array([1.0, -2.0, 3.0], np.float32)
-
-    @dist.function(autograph=autograph)
-    def gradients(xs, n):
-        with dist.GradientTape(persistent=True) as tape:
-            tape.watch(xs)
-            chosen = looped = 0.0
-            for x in xs:
-                if x > 0:
-                    chosen += w * x
-                else:
-                    chosen += w * w * x
-                looped += x * w
-            while looped < n:
-                looped = looped * w
-        return [*tape.gradient(chosen, [w, xs]), *tape.gradient(looped, [w, xs])]
-
-    def chosen(w, xs):
-        return jnp.sum(jnp.where(xs > 0, w * xs, w * w * xs))
-
-    def looped(w, xs, turns):
-        return jnp.sum(xs * w) * w**turns
-
-    turns = next(k for k in range(99) if looped(1.5, xs, k) >= 20)
-    expected = [
-        *jax.grad(chosen, (0, 1))(1.5, xs),
-        *jax.grad(looped, (0, 1))(1.5, xs, turns),
-    ]
-    got = gradients(xs, jnp.float32(20))
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 @pytest.mark.parametrize("turns", [0, 64, 65, 300])

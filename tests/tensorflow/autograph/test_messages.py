@@ -48,15 +48,6 @@ def an_iterator_that_goes_on_in_a_loop(x):
     return x
 
 
-@told(dist.errors.UnsupportedError, "takes the next item of", "once, however often", "index that")
-def a_generator_that_goes_on_in_a_branch(x):
-    items = (item for item in [1.0, 2.0, 3.0])
-    if x > 0:
-        for item in items:
-            x = x + item
-    return x
-
-
 @told(TypeError, "`y` is", "'b' after the other", "only numbers and arrays can differ")
 def objects_of_branches(x):
     if x > 0:
@@ -193,18 +184,6 @@ def keys_of_one_branch(x):
     if x > 0:
         found.setdefault("b", x)
     return len(found)
-
-
-@told(TypeError, "`record.rows` has 2 items after one branch of the `if` at")
-def a_list_of_an_object(x):
-    class Record:
-        def __init__(self):
-            self.rows = [0.0]
-
-    record = Record()
-    if x > 0:
-        record.rows.append(x)
-    return len(record.rows)
 
 
 @told(TypeError, "`found` has the keys [1] before a turn of the `while` at", "the keys [1, 2]")

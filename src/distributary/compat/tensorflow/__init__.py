@@ -13,18 +13,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from distributary.compat.tensorflow import _namespaces
 from distributary.keras_bridge import expect_keras
-from distributary.tensorflow import _namespaces
 
 
 def __getattr__(name: str) -> Any:
     if name == "keras":
         return importlib.import_module(f"{__name__}.keras")
-    return globals().setdefault(name, _namespaces.lookup(name))
+    return globals().setdefault(name, _namespaces.lookup("", name))
 
 
 def __dir__() -> list[str]:
-    return _namespaces.names_in("")
+    return [*_namespaces.names_in(""), "keras"]
 
 
 def _numpy(array: jax.Array) -> np.ndarray:

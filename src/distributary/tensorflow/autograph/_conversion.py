@@ -188,15 +188,8 @@ def _operators_of_malt() -> types.ModuleType:
     from malt.operators import variables
 
     module = types.ModuleType("ag__")
-    for name in _operators.__all__:
-        setattr(module, name, getattr(_operators, name))
-    for name in ("ld", "ldu", "Undefined", "UndefinedReturnValue"):
-        setattr(module, name, getattr(variables, name))
-    for name, value in {
-        "autograph_artifact": _artifact,
-        "converted_call": converted_call,
-    }.items():
-        setattr(module, name, value)
+    vars(module).update(vars(_operators) | vars(variables))
+    vars(module).update(autograph_artifact=_artifact, converted_call=converted_call)
     return module
 
 

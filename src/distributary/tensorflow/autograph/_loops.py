@@ -11,7 +11,7 @@ and a number of Python that does not change stays one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,16 @@ from distributary.tensorflow.autograph._recorded import (
 from distributary.tracing import script_line
 
 _Values = Sequence[Any]
+
+
+class Variables(NamedTuple):
+    """The variables of a statement: functions that return and set their values, and their names."""
+
+    get: Callable[[], _Values]
+    set: Callable[[_Values], None]
+    names: Sequence[str]
+
+
 _MAX_RECORDS = 20
 _MAX_UNROLLED = 256
 
@@ -81,16 +91,16 @@ class _Carry:
     """The variables of a loop, of which some are its carry.
 
     Args:
-        names: Their names.
-        before: Their values before the loop.
+        variables: The variables, with their values before the loop.
         reached: What else a turn can change; what it does change becomes a variable, too.
         what: The statement, for messages.
     """
 
-    def __init__(self, names: Sequence[str], before: _Values, reached: Reached, what: str) -> None:
+    def __init__(self, variables: Variables, reached: Reached, what: str) -> None:
         self._what = what
         self._reached = reached
-        self._own = len(names)
+        self._variables = variables
+        self._own = len(variables.names)
         self._changed: list[int] = []  # the variables after the first `_own`, as in `reached`
         self._names: list[str] = []
         self._leaves: list[Any] = []
@@ -98,7 +108,7 @@ class _Carry:
         self._name_of: list[str] = []
         self.avals: dict[int, Any] = {}
         self._tails: dict[int, list[Any]] = {}  # what lists have beyond the carry
-        for name, value in zip(names, before, strict=True):
+        for name, value in zip(variables.names, variables.get(), strict=True):
             self._add(name, Value(value))
         self.avals = {
             i: aval_of(leaf) for i, leaf in enumerate(self._leaves) if isinstance(leaf, jax.Array)
@@ -110,18 +120,18 @@ class _Carry:
         self._trees.append(value.tree)
         self._name_of += [name] * len(value.leaves)
 
-    def set(self, arrays: Sequence[Any], set_state: Callable[[_Values], None]) -> None:
+    def set(self, arrays: Sequence[Any]) -> None:
         """Gives the variables their values, given those of the carry."""
         values = self.values(arrays)
         for k, more in self._tails.items():
             values[k] += more
-        self._put(values, set_state)
+        self._put(values)
 
-    def _put(self, values: list[Any], set_state: Callable[[_Values], None]) -> None:
+    def _put(self, values: list[Any]) -> None:
         for k, value in zip(self._changed, values[self._own :], strict=True):
             keys = self._reached.before[k].keys
             self._reached.put(k, Contents(keys[: len(value)], value))
-        set_state(values[: self._own])
+        self._variables.set(values[: self._own])
 
     def looks_at_appended(self, recorded: Recorded, turn: Callable[..., _Values], row: Any) -> bool:
         """Returns whether a turn is another one after others have appended to lists.
@@ -224,20 +234,13 @@ class _Carry:
         rows = [[outs.get(id(leaf), leaf) for leaf in leaves] for leaves in more]
         return carry, rows
 
-    def finish(
-        self,
-        carry: Sequence[Any],
-        rows: Sequence[Any],
-        recorded: Recorded,
-        set_state: Callable[[_Values], None],
-    ) -> None:
+    def finish(self, carry: Sequence[Any], rows: Sequence[Any], recorded: Recorded) -> None:
         """Gives the variables their values after the loop.
 
         Args:
             carry: The carry after the last turn.
             rows: What was appended, stacked over the turns.
             recorded: The block.
-            set_state: Gives values to the variables that have names.
         """
         values = self.values(carry)
         appended = self._after(self._values_after(recorded), True)[1]
@@ -245,7 +248,7 @@ class _Carry:
             tree = flatten(more)[1]
             for turn in range(len(stacked[0])):
                 values[k] += jax.tree.unflatten(tree, [row[turn] for row in stacked])
-        self._put(values, set_state)
+        self._put(values)
 
     def _after(
         self, values: Sequence[Value], stacks: bool
@@ -385,25 +388,18 @@ def _length(tree: Any) -> int:
 
 
 def while_loop(
-    body: Callable[[], Any],
-    get_state: Callable[[], _Values],
-    set_state: Callable[[_Values], None],
-    names: Sequence[str],
-    reached: Reached,
-    maximum: int | None,
+    body: Callable[[], Any], variables: Variables, reached: Reached, maximum: int | None
 ) -> None:
     """Runs a `while` loop whose condition is traced.
 
     Args:
         body: Runs a turn.
-        get_state: Returns the values of the variables, of which the first is the condition.
-        set_state: Gives values to the variables.
-        names: The variables.
+        variables: The variables, of which the first is the condition.
         reached: What else a turn can change.
         maximum: The largest number of turns, if there is one.
     """
-    carry = _Carry(names, get_state(), reached, "while")
-    recorded = carry.record(_turn(carry, body, get_state, set_state), (), stacks=False)
+    carry = _Carry(variables, reached, "while")
+    recorded = carry.record(_turn(carry, body, variables), (), stacks=False)
     next_ = lambda arrays: carry.after(recorded, recorded.run(arrays))[0]
     goes_on = lambda arrays: jnp.asarray(carry.values(arrays)[0])
     if maximum is None:
@@ -411,19 +407,14 @@ def while_loop(
     else:
         guarded = lambda arrays, _: (lax.cond(goes_on(arrays), next_, list, arrays), None)
         arrays, _ = lax.scan(guarded, carry.start(), length=maximum)
-    carry.finish(arrays, (), recorded, set_state)
+    carry.finish(arrays, (), recorded)
 
 
-def _turn(
-    carry: _Carry,
-    body: Callable[..., Any],
-    get_state: Callable[[], _Values],
-    set_state: Callable[[_Values], None],
-) -> Callable[..., _Values]:
+def _turn(carry: _Carry, body: Callable[..., Any], variables: Variables) -> Callable[..., _Values]:
     def turn(arrays: Sequence[Any], *row: Any) -> _Values:
-        carry.set(arrays, set_state)
+        carry.set(arrays)
         body(*row)
-        return get_state()
+        return variables.get()
 
     return turn
 
@@ -432,9 +423,7 @@ def for_loop(
     iterated: Any,
     body: Callable[[Any], Any],
     guarded: Callable[[Any], Any] | None,
-    get_state: Callable[[], _Values],
-    set_state: Callable[[_Values], None],
-    names: Sequence[str],
+    variables: Variables,
     reached: Reached,
 ) -> None:
     """Runs a `for` loop over an array or a `Range`.
@@ -443,13 +432,11 @@ def for_loop(
         iterated: The array, whose rows are taken, or the range.
         body: Runs a turn with a row.
         guarded: The same, if the loop has not ended; None if it does not end early.
-        get_state: Returns the values of the variables.
-        set_state: Gives values to the variables.
-        names: The variables.
+        variables: The variables.
         reached: What else a turn can change.
     """
     if isinstance(iterated, Range):
-        _for_range(iterated, guarded or body, get_state, set_state, names, reached)
+        _for_range(iterated, guarded or body, variables, reached)
         return
     rows = plain(iterated)
     if not rows.ndim:
@@ -459,15 +446,15 @@ def for_loop(
         )
     if not len(rows):
         return
-    if any(is_undefined(leaf) and not is_unreturned(leaf) for leaf in flatten(get_state())[0]):
+    if any(is_undefined(leaf) and not is_unreturned(leaf) for leaf in flatten(variables.get())[0]):
         # The first turn gives them values.
         body(rows[0])
         rows = rows[1:]
         if not len(rows):
             return
         reached = reached.again()
-    carry = _Carry(names, get_state(), reached, "for")
-    turn = _turn(carry, guarded or body, get_state, set_state)
+    carry = _Carry(variables, reached, "for")
+    turn = _turn(carry, guarded or body, variables)
     row = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
     recorded = carry.record(turn, [row], stacks=guarded is None)
     if carry.looks_at_appended(recorded, turn, row):
@@ -486,20 +473,15 @@ def for_loop(
         return carry.after(recorded, recorded.run([*arrays, row]))
 
     arrays, appended = lax.scan(next_, carry.start(), rows)
-    carry.finish(arrays, appended, recorded, set_state)
+    carry.finish(arrays, appended, recorded)
 
 
 def _for_range(
-    numbers: Range,
-    body: Callable[[Any], Any],
-    get_state: Callable[[], _Values],
-    set_state: Callable[[_Values], None],
-    names: Sequence[str],
-    reached: Reached,
+    numbers: Range, body: Callable[[Any], Any], variables: Variables, reached: Reached
 ) -> None:
-    carry = _Carry(names, get_state(), reached, "for")
+    carry = _Carry(variables, reached, "for")
     index = jax.ShapeDtypeStruct((), numbers.start.dtype)
-    turn = _turn(carry, body, get_state, set_state)
+    turn = _turn(carry, body, variables)
     recorded = carry.record(turn, [index], stacks=False)
 
     def next_(i: Any, arrays: Sequence[Any]) -> list[Any]:
@@ -507,7 +489,7 @@ def _for_range(
         return carry.after(recorded, recorded.run([*arrays, number]))[0]
 
     arrays = lax.fori_loop(0, numbers.length(), next_, carry.start())
-    carry.finish(arrays, (), recorded, set_state)
+    carry.finish(arrays, (), recorded)
 
 
 def is_iterated(value: Any) -> bool:

@@ -19,7 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from distributary.errors import InvalidValueError, UnsupportedError, shown
-from distributary.tensorflow.autograph._loops import Range, for_loop, is_iterated, while_loop
+from distributary.tensorflow.autograph._loops import (
+    Range,
+    Variables,
+    for_loop,
+    is_iterated,
+    while_loop,
+)
 from distributary.tensorflow.autograph._reached import Reached
 from distributary.tensorflow.autograph._recorded import (
     Recorded,
@@ -29,25 +35,9 @@ from distributary.tensorflow.autograph._recorded import (
     is_recording,
     is_undefined,
     plain,
-    raised,
+    raised as raised,
 )
 from distributary.tracing import current_feeding, current_scope, script_line
-
-__all__ = [
-    "FunctionScope",
-    "and_",
-    "assert_stmt",
-    "contains",
-    "for_stmt",
-    "if_exp",
-    "if_stmt",
-    "not_",
-    "or_",
-    "overload_of",
-    "raised",
-    "while_stmt",
-    "with_function_scope",
-]
 
 _Block = Callable[[], Any]
 _Get = Callable[[], Sequence[Any]]
@@ -107,8 +97,8 @@ def if_stmt(
     if isinstance(pred, bool):
         (body if pred else orelse)()
         return
-    reached = Reached(body, orelse, dead=dead)
-    _choose(cond, pred, body, orelse, get_state, set_state, symbol_names[:nouts], reached)
+    variables = Variables(get_state, set_state, symbol_names[:nouts])
+    _choose(cond, pred, body, orelse, variables, Reached(body, orelse, dead=dead))
 
 
 def _choose(
@@ -116,34 +106,25 @@ def _choose(
     pred: jax.Array,
     body: _Block,
     orelse: _Block,
-    get_state: _Get,
-    set_state: _Set,
-    names: Sequence[str],
+    variables: Variables,
     reached: Reached,
 ) -> None:
     """Runs one of two blocks; `pred` is the truth of `cond`."""
-    before, nouts = get_state(), len(names)
+    before, nouts = variables.get(), len(variables.names)
     negation, negated = _state.negation
 
     def after(block: _Block) -> Callable[[], Sequence[Any]]:
         def run() -> Sequence[Any]:
-            set_state(before)
+            variables.set(before)
             block()
-            return get_state()[:nouts]
+            return variables.get()[:nouts]
 
         return run
 
     # malt puts `if not do_return:` around what follows a `return`.
     own = negated if negation is cond else None
-    chosen = choose(
-        pred,
-        after(body),
-        after(orelse),
-        names,
-        reached,
-        negated=own,
-    )
-    set_state((*chosen, *before[nouts:]))
+    chosen = choose(pred, after(body), after(orelse), variables.names, reached, negated=own)
+    variables.set((*chosen, *before[nouts:]))
 
 
 def while_stmt(
@@ -171,14 +152,9 @@ def while_stmt(
         going_on, *rest = values
         set_state(rest)
 
-    while_loop(
-        turn,
-        lambda: [going_on, *get_state()],
-        set_all,
-        ["the condition", *symbol_names],
-        Reached(test, body),
-        opts.get("maximum_iterations"),
-    )
+    names = ["the condition", *symbol_names]
+    variables = Variables(lambda: [going_on, *get_state()], set_all, names)
+    while_loop(turn, variables, Reached(test, body), opts.get("maximum_iterations"))
 
 
 def for_stmt(
@@ -195,6 +171,7 @@ def for_stmt(
     A loop over other values is unrolled. After `break` or `return` under a traced condition, its
     turns are those of `if not ended: body(target)`.
     """
+    variables = Variables(get_state, set_state, symbol_names)
 
     def guarded(target: object) -> None:
         assert extra_test is not None
@@ -205,12 +182,12 @@ def for_stmt(
         elif pred is not False:
             run, reached = lambda: body(target), Reached(body)
             nothing = lambda: None
-            _choose(goes_on, pred, run, nothing, get_state, set_state, symbol_names, reached)
+            _choose(goes_on, pred, run, nothing, variables, reached)
 
     if is_iterated(iter_):
         own = guarded if extra_test is not None else None
         reached = Reached(body, *([] if extra_test is None else [extra_test]))
-        for_loop(iter_, body, own, get_state, set_state, symbol_names, reached)
+        for_loop(iter_, body, own, variables, reached)
         return
     check_advances(iter_)
     if extra_test is None:

@@ -5,53 +5,60 @@ The name of a module stands for everything in it.
 
 import importlib
 
-from distributary.tensorflow._tables import targets_of
-
-# Objects that have another name elsewhere.
-_ELSEWHERE = targets_of(
-    """
-    . jax:
-        autodiff:jvp grad_pass_through:custom_vjp hessians:hessian
-        matrix_square_root:scipy.linalg.sqrtm no_gradient:custom_vjp
-        random.create_rng_state:random.key raw_ops:lax
-        xla:jit
-    . jax.lax:
-        bitcast:bitcast_convert_type complex
-        math.cumulative_logsumexp:cumlogsumexp truncatediv:div
-        truncatemod:rem
-    . jax.numpy:
-        broadcast_dynamic_shape:broadcast_shapes
-        broadcast_static_shape:broadcast_shapes eig:linalg.eig eigvals:linalg.eigvals
-        histogram_fixed_width:histogram histogram_fixed_width_bins:digitize
-        math.invert_permutation:argsort math.reduce_euclidean_norm:linalg.norm
-    math. jax.scipy.special:
-        bessel_i0:i0 bessel_i0e:i0e bessel_i1:i1 bessel_i1e:i1e igamma:gammainc igammac:gammaincc
-        lbeta:betaln
-    math. jax.ops:
-        segment_prod unsorted_segment_prod:segment_prod
-    nn. keras.ops:
-        avg_pool:average_pool conv1d:conv conv2d_transpose:conv_transpose conv3d:conv
-        convolution:conv ctc_loss depth_to_space depthwise_conv2d:depthwise_conv max_pool
-        separable_conv2d:separable_conv softsign space_to_depth
-    . keras:
-        feature_column:utils.FeatureSpace quantization:quantizers
-        tpu.experimental.embedding:layers.Embedding
-    . tf:
-        queue:data.Dataset.prefetch realdiv:divide
-        scalar_mul:multiply
-        version:__version__
-    nn. tf.nn:
-        nce_loss:sigmoid_cross_entropy_with_logits
-        sampled_softmax_loss:sparse_softmax_cross_entropy_with_logits
-    config. tf.config:
-        experimental_connect_to_host:experimental_connect_to_cluster
-    distribute.experimental. tf.distribute:
-        PreemptionWatcher:experimental.PreemptionCheckpointHandler
-        rpc:coordinator.ClusterCoordinator.schedule
-    """
-)
 # Advice for names after `tf.`; several of them may share it.
 _ADVICE: dict[str, str] = {
+    # Objects that have another name elsewhere.
+    "autodiff": "jax.jvp",
+    "grad_pass_through no_gradient": "jax.custom_vjp",
+    "hessians": "jax.hessian",
+    "matrix_square_root": "jax.scipy.linalg.sqrtm",
+    "random.create_rng_state": "jax.random.key",
+    "raw_ops": "jax.lax",
+    "xla": "jax.jit",
+    "bitcast": "jax.lax.bitcast_convert_type",
+    "complex": "jax.lax.complex",
+    "math.cumulative_logsumexp": "jax.lax.cumlogsumexp",
+    "truncatediv": "jax.lax.div",
+    "truncatemod": "jax.lax.rem",
+    "broadcast_dynamic_shape broadcast_static_shape": "jax.numpy.broadcast_shapes",
+    "eig": "jax.numpy.linalg.eig",
+    "eigvals": "jax.numpy.linalg.eigvals",
+    "histogram_fixed_width": "jax.numpy.histogram",
+    "histogram_fixed_width_bins": "jax.numpy.digitize",
+    "math.invert_permutation": "jax.numpy.argsort",
+    "math.reduce_euclidean_norm": "jax.numpy.linalg.norm",
+    "math.bessel_i0": "jax.scipy.special.i0",
+    "math.bessel_i0e": "jax.scipy.special.i0e",
+    "math.bessel_i1": "jax.scipy.special.i1",
+    "math.bessel_i1e": "jax.scipy.special.i1e",
+    "math.igamma": "jax.scipy.special.gammainc",
+    "math.igammac": "jax.scipy.special.gammaincc",
+    "math.lbeta": "jax.scipy.special.betaln",
+    "math.segment_prod math.unsorted_segment_prod": "jax.ops.segment_prod",
+    "nn.avg_pool": "keras.ops.average_pool",
+    "nn.conv1d nn.conv3d nn.convolution": "keras.ops.conv",
+    "nn.conv2d_transpose": "keras.ops.conv_transpose",
+    "nn.ctc_loss": "keras.ops.ctc_loss",
+    "nn.depth_to_space": "keras.ops.depth_to_space",
+    "nn.depthwise_conv2d": "keras.ops.depthwise_conv",
+    "nn.max_pool": "keras.ops.max_pool",
+    "nn.separable_conv2d": "keras.ops.separable_conv",
+    "nn.softsign": "keras.ops.softsign",
+    "nn.space_to_depth": "keras.ops.space_to_depth",
+    "feature_column": "keras.utils.FeatureSpace",
+    "quantization": "keras.quantizers",
+    "tpu.experimental.embedding": "keras.layers.Embedding",
+    "queue": "tf.data.Dataset.prefetch",
+    "realdiv": "tf.divide",
+    "scalar_mul": "tf.multiply",
+    "version": "tf.__version__",
+    "nn.nce_loss": "tf.nn.sigmoid_cross_entropy_with_logits",
+    "nn.sampled_softmax_loss": "tf.nn.sparse_softmax_cross_entropy_with_logits",
+    "config.experimental_connect_to_host": "tf.config.experimental_connect_to_cluster",
+    "distribute.experimental.PreemptionWatcher": (
+        "tf.distribute.experimental.PreemptionCheckpointHandler"
+    ),
+    "distribute.experimental.rpc": "tf.distribute.coordinator.ClusterCoordinator.schedule",
     # Programs and control flow.
     "Graph": "tf.function, and jax.make_jaxpr to look at a program",
     "gradients": "tf.GradientTape or jax.grad",
@@ -132,7 +139,7 @@ _ADVICE: dict[str, str] = {
 }
 
 #: The advice, by the name after `tf.`. docs/api/tensorflow.md shows it.
-EQUIVALENTS: dict[str, str] = _ELSEWHERE | {
+EQUIVALENTS: dict[str, str] = {
     name: advice for names, advice in _ADVICE.items() for name in names.split()
 }
 
@@ -144,17 +151,15 @@ def equivalent(name: str) -> str:
     """Returns what to use instead of `tf.{name}`, as the end of an error message."""
     if name in EQUIVALENTS:
         return EQUIVALENTS[name]
-    last = name.rpartition(".")[2]
-    space = name
-    is_of_arrays = "." not in name or name.startswith(("math.", "nn."))
-    if is_of_arrays and last in EQUIVALENTS:
-        return EQUIVALENTS[last]
-    if is_of_arrays:
+    space, _, last = name.rpartition(".")
+    if space in ("", "math", "nn"):
+        if last in EQUIVALENTS:
+            return EQUIVALENTS[last]
         for module in _SEARCHED:
             if hasattr(importlib.import_module(module), last):
                 return f"{module}.{last}"
     while space:
-        space = space.rpartition(".")[0]
         if space in EQUIVALENTS:
             return EQUIVALENTS[space]
+        space = space.rpartition(".")[0]
     return "jax.numpy, jax.lax, keras.ops or distributary; docs/api/tensorflow.md has a table"

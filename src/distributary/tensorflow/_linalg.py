@@ -1,0 +1,47 @@
+"""Operations of `tf.linalg`; see `Operation` for how arguments are converted."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from distributary.tensorflow._operations import Axes
+
+
+def global_norm(t_list: list[Array | None]) -> Array:
+    """`tf.linalg.global_norm`; ignores None."""
+    return jnp.sqrt(sum(jnp.sum(t**2) for t in t_list if t is not None))
+
+
+def matmul(
+    a: Array,
+    b: Array,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    adjoint_a: bool = False,
+    adjoint_b: bool = False,
+    a_is_sparse: bool = False,
+    b_is_sparse: bool = False,
+    output_type: DTypeLike | None = None,
+    grad_a: bool = False,
+    grad_b: bool = False,
+) -> Array:
+    """`tf.matmul`."""
+    first = a.mT.conj() if adjoint_a else a.mT if transpose_a else a
+    second = b.mT.conj() if adjoint_b else b.mT if transpose_b else b
+    return jnp.matmul(first, second, preferred_element_type=output_type)
+
+
+def einsum(equation: str, *inputs: Array) -> Array:
+    """`tf.einsum`."""
+    return jnp.einsum(equation, *inputs)
+
+
+def norm(
+    tensor: Array, ord: str | float = "euclidean", axis: Axes = None, keepdims: bool = False
+) -> Array:
+    """`tf.norm`: over all elements by default."""
+    kind = None if ord == "euclidean" else ord
+    if axis is not None:
+        return jnp.linalg.norm(tensor, kind, axis, keepdims)
+    flat = jnp.linalg.norm(tensor.ravel(), kind)
+    return flat.reshape([1] * tensor.ndim) if keepdims else flat
