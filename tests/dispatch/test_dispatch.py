@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from distributary.dispatch import Dispatcher, dispatcher_for, latest_program
+from distributary.devices import Dispatcher, dispatcher_for, latest_program
 
 _TIMEOUT_SECONDS = 20
 

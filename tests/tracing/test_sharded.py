@@ -11,8 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import distributary as dist
-from distributary.dispatch import fetch_whole
-from distributary.topology import make_mesh, put_sharded, shard_spec
+from distributary.devices import fetch_whole, make_mesh, put_sharded, shard_spec
 
 N = 4
 X = np.arange(N * 5, dtype=np.float32).reshape(N, 5) / 10

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from distributary._types import Nest
 from distributary.data._structure import Block, join, num_rows, stack
+from distributary.devices import Nest
 
 Path: TypeAlias = tuple[int, ...]
 """Says which repetition of its dataset a stream belongs to: the number of the pass, then the number

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary._libraries import converted
-from distributary._types import Nest
+from distributary._late import converted
 from distributary.context import Mode, ReplicaContext, entered
+from distributary.devices import Nest
 from distributary.engine._arguments import (
     changes_refused,
     check_static,

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Final, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE, join_address
+from distributary.devices import SHARE_VARIABLE, num_cores, threads_needed
 from distributary.errors import ClusterError
 from distributary.job import Channel, ChannelClosedError
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
 from distributary.launch._status import STATUS_VARIABLE, ReportedNumbers
-from distributary.topology import SHARE_VARIABLE, num_cores, threads_needed
 
 RESTART_VARIABLE: Final = "DISTRIBUTARY_RESTART"
 

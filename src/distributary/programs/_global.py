@@ -21,15 +21,15 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec as P
 
-from distributary.check import check_collectives
+from distributary.devices import REPLICA_AXIS, shard_dim, shard_spec
 from distributary.programs._logical_devices import laid_out
 from distributary.programs._program import TracedProgram, description_of
 from distributary.programs._stages import cut, uncut
-from distributary.topology import REPLICA_AXIS, shard_dim, shard_spec
 from distributary.tracing import (
     Array,
     Handle,
     Subject,
+    check_collectives,
     computed_from,
     purify,
     trace,

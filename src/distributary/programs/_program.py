@@ -6,9 +6,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
-from distributary.check import Line, describe_jaxpr
-from distributary.dispatch import job_programs
-from distributary.tracing import Array, Handle, Pure
+from distributary.devices import job_programs
+from distributary.tracing import Array, Handle, Line, Pure, describe_jaxpr
 
 
 class TracedProgram(abc.ABC):

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, PartitionSpec as P
 
-from distributary.check import Numbering, check_collectives, refuse_collectives, varying_outputs
+from distributary.devices import REPLICA_AXIS, shard_dim
 from distributary.errors import (
     ContextError,
     ReplicaDivergenceError,
@@ -42,22 +42,25 @@ from distributary.programs._sharded import (
     without_scattered_sums,
 )
 from distributary.programs._stages import Stages, cut, uncut
-from distributary.topology import REPLICA_AXIS, shard_dim
 from distributary.tracing import (
     Array,
     Equation,
     Feeds,
     Handle,
+    Numbering,
     Pure,
     SizesMissing,
     Subject,
     UnevenSizes,
+    check_collectives,
     current_feeding,
     fed_by,
     opened,
     purify,
+    refuse_collectives,
     start_of_sum,
     trace,
+    varying_outputs,
 )
 
 # The form of a program's outputs, see `ReplicaProgram`.

@@ -43,11 +43,17 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.check import is_sum_of_replicas
+from distributary.devices import REPLICA_AXIS, padded, shard_dim, shard_spec, whole_shards
 from distributary.programs._logical_devices import laid_out
 from distributary.programs._stages import Stages
-from distributary.topology import REPLICA_AXIS, padded, shard_dim, shard_spec, whole_shards
-from distributary.tracing import computed_from, jaxpr_of, leading_to, shape_of, variables_of
+from distributary.tracing import (
+    computed_from,
+    is_sum_of_replicas,
+    jaxpr_of,
+    leading_to,
+    shape_of,
+    variables_of,
+)
 
 
 def without_scattered_sums(

@@ -14,9 +14,8 @@ from typing import Final, final
 
 from jax.extend.core import Jaxpr, Literal, Var
 
-from distributary.check import Numbering
 from distributary.programs import known_result, number_of
-from distributary.tracing import Atom, Equation, aval_of, jaxpr_of, shape_of
+from distributary.tracing import Atom, Equation, Numbering, aval_of, jaxpr_of, shape_of
 
 _SAME_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape")
 _ZERO: Final = "zero"

@@ -35,8 +35,8 @@ import jax
 from jax import Array, lax
 from jax.extend.core import Jaxpr
 
+from distributary.devices import REPLICA_AXIS, shard_dim
 from distributary.errors import UnsupportedError
-from distributary.topology import REPLICA_AXIS, shard_dim
 from distributary.tracing import (
     AnyJaxpr,
     Equation,

@@ -10,13 +10,13 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from distributary._types import Nest
+from distributary.devices import Nest
 from distributary.errors import InvalidValueError
 from distributary.tensorflow._linalg import global_norm
 from distributary.tensorflow._operations import REQUIRED, Axes, Operation, Shape, TensorLike, array
 from distributary.tensorflow.autograph import Range, is_traced
 from distributary.tracing import current_scope
-from distributary.variables import ShardedVariable, Variable, embedding_lookup
+from distributary.values import ShardedVariable, Variable, embedding_lookup
 
 
 def constant(

@@ -13,14 +13,14 @@ from typing import final
 import jax
 
 from distributary.cluster_resolver import visible_gpus
-from distributary.errors import BackendStartedError, InvalidValueError, UnsupportedError
-from distributary.options import CommunicationOptions
-from distributary.topology import (
+from distributary.devices import (
     backends_started,
     local_devices_of,
     resolve_device,
     set_logical_cpu_devices,
 )
+from distributary.errors import BackendStartedError, InvalidValueError, UnsupportedError
+from distributary.options import CommunicationOptions
 
 _KINDS = ("CPU", "GPU", "TPU")
 

@@ -11,10 +11,10 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from distributary.context import get_strategy
+from distributary.devices import inside_jax_trace
 from distributary.errors import ContextError, InvalidValueError
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow._operations import Shape, canonical
-from distributary.topology import inside_jax_trace
 from distributary.tracing import current_scope
 
 Scale: TypeAlias = Array | float

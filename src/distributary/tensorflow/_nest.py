@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from distributary._types import Nest
+from distributary.devices import Nest
 from distributary.errors import InvalidValueError
 
 

@@ -12,12 +12,11 @@ from typing import IO, Any, final
 import jax
 import numpy as np
 
-from distributary._libraries import Library, register
-from distributary._types import Nest
+from distributary._late import Library, register
+from distributary.devices import Nest, resolve_device
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.tensorflow._control import name_scope
 from distributary.tensorflow._operations import array, plain
-from distributary.topology import resolve_device
 from distributary.tracing import current_scope
 
 

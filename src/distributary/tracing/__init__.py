@@ -9,11 +9,18 @@ The variable has become an input and an output. `docs/design/tracing.md` follows
 passes in order; each module opens with an example of what it does.
 """
 
-# Not public: what it imports is what other packages use.
-# ruff: noqa: F401
-# mypy: implicit-reexport
-
 from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow, known_through
+from distributary.tracing._description import Line, describe_jaxpr, describe_value
+from distributary.tracing._divergence import (
+    check_collectives,
+    has_collective,
+    is_collective,
+    is_of_devices,
+    is_sum_of_replicas,
+    refuse_collectives,
+    varying_outputs,
+    varying_variables,
+)
 from distributary.tracing._eager import EagerRecord, is_recording, noted_read, noted_rows
 from distributary.tracing._feeds import (
     Feeds,
@@ -58,6 +65,7 @@ from distributary.tracing._jaxprs import (
 from distributary.tracing._markers import Handle, push, start_of_sum, start_p
 from distributary.tracing._mistakes import Subject, advise, explained, leaked_at, name_of, shorten
 from distributary.tracing._narrowing import narrowed, native
+from distributary.tracing._numbering import Numbering
 from distributary.tracing._recording import Pure, purify, trace
 from distributary.tracing._scope import (
     SizesMissing,

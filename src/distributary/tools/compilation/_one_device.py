@@ -32,10 +32,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary._types import Nest
+from distributary.devices import Nest, shard_dim
 from distributary.errors import UnsupportedError
 from distributary.programs import evaluate_jointly
-from distributary.topology import shard_dim
 from distributary.tracing import (
     AnyJaxpr,
     Equation,

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import jax
 
+from distributary.devices import REPLICA_AXIS
 from distributary.engine import (
     Collective,
     counted,
@@ -21,7 +22,6 @@ from distributary.tools.compilation._dataflow import (
     num_aliased_outputs,
 )
 from distributary.tools.compilation._topologies import Topology
-from distributary.topology import REPLICA_AXIS
 
 _COMPILERS = {"TPU": "libtpu", "GPU": "jax-cuda13-pjrt"}
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from distributary._types import Nest
+from distributary.devices import REPLICA_AXIS, Nest, ProgramKind
 from distributary.engine import placed_struct_of
 from distributary.errors import InvalidValueError
 from distributary.tools.compilation import (
@@ -20,7 +20,6 @@ from distributary.tools.compilation import (
     moved_activations,
 )
 from distributary.tools.diagnosis import all_reduce_seconds
-from distributary.topology import REPLICA_AXIS, ProgramKind
 
 _NUM_WARM_UP_STEPS = 3  # the first one compiles, and the next ones may allocate memory
 _NUM_BLOCKS = 5
