@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from distributary.data import WorkerShare
+from distributary.data import DistributedInput, InputContext, StepCounts, WorkerShare
 from distributary.errors import DistributaryError
-from distributary.inputs import DistributedInput, InputContext, StepCounts
 from distributary.servers._messages import JSON
 
 if TYPE_CHECKING:
-    from distributary.inputs import DistributedDataset
+    from distributary.data import DistributedDataset
 
 
 _MAIN, _MAIN_COPY = "__main__", "__mp_main__"  # the second name is that of multiprocessing
@@ -59,7 +58,7 @@ class DistributedSource(DistributedInput):
     def __call__(self) -> "DistributedDataset":
         """Makes the dataset, which yields `PerReplica`s of arrays if there are several replicas."""
         # Imported here: most jobs never distribute a dataset, and these imports take a while.
-        from distributary.inputs import Batches, DistributedDataset, Elements
+        from distributary.data import Batches, DistributedDataset, Elements
 
         share = WorkerShare(1, 0, self.num_replicas)
         if self.of_replicas:

@@ -6,7 +6,13 @@ from typing import Any, TypeAlias
 import jax
 
 from distributary.cluster_resolver import TFConfigClusterResolver, multi_worker
-from distributary.collectives import default_cross_device_ops
+from distributary.devices import (
+    cpu_thread_pool_size,
+    cpu_threads_suffice,
+    local_devices_of,
+    num_cores,
+    short_name,
+)
 from distributary.errors import DistributaryError
 from distributary.job import package_versions
 from distributary.strategies import (
@@ -15,13 +21,7 @@ from distributary.strategies import (
     Strategy,
     accept_any_strategy,
 )
-from distributary.topology import (
-    cpu_thread_pool_size,
-    cpu_threads_suffice,
-    local_devices_of,
-    num_cores,
-    short_name,
-)
+from distributary.values import default_cross_device_ops
 
 Json: TypeAlias = Any
 
