@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar, final
 
 import jax
 
-from distributary._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary._late import no_attribute
 from distributary.context import StrategyScope, require_cross_replica
 from distributary.data import InputContext, StepStatistics, ValueContext
@@ -21,6 +20,7 @@ from distributary.errors import (
     shown,
 )
 from distributary.options import InputOptions, ReduceOp, RunOptions
+from distributary.strategies._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._fitting_job import check_job
 from distributary.tracing import advise, is_recording, name_of, shorten
