@@ -7,20 +7,6 @@ from typing import final
 
 from distributary.errors import InvalidTypeError, InvalidValueError
 
-__all__ = [
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "InputOptions",
-    "InputReplicationMode",
-    "RecoveryOptions",
-    "ReduceOp",
-    "RunOptions",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "XLAOptions",
-]
-
-
 _MIN_HEARTBEAT_TIMEOUT_SECONDS = 3
 
 
