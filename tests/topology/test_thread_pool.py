@@ -2,8 +2,7 @@ import warnings
 
 import pytest
 
-from distributary.devices import SHARE_VARIABLE
-from distributary.devices._thread_pool import CpuThreads
+from distributary.devices import SHARE_VARIABLE, CpuThreads
 from distributary.errors import DistributaryWarning
 
 

@@ -66,6 +66,7 @@ from distributary.devices._target import (
 )
 from distributary.devices._thread_pool import (
     SHARE_VARIABLE,
+    CpuThreads,
     cpu_thread_pool_size,
     cpu_threads_suffice,
     num_cores,
@@ -78,4 +79,10 @@ from distributary.devices._thread_pool import (
 from distributary.devices._threads import call_after, call_when_collected, start_thread
 from distributary.devices._timing import ProgramTimer, profiled_steps
 from distributary.devices._tpu_topology import Topology, TPUSystemMetadata
-from distributary.devices._versions import no_private_name, private, warn_of_untested
+from distributary.devices._versions import (
+    TESTED,
+    missing_names,
+    no_private_name,
+    private,
+    warn_of_untested,
+)
