@@ -206,7 +206,10 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         Source: `tf.distribute.Strategy.run`.
         """
         if not isinstance(args, (list, tuple)):
-            raise _bad_args(fn, args)
+            raise InvalidValueError(
+                f"Strategy.run({name_of(fn)}): args is {shown(args)}, expected a list or tuple. For"
+                " one argument write args=(value,)."
+            )
         if not callable(fn):
             raise InvalidTypeError(
                 f"Strategy.run: fn is {shown(fn)}, expected a function. Pass the function and its"
@@ -397,10 +400,3 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._extended.describe()}>"
-
-
-def _bad_args(fn: object, args: object) -> InvalidValueError:
-    return InvalidValueError(
-        f"Strategy.run({name_of(fn)}): args is {shown(args)}, expected a list or tuple. For one"
-        " argument write args=(value,)."
-    )

@@ -115,8 +115,8 @@ def connect_workers(
     place = multi_worker(spec, resolver.task_type, resolver.task_id)
     if not place.in_collective_group:
         raise ClusterError(
-            f"This process is {place.name}, which does not train with the workers: it cannot connect"
-            f" to them. Use MirroredStrategy or OneDeviceStrategy in the {place.name}."
+            f"This process is {place.name}, which does not train with the workers: it cannot"
+            f" connect to them. Use MirroredStrategy or OneDeviceStrategy in the {place.name}."
         )
     connect(place, options or CommunicationOptions())
     return place

@@ -49,6 +49,7 @@ from distributary.values._conversion import (
     Change,
     check_has_value,
     check_member,
+    checked_slices,
     combine,
     initial_array,
     same_kind,
@@ -586,13 +587,9 @@ class Variable(Assignable):
             " scope of the strategy that uses it."
         )
 
-    def _convert_slices(self, what: str, slices: object) -> IndexedSlices:
+    def _convert_slices(self, what: str, slices: Any) -> IndexedSlices:
         """Returns the rows as arrays of the variable's dtype."""
-        if not isinstance(slices, IndexedSlices):
-            raise InvalidTypeError(
-                f"{what} needs distributary.IndexedSlices(values, indices), got"
-                f" {type(slices).__name__}."
-            )
+        slices = checked_slices(what, slices)
         values, ids = array_of(slices.values, what), array_of(slices.indices, what)
         if not self._shape or ids.ndim != 1 or values.shape != (ids.size, *self._shape[1:]):
             raise InvalidValueError(
