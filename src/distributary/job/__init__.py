@@ -18,21 +18,3 @@ from distributary.job._consensus import Consensus, consensus
 from distributary.job._copies import copies
 from distributary.job._proofs import is_proof, new_challenge, proof
 from distributary.job._rendezvous import package_versions
-
-__all__ = [
-    "Channel",
-    "ChannelClosedError",
-    "ConnectionAcceptor",
-    "Consensus",
-    "Message",
-    "bound_address",
-    "connect",
-    "connected",
-    "consensus",
-    "copies",
-    "is_proof",
-    "listening",
-    "new_challenge",
-    "package_versions",
-    "proof",
-]
