@@ -186,21 +186,6 @@ class UpdatedRows:
         return bucket_of(min(self.size, self.capacity))
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class RowUpdate:
-    """The work of a server on pushed rows.
-
-    Attributes:
-        rows: The variables that rows are pushed for.
-        run: The update, as a function of flat arrays. The states and pushes in `rows` have only
-            some of their rows, unless `is_whole`.
-    """
-
-    rows: list[UpdatedRows]
-    run: Callable[..., list[Array]]
-
-
 def bucket_of(num_rows: int) -> int:
     """Returns the number of rows to pad to, one of few, so that few programs are compiled."""
     return max(_MIN_BUCKET, 1 << max(0, num_rows - 1).bit_length())
@@ -331,7 +316,7 @@ def rows_of_update(
     pushes: Mapping[int, SpaceRow],
     capacities: Sequence[int],
     sparse_update: SparseUpdate,
-) -> RowUpdate:
+) -> tuple[list[UpdatedRows], Callable[..., list[Array]]]:
     """Returns the work of a server when some of the pushed values are rows.
 
     Args:
@@ -340,6 +325,10 @@ def rows_of_update(
         capacities: The capacity of every space.
         sparse_update: "lazy" leaves rows alone that are not pushed. "exact" does so only if the
             update itself leaves them alone.
+
+    Returns:
+        The variables that rows are pushed for; and the update, as a function of flat arrays. The
+        states and pushes of these variables have only some of their rows, unless `is_whole`.
     """
     jaxpr = part.update.jaxpr
     states, given = jaxpr.invars[: len(part.states)], jaxpr.invars[len(part.states) :]
@@ -383,7 +372,7 @@ def rows_of_update(
         values.update(zip(jaxpr.constvars, part.update.consts, strict=True))
         return _evaluated(jaxpr, flow, values, sizes, {})
 
-    return RowUpdate(rows, run)
+    return rows, run
 
 
 def _is_of(flow: RowFlow, atom: Atom, root: Var) -> bool:
