@@ -29,7 +29,7 @@ from distributary.servers._messages import Message
 from distributary.servers._plans import Update
 from distributary.servers._programs import export_function
 from distributary.servers._rows import UpdatedRows
-from distributary.servers._sessions import hello, new_session
+from distributary.servers._sessions import new_session
 from tests.servers.conftest import Reply
 from tests.servers.fuzz import strange_messages
 
@@ -119,7 +119,7 @@ def test_every_message_is_for_its_roles(role, task_type, new_link):
     session = new_session()
     fields = {"session": session, "seconds": 0}
     kinds = {"program", "shutdown", ""}.union(*_OF_CHIEF.values(), *_OF_WORKER.values())
-    new_link("chief", task_type).call(hello(session), _SECONDS)
+    new_link("chief", task_type).call(Message("hello", {"session": session}), _SECONDS)
 
     link = new_link(role, task_type)
     errors = {k: link.start(Message(k, fields)).exception(_SECONDS) for k in sorted(kinds)}
@@ -137,7 +137,7 @@ class _Session:
     def __init__(self, new_link):
         self._id = new_session()
         self._links = {role: new_link(role) for role in ("chief", "worker")}
-        self._links["chief"].call(hello(self._id), _SECONDS)
+        self._links["chief"].call(Message("hello", {"session": self._id}), _SECONDS)
 
     def call(self, role, kind, arrays=(), blobs=(), **fields):
         message = Message(kind, {"session": self._id, **fields}, list(arrays), list(blobs))
@@ -207,7 +207,7 @@ def test_nothing_that_is_sent_does_harm(task_type, cluster, new_link):
     link = new_link("chief", task_type)
     with contextlib.closing(link):
         session = new_session()
-        link.call(hello(session), _SECONDS)
+        link.call(Message("hello", {"session": session}), _SECONDS)
         for message in strange_messages(task_type, 200, session):  # whatever is allocated once
             link.start(message).exception(_SECONDS)
         bytes_before = process.memory_info().rss
@@ -228,7 +228,7 @@ def test_a_task_ends_well_when_it_is_told_to(cluster, new_link, tmp_path):
     maker = {"module": "__main__", "name": "wait", "args": [str(path)], "kwargs": {}}
     fields = {"session": session, "kind": "value", "number": 0, "maker": maker}
     link = new_link("chief", "worker")
-    link.call(hello(session), _SECONDS)
+    link.call(Message("hello", {"session": session}), _SECONDS)
     call = link.start(Message("source", fields))
     while not path.exists():
         assert not call.done(), call.exception()

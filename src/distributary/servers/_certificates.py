@@ -188,7 +188,19 @@ def make_certificates(
         certificate_file, key_file = _files(role)
         contents[certificate_file] = _signed(role, key, ca_key, *times, names)
         contents[key_file] = _key_content(key)
-    return _write(folder, contents)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths = [folder / name for name in contents]
+    for path in paths:
+        # Checked before any file is written, so that every key still matches its certificate.
+        if path.exists():
+            raise FileExistsError(
+                f"{path} exists. All certificates of a job are made together: choose another"
+                " folder, or remove the old ones when no task needs them any more."
+            )
+    for path, content in zip(paths, contents.values(), strict=True):
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+    return paths
 
 
 def _check_has_cryptography() -> None:
@@ -266,22 +278,6 @@ def _general_name(host: str) -> "x509.GeneralName":
             " spaces, such as --hosts train.example.com 10.0.0.1."
         )
     return x509.DNSName(host)
-
-
-def _write(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    paths = [folder / name for name in contents]
-    for path in paths:
-        # Checked before any file is written, so that every key still matches its certificate.
-        if path.exists():
-            raise FileExistsError(
-                f"{path} exists. All certificates of a job are made together: choose another"
-                " folder, or remove the old ones when no task needs them any more."
-            )
-    for path, content in zip(paths, contents.values(), strict=True):
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-    return paths
 
 
 def _files(role: str) -> tuple[str, str]:

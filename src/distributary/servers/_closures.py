@@ -42,7 +42,7 @@ from distributary.servers._nests import copy_of
 from distributary.servers._partitioners import Shard
 from distributary.servers._parts import in_parts
 from distributary.servers._per_device import per_device
-from distributary.servers._plans import Origin, Push, Update, WorkerPlan
+from distributary.servers._plans import Origin, Push, RowPlan, TablePart, Update, WorkerPlan
 from distributary.servers._programs import (
     Program,
     export_divided,
@@ -51,7 +51,6 @@ from distributary.servers._programs import (
 )
 from distributary.servers._rows import RowSplit, SparseUpdate, rows_of, rows_of_update
 from distributary.servers._split import ServerPart, ServerSplit, StepInput, split_over_servers
-from distributary.servers._table_rows import RowPlan, TablePart
 from distributary.tracing import (
     Array,
     Handle,
@@ -171,7 +170,9 @@ class ClosureTrace:
             if self._data_avals is not None:
                 avals = self._data_avals
                 element = jax.tree.map(lambda _: avals.pop(0), element)
-            columns, tree = jax.tree.flatten(element, is_leaf=_is_per_replica)
+            columns, tree = jax.tree.flatten(
+                element, is_leaf=lambda own: isinstance(own, PerReplica)
+            )
             handles = [_handles_of(column, f"{kind} {number}") for column in columns]
             self.sources.append(Source(kind, number, handles, tree, feed))
         source = self.sources[self.position]
@@ -194,10 +195,6 @@ class ClosureTrace:
     def leave(self, error: Exception) -> None:
         """Raises `error`, as a closure cannot fall back to running on the host."""
         raise error
-
-
-def _is_per_replica(value: object) -> bool:
-    return isinstance(value, PerReplica)
 
 
 def _handles_of(column: jax.ShapeDtypeStruct | PerReplica, name: str) -> list[Handle]:
@@ -275,12 +272,12 @@ def plan_of(
         step.jaxpr, step.inputs, step.state_of_output, step.constants, step.num_devices
     )
     _check_sums(step, split)
-    rows, refusals = rows_of(split, step.handles.keys(), step.num_devices)
+    rows = rows_of(split, step.handles.keys(), step.num_devices)
     updates = {
         server: _update_of(step, part, rows, sparse_update)
         for server, part in split.servers.items()
     }
-    worker, programs = _worker_plan(step, split, rows, updates)
+    worker, programs = _worker_plan(step, rows, updates)
     return Plan(
         closure.sources,
         worker,
@@ -288,7 +285,7 @@ def plan_of(
         # Copies, so that a worker that joins later gets the same values as the others.
         [copy_of(capture) for capture in captures],
         {server: (update, program) for server, (update, program, _) in updates.items()},
-        {step.handles[i].name: why for i, why in refusals.items()},
+        {step.handles[i].name: why for i, why in rows.refusals.items()},
         [
             cell
             for handle in dict.fromkeys(step.handles.values())
@@ -423,12 +420,11 @@ def _check_sums(step: _Step, split: ServerSplit) -> None:
 
 
 def _update_of(
-    step: _Step, part: ServerPart, rows: RowSplit | None, sparse_update: SparseUpdate
+    step: _Step, part: ServerPart, rows: RowSplit, sparse_update: SparseUpdate
 ) -> tuple[Update, Program, list[int]]:
     """Returns the update of a server, its program, and the pushed values that it takes."""
-    pushes = {} if rows is None else rows.pushes
-    capacities = [] if rows is None else [space.capacity for space in rows.spaces]
-    updated, run = rows_of_update(part, pushes, capacities, sparse_update)
+    capacities = [space.capacity for space in rows.spaces]
+    updated, run = rows_of_update(part, rows.pushes, capacities, sparse_update)
     avals = part.update.in_avals
     buckets: list[int | None] = [None] * len(avals)
     for own in updated:
@@ -443,49 +439,44 @@ def _update_of(
 
 
 def _worker_plan(
-    step: _Step,
-    split: ServerSplit,
-    rows: RowSplit | None,
-    updates: Mapping[int, tuple[Update, Program, list[int]]],
+    step: _Step, rows: RowSplit, updates: Mapping[int, tuple[Update, Program, list[int]]]
 ) -> tuple[WorkerPlan, list[Program]]:
     """Returns what a worker does, and the programs that it needs for it."""
-    inputs = (rows or split).inputs
-    origins = step.origins(inputs)
+    origins = step.origins(rows.inputs)
     programs: list[Program] = []
     row_plan = None
-    if rows is not None:
-        num_lookups = sum(len(space.lookups) for space in rows.spaces)
+    if rows.spaces:
+        num_lookups = sum(len(at.modes) for space in rows.spaces for at in space.lookups)
         origins += [("rows", i) for i in range(len(rows.buffers))]
         origins += [("position", i) for i in range(num_lookups)]
         of_ids = step.origins(rows.ids_inputs)
         programs.append(_exported(rows.ids, of_ids, step, split_outputs=True))
         buffers = []
-        for buffer in rows.buffers:
-            parts = [(step.inputs[i], start) for i, start in buffer.parts]
+        for space, parts in rows.buffers:
+            states = [(step.inputs[i], start) for i, start in parts]
             tables = [
-                TablePart(own.server or 0, own.number, start, own.num_rows) for own, start in parts
+                TablePart(own.server or 0, own.number, start, own.num_rows) for own, start in states
             ]
-            buffers.append((buffer.space, tables))
+            buffers.append((space, tables))
         row_plan = RowPlan(programs[0].name, of_ids, rows.spaces, buffers)
     if step.num_shares > 1:
-        worker = (rows or split).worker
         has_rows = [
             kind in ("argument", "data", "replicas") and len(aval.shape) > 0
-            for (kind, _), aval in zip(origins, worker.in_avals, strict=True)
+            for (kind, _), aval in zip(origins, rows.worker.in_avals, strict=True)
         ]
-        program = export_divided(worker, has_rows, step.num_shares)
+        program = export_divided(rows.worker, has_rows, step.num_shares)
     else:
-        program = _exported((rows or split).worker, origins, step, split_outputs=False)
+        program = _exported(rows.worker, origins, step, split_outputs=False)
     pulls: dict[int, list[int]] = {}
-    for own in [step.inputs[i] for i in inputs]:
+    for own in [step.inputs[i] for i in rows.inputs]:
         if own.server is not None:
             pulls.setdefault(own.server, []).append(own.number)
     pushes = [
         Push(server, update.name, values, update.rows)
         for server, (update, _, values) in updates.items()
     ]
-    num_results = step.num_results
-    plan = WorkerPlan(program.name, origins, num_results, list(pulls.items()), pushes, row_plan)
+    of_servers = list(pulls.items()), pushes
+    plan = WorkerPlan(program.name, origins, step.num_results, *of_servers, row_plan)
     return plan, [program, *programs]
 
 

@@ -224,7 +224,15 @@ class GrpcServer:
             (self._grpc.method_handlers_generic_handler(_SERVICE, methods),)
         )
         try:
-            port = self._listen(join_address(str(ip_address), port), credentials)
+            listening_at = join_address(str(ip_address), port)
+            if credentials is None:
+                port = self._server.add_insecure_port(listening_at)
+            else:
+                pair = (credentials.key, credentials.certificate)
+                of_server = self._grpc.ssl_server_credentials(
+                    [pair], credentials.ca, require_client_auth=True
+                )
+                port = self._server.add_secure_port(listening_at, of_server)
         except RuntimeError as error:
             raise ClusterError(
                 f"Cannot listen at {address}: {error}. Is the port in use, or the address that of"
@@ -241,15 +249,6 @@ class GrpcServer:
         """
         self._server.stop(None).wait(seconds)
         self._threads.join(seconds)
-
-    def _listen(self, address: str, credentials: Credentials | None) -> int:
-        if credentials is None:
-            return self._server.add_insecure_port(address)
-        pair = (credentials.key, credentials.certificate)
-        return self._server.add_secure_port(
-            address,
-            self._grpc.ssl_server_credentials([pair], credentials.ca, require_client_auth=True),
-        )
 
     def _talk(self, chunks: Iterator[bytes], context: "grpc.ServicerContext") -> Iterator[bytes]:
         """Serves one link, in a thread of its own."""

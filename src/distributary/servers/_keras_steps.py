@@ -162,7 +162,7 @@ def _whole(nest: object) -> Any:
     """Joins the parts of all replicas along dim 0, in every array of a nest."""
 
     def whole(leaf: Any) -> Any:
-        if not _is_per_replica(leaf):
+        if not isinstance(leaf, PerReplica):
             return leaf
         if leaf.form == "stacked":  # XLA sees through this, so rows stay where they are
             return jnp.reshape(leaf.payload, (-1, *leaf.payload.shape[2:]))
@@ -172,15 +172,11 @@ def _whole(nest: object) -> Any:
 
 
 def _spec_of_whole(leaf: Any) -> Any:
-    if not _is_per_replica(leaf):
+    if not isinstance(leaf, PerReplica):
         return leaf
     first = leaf.values[0]
     size = sum(own.shape[0] for own in leaf.values)
     return jax.ShapeDtypeStruct((size, *first.shape[1:]), first.dtype)
-
-
-def _is_per_replica(leaf: object) -> bool:
-    return isinstance(leaf, PerReplica)
 
 
 @final

@@ -128,7 +128,38 @@ def decode(buffer: Buffer) -> Message:
         WireError: if the buffer holds anything other than one message within the limits.
     """
     view = memoryview(buffer).cast("B").toreadonly()
-    kind, fields, arrays, blob_sizes, start = _read_header(view)
+    if len(view) < _PREFIX.size:
+        raise WireError(f"A message has {len(view)} bytes, expected {_PREFIX.size} or more.")
+    magic, version, header_bytes, num_bytes = _PREFIX.unpack_from(view)
+    if magic != _MAGIC:
+        raise WireError(
+            f"A message begins with {magic!r}, expected {_MAGIC!r}: the sender is not distributary."
+        )
+    if version != _VERSION:
+        raise WireError(
+            f"A message has version {version} of the protocol, this process speaks {_VERSION}."
+            " Install the same version of distributary for all tasks."
+        )
+    _check_limit("A message", "bytes of JSON", header_bytes, MAX_HEADER_BYTES)
+    _check_limit("A message", "bytes", len(view), MAX_MESSAGE_BYTES)
+    end = _PREFIX.size + header_bytes
+    if num_bytes != len(view) or end > num_bytes:
+        raise WireError(
+            f"A message says that it has {num_bytes} bytes, of which {end} of the header, but"
+            f" {len(view)} came."
+        )
+    try:
+        header: Any = _DECODER.decode(str(view[_PREFIX.size : end], "utf-8"))
+        kind, fields = header["kind"], header["fields"]
+        if not (isinstance(kind, str) and isinstance(fields, dict)):
+            raise TypeError("kind or fields have another type")
+        arrays = [(_DTYPES[name], _shape(shape)) for name, shape in header["arrays"]]
+        blob_sizes = [_size(size) for size in header["blobs"]]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise WireError(
+            f"The header of a message cannot be read: {type(error).__name__}: {error}"[:500]
+        ) from error
+    start = end + _padding(end)
     num_buffers = len(arrays) + len(blob_sizes)
     _check_limit("A message", "arrays and blobs", num_buffers, MAX_BUFFERS)
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in arrays] + blob_sizes
@@ -275,48 +306,6 @@ def _header(message: Message, arrays: Sequence[np.ndarray]) -> bytes:
         raise WireError(
             f"The fields of a message {message.kind!r} are not JSON: {error}"
         ) from error
-
-
-def _read_header(
-    view: memoryview,
-) -> tuple[str, dict[str, JSON], list[tuple[np.dtype, tuple[int, ...]]], list[int], int]:
-    """Reads kind, fields, dtypes and shapes of arrays, sizes of blobs, and where the data begins.
-
-    Raises:
-        WireError: if the header is malformed.
-    """
-    if len(view) < _PREFIX.size:
-        raise WireError(f"A message has {len(view)} bytes, expected {_PREFIX.size} or more.")
-    magic, version, header_bytes, num_bytes = _PREFIX.unpack_from(view)
-    if magic != _MAGIC:
-        raise WireError(
-            f"A message begins with {magic!r}, expected {_MAGIC!r}: the sender is not distributary."
-        )
-    if version != _VERSION:
-        raise WireError(
-            f"A message has version {version} of the protocol, this process speaks {_VERSION}."
-            " Install the same version of distributary for all tasks."
-        )
-    _check_limit("A message", "bytes of JSON", header_bytes, MAX_HEADER_BYTES)
-    _check_limit("A message", "bytes", len(view), MAX_MESSAGE_BYTES)
-    end = _PREFIX.size + header_bytes
-    if num_bytes != len(view) or end > num_bytes:
-        raise WireError(
-            f"A message says that it has {num_bytes} bytes, of which {end} of the header, but"
-            f" {len(view)} came."
-        )
-    try:
-        header: Any = _DECODER.decode(str(view[_PREFIX.size : end], "utf-8"))
-        kind, fields = header["kind"], header["fields"]
-        if not (isinstance(kind, str) and isinstance(fields, dict)):
-            raise TypeError("kind or fields have another type")
-        arrays = [(_DTYPES[name], _shape(shape)) for name, shape in header["arrays"]]
-        blob_sizes = [_size(size) for size in header["blobs"]]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise WireError(
-            f"The header of a message cannot be read: {type(error).__name__}: {error}"[:500]
-        ) from error
-    return kind, fields, arrays, blob_sizes, end + _padding(end)
 
 
 def _shape(shape: object) -> tuple[int, ...]:

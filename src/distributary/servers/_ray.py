@@ -63,10 +63,7 @@ class RayCluster(Cluster):
             for i in range(number)
         }
         try:
-            addresses = self._addresses("127.0.0.1" if is_local else None, connect_seconds(environ))
-            cluster: dict[str, dict[int, str]] = {"ps": {}, "worker": {}}
-            for (task_type, i), address in addresses.items():
-                cluster[task_type][i] = address
+            cluster = self._addresses("127.0.0.1" if is_local else None, connect_seconds(environ))
             for one in self._actors.values():
                 one.run.remote(cluster, environ, insecure, name)
             self._wait = functools.partial(connect, tasks_of(ClusterSpec(cluster)), environ)
@@ -90,7 +87,7 @@ class RayCluster(Cluster):
             for actor in (self._makers, *self._actors.values()):
                 self._ray.kill(actor)
 
-    def _addresses(self, host: str | None, seconds: float) -> dict[tuple[str, int], str]:
+    def _addresses(self, host: str | None, seconds: float) -> dict[str, dict[int, str]]:
         """Waits until Ray has started all tasks, and returns an address for each."""
         calls = {task: actor.address.remote(host) for task, actor in self._actors.items()}
         _, late = self._ray.wait([*calls.values()], num_returns=len(calls), timeout=seconds)
@@ -101,13 +98,14 @@ class RayCluster(Cluster):
                 f" are {self._ray.available_resources()}; worker_options and ps_options say what"
                 " every task asks for."
             )
-        addresses = {}
-        for task, call in calls.items():
+        addresses: dict[str, dict[int, str]] = {"ps": {}, "worker": {}}
+        for (task_type, i), call in calls.items():
             try:
-                addresses[task] = self._ray.get(call)
+                addresses[task_type][i] = self._ray.get(call)
             except self._ray.exceptions.RayError as error:
-                name = "{} {}".format(*task)
-                raise ClusterError(f"ray_cluster: {name} could not be started: {error}") from error
+                raise ClusterError(
+                    f"ray_cluster: {task_type} {i} could not be started: {error}"
+                ) from error
         return addresses
 
     def __repr__(self) -> str:

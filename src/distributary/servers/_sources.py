@@ -17,16 +17,19 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from distributary.data import WorkerShare
 from distributary.errors import DistributaryError
-from distributary.inputs import DistributedInput, InputContext, StepCounts
+from distributary.inputs import (
+    Batches,
+    DistributedDataset,
+    DistributedInput,
+    Elements,
+    InputContext,
+    StepCounts,
+)
 from distributary.servers._messages import JSON
-
-if TYPE_CHECKING:
-    from distributary.inputs import DistributedDataset
-
 
 _MAIN, _MAIN_COPY = "__main__", "__mp_main__"  # the second name is that of multiprocessing
 _INSTALLED = ("site-packages", "dist-packages")
@@ -56,11 +59,8 @@ class DistributedSource(DistributedInput):
     of_replicas: bool
     depth: int
 
-    def __call__(self) -> "DistributedDataset":
+    def __call__(self) -> DistributedDataset:
         """Makes the dataset, which yields `PerReplica`s of arrays if there are several replicas."""
-        # Imported here: most jobs never distribute a dataset, and these imports take a while.
-        from distributary.inputs import Batches, DistributedDataset, Elements
-
         share = WorkerShare(1, 0, self.num_replicas)
         if self.of_replicas:
             context = InputContext(num_replicas_in_sync=self.num_replicas)
@@ -82,16 +82,12 @@ class ScriptEndError(BaseException):
     """The end of a script that a worker runs for its definitions, where the chief's work begins."""
 
 
-class _ThreadState(threading.local):
-    is_reimporting = False
-
-
-_state = _ThreadState()
+_state = threading.local()
 
 
 def is_reimporting() -> bool:
     """Returns whether this thread is running the main script again, for its definitions."""
-    return _state.is_reimporting
+    return getattr(_state, "is_reimporting", False)
 
 
 def as_maker(value: object) -> Callable[[], Any]:

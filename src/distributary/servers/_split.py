@@ -187,7 +187,18 @@ def split_over_servers(
 
     at_end = _last_operations(step, of_worker)
     at_server, at_worker = _tasks_of_equations(step, of_worker, at_end)
-    _check_updates(step, of_worker, at_server, inputs)
+    pairs_of_eqns = zip(jaxpr.eqns, of_worker, strict=True)
+    updates = {v for eqn, early in pairs_of_eqns if not early for v in eqn.outvars}
+    for output, goal, i in zip(jaxpr.outvars, goals, state_of_output, strict=True):
+        if i is None or _hashable(output) not in updates:
+            continue
+        # Else it would be computed from old state, and overwrite what others have done.
+        if not any(output in eqn.outvars for eqn in at_server[goal]):
+            raise UnsupportedError(
+                f"The update of {inputs[i].name!r} needs variables on several servers, so no server"
+                " can compute it. Start one server, or use an optimizer that updates each variable"
+                " by itself; Adafactor, loss scaling and gradient accumulation do not."
+            )
 
     pushes: dict[Var, int] = {}
     overwritten: list[int] = []
@@ -281,7 +292,7 @@ def _last_operations(step: _Step, of_worker: Sequence[bool]) -> list[set[int]]:
     and those that make its operands that depend on no data.
     """
     eqns = step.jaxpr.eqns
-    number_of = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    number_of: dict[Var | None, int] = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     free = _servers_without_data(step)
     at_end: list[set[int]] = [set() for _ in eqns]
     for output, goal in zip(step.jaxpr.outvars, step.goals, strict=True):
@@ -358,26 +369,6 @@ def _tasks_of_equations(
         for v in variables_of(eqn.invars):
             reaches.setdefault(v, set()).update(own, {_WORKER} if early else to)
     return {server: eqns[::-1] for server, eqns in at_server.items()}, at_worker[::-1]
-
-
-def _check_updates(
-    step: _Step,
-    of_worker: Sequence[bool],
-    at_server: Mapping[int, Sequence[Equation]],
-    inputs: Sequence[StepInput],
-) -> None:
-    """Refuses an update that would be computed from old state and overwrite that of others."""
-    pairs = zip(step.jaxpr.eqns, of_worker, strict=True)
-    updates = {v for eqn, early in pairs if not early for v in eqn.outvars}
-    for output, goal, i in zip(step.jaxpr.outvars, step.goals, step.state_of_output, strict=True):
-        if i is None or _hashable(output) not in updates:
-            continue
-        if not any(output in eqn.outvars for eqn in at_server[goal]):
-            raise UnsupportedError(
-                f"The update of {inputs[i].name!r} needs variables on several servers, so no server"
-                " can compute it. Start one server, or use an optimizer that updates each variable"
-                " by itself; Adafactor, loss scaling and gradient accumulation do not."
-            )
 
 
 def _server_part(

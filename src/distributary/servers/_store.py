@@ -11,17 +11,17 @@ import numpy as np
 from distributary.errors import InvalidValueError
 from distributary.servers._copies import Copies, frozen
 from distributary.servers._messages import Message, from_json
-from distributary.servers._plans import Update
-from distributary.servers._programs import ProgramCache
-from distributary.servers._rows import UpdatedRows
-from distributary.servers._sessions import Tenant
-from distributary.servers._table_rows import (
+from distributary.servers._plans import (
+    Update,
     bucket_sizes,
     check_rows,
     padded,
     rows_in_zeros,
     take_rows,
 )
+from distributary.servers._programs import ProgramCache
+from distributary.servers._rows import UpdatedRows
+from distributary.servers._sessions import Tenant
 
 
 @final

@@ -30,6 +30,7 @@ from distributary.options import (
     RunOptions,
 )
 from distributary.servers._closures import current_trace
+from distributary.servers._cluster_coordinator import ClusterCoordinator
 from distributary.servers._partitioners import Shard, initial_shards, num_shards_of, sizes_of
 from distributary.servers._per_worker import closure_number
 from distributary.servers._processes import cluster_of
@@ -55,8 +56,6 @@ def _steps_of_model(model: Any, kind: str, strategy: Any) -> Callable[..., Any]:
 
 
 def _per_worker_dataset(strategy: Any, dataset: Any) -> Any:
-    from distributary.servers._cluster_coordinator import ClusterCoordinator
-
     return ClusterCoordinator(strategy).create_per_worker_dataset(dataset)
 
 
@@ -138,7 +137,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def num_workers(self) -> int:
         """Number of workers; each runs a step of its own at a time."""
-        return len(self._cluster.workers)
+        return len(self._cluster.cluster.workers)
 
     def run(
         self,
@@ -232,7 +231,7 @@ class ParameterServerStrategy(Strategy):
         return DistributedSource(dataset, self.num_replicas_in_sync, of_replicas, depth)
 
     def __repr__(self) -> str:
-        cluster, count = self._cluster, self.num_replicas_in_sync
+        cluster, count = self._cluster.cluster, self.num_replicas_in_sync
         devices = "" if count == 1 else f" with {count} devices each"
         return (
             f"<ParameterServerStrategy: {len(cluster.workers)} workers{devices},"

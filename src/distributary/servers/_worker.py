@@ -15,13 +15,12 @@ from distributary.servers._links import Peer, error_reply
 from distributary.servers._messages import JSON, Message, aligned_empty, from_json
 from distributary.servers._nests import leaves_of, nest_of, shapes_of
 from distributary.servers._per_worker import Peekable
-from distributary.servers._plans import Origin, Push, WorkerPlan
+from distributary.servers._plans import FoundRows, Origin, Push, WorkerPlan
 from distributary.servers._programs import ProgramCache
 from distributary.servers._sessions import SessionId, SessionLink, SessionService, Task, Tenant
 from distributary.servers._sources import UnknownMakerError
 from distributary.servers._statistics import new_tally, timed
 from distributary.servers._store import ParameterServer
-from distributary.servers._table_rows import FoundRows
 
 # Limits of one `run`, which can exceed them by one closure.
 _MAX_SECONDS = 0.1

@@ -21,7 +21,7 @@ from distributary.servers._cluster import Session
 from distributary.servers._links import ConnectionLostError, DeadlineError, exception_of
 from distributary.servers._messages import Message
 from distributary.servers._queue import Closure, ClosureQueue
-from distributary.servers._sessions import Heartbeat, SessionLink, hello
+from distributary.servers._sessions import Heartbeat, SessionLink
 from distributary.servers._statistics import WorkerStatistics, new_tally
 
 #: The subject of a message: `("source", number)` or `("function", number)`.
@@ -59,7 +59,7 @@ class Workers:
         self.setup = Setup()
         self._changed = threading.Condition()
         self._none_since = time.monotonic()
-        self._drivers = [_Driver(i, self) for i in range(len(session.workers))]
+        self._drivers = [_Driver(i, self) for i in range(len(session.cluster.workers))]
         for driver in self._drivers:
             driver.start()
 
@@ -149,33 +149,25 @@ class Setup:
     Safe to use from any thread.
 
     Attributes:
-        version: Number that changes with every change.
+        messages: Subject, and message for each worker, by number. Every change makes another dict.
     """
 
     def __init__(self) -> None:
-        self.version = 0
+        self.messages: dict[int, tuple[Key, Sequence[Message]]] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._messages: dict[int, tuple[Key, Sequence[Message]]] = {}
 
     def add(self, key: Key, messages: Sequence[Message]) -> int:
         """Adds a message for each worker; returns the number of the messages."""
         with self._lock:
             number = next(self._numbers)
-            self._messages[number] = key, messages
-            self.version += 1
+            self.messages = {**self.messages, number: (key, messages)}
         return number
 
     def remove(self, keys: Collection[Key]) -> None:
         """Removes the messages about subjects that are no longer used."""
         with self._lock:
-            self._messages = {n: own for n, own in self._messages.items() if own[0] not in keys}
-            self.version += 1
-
-    def all(self) -> tuple[int, dict[int, tuple[Key, Sequence[Message]]]]:
-        """Returns the version, and its messages by number."""
-        with self._lock:
-            return self.version, dict(self._messages)
+            self.messages = {n: own for n, own in self.messages.items() if own[0] not in keys}
 
 
 @final
@@ -183,7 +175,7 @@ class _Driver:
     """The thread that gives closures to one worker, and reconnects to it when it is lost."""
 
     def __init__(self, number: int, workers: Workers) -> None:
-        self.name = workers.session.workers[number].name
+        self.name = workers.session.cluster.workers[number].name
         self.error: Exception | None = None
         self.is_live = self.is_running = self.is_given_up = False
         self._number = number
@@ -409,17 +401,17 @@ class _Connection:
 
     def __init__(self, number: int, workers: Workers, seconds: float) -> None:
         session = workers.session
-        task = session.workers[number]
+        task = session.cluster.workers[number]
         self._number = number
         self.known: dict[int, Key] = {}
-        self._version = -1  # of the setup, when the worker last got all of it
+        self._known_setup: Any = None  # the messages of the setup, all of which the worker has
         self.error: Exception | None = None
         self._setup = workers.setup
         self._queue = workers.queue
         self._lock = threading.Lock()
         self._link = SessionLink(task, session.id)
         try:
-            reply = self._link.call(hello(session.id), seconds)
+            reply = self._link.call(Message("hello"), seconds)
         except BaseException:
             self._link.close()
             raise
@@ -461,9 +453,9 @@ class _Connection:
         self._link.close()
 
     def _send_setup(self) -> None:
-        if self._version == self._setup.version:
+        setup = self._setup.messages
+        if self._known_setup is setup:
             return
-        version, setup = self._setup.all()
         if gone := self.known.keys() - setup.keys():
             self._link.call(Message("forget", {"keys": [self.known[number] for number in gone]}))
             for number in gone:
@@ -478,4 +470,4 @@ class _Connection:
                     f" {reply.fields['why']}. Run the same script on all workers."
                 )
             self.known[number] = key
-        self._version = version
+        self._known_setup = setup
