@@ -346,7 +346,7 @@ def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used():
     dataset = coordinator.create_per_worker_dataset(batches)
     iterator = iter(dataset)
     assert set(coordinator.schedule(step, args=(iterator,)).fetch()) == {1}
-    num_told, traces_of_one = len(coordinator._workers.setup.messages), num_traces
+    num_told, traces_of_one = len(coordinator._workers.setup), num_traces
 
     for number in range(2, 6):
         other = iter(dataset)
@@ -359,7 +359,7 @@ def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used():
 
     assert num_traces == traces_of_one
     assert is_open == [True, False, False, False, False, True]
-    assert len(coordinator._workers.setup.messages) == num_told + 1
+    assert len(coordinator._workers.setup) == num_told + 1
 
 
 def test_functions_that_nobody_has_any_more_are_forgotten():
@@ -377,7 +377,7 @@ def test_functions_that_nobody_has_any_more_are_forgotten():
         values = [coordinator.schedule(f, args=(np.float32(1),)) for f in (add, model.double)]
         assert coordinator.fetch(values) == [1 + i, 2]
         coordinator.join()
-        return weakref.ref(add), weakref.ref(model), len(coordinator._workers.setup.messages)
+        return weakref.ref(add), weakref.ref(model), len(coordinator._workers.setup)
 
     add, model, num_told = scheduled(0)
     gc.collect()

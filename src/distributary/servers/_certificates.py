@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE
-from distributary.errors import ClusterError, InvalidValueError, MissingPackageError, pip_install
+from distributary.errors import ClusterError, InvalidValueError
+from distributary.servers._extras import import_extra
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 CERTIFICATES_VARIABLE: Final = "DISTRIBUTARY_CERTS"
 ROLES: Final = ("chief", "worker", "ps")
 
+_PURPOSE = "Making certificates needs the package cryptography"
 _CA_FILE = "ca.pem"
 _DOMAIN = ".distributary"
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -100,7 +102,7 @@ class Credentials:
                 f"{TOKEN_VARIABLE} has {len(secret)} characters, expected {_MIN_CHARACTERS} or"
                 " more. `openssl rand -hex 16` makes one; give all tasks of the job the same."
             )
-        _check_has_cryptography()
+        import_extra("cryptography", _PURPOSE)
         from cryptography.hazmat.primitives.asymmetric import ec
 
         # Slow on purpose: whoever sees a certificate can try secrets.
@@ -175,7 +177,7 @@ def make_certificates(
     """
     if num_days < 1:
         raise InvalidValueError(f"certs: the number of days is {num_days}, expected 1 or more.")
-    _check_has_cryptography()
+    import_extra("cryptography", _PURPOSE)
     from cryptography.hazmat.primitives.asymmetric import ec
 
     start = start or datetime.datetime.now(datetime.UTC) - _CLOCK_SKEW
@@ -201,15 +203,6 @@ def make_certificates(
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(content)
     return paths
-
-
-def _check_has_cryptography() -> None:
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise MissingPackageError(
-            f"Making certificates needs the package cryptography: {pip_install('ps')}"
-        ) from None
 
 
 def _signed(

@@ -170,9 +170,8 @@ class ClosureTrace:
             if self._data_avals is not None:
                 avals = self._data_avals
                 element = jax.tree.map(lambda _: avals.pop(0), element)
-            columns, tree = jax.tree.flatten(
-                element, is_leaf=lambda own: isinstance(own, PerReplica)
-            )
+            is_column = lambda own: isinstance(own, PerReplica)
+            columns, tree = jax.tree.flatten(element, is_leaf=is_column)
             handles = [_handles_of(column, f"{kind} {number}") for column in columns]
             self.sources.append(Source(kind, number, handles, tree, feed))
         source = self.sources[self.position]

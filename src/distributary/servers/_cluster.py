@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -22,7 +22,7 @@ from distributary.options import RecoveryOptions
 from distributary.servers._copies import CopyOnServers
 from distributary.servers._links import InProcessLink, Link
 from distributary.servers._messages import JSON, Message
-from distributary.servers._partitioners import Shard
+from distributary.servers._partitioners import Shard, check_positive
 from distributary.servers._plans import Update
 from distributary.servers._programs import Program
 from distributary.servers._sessions import (
@@ -167,9 +167,9 @@ class Session:
         pieces = _pieces(value.shape, value.dtype)
         for start, end in pieces:
             fields: dict[str, JSON] = {"ids": [place.number], "operation": operation}
+            piece = value
             if len(pieces) > 1:
-                fields["start"] = start
-            piece = value[start:end] if len(pieces) > 1 else value
+                fields["start"], piece = start, value[start:end]
             self.server_links[place.server].call_once(Message("assign", fields, [piece]))
 
     def copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
@@ -220,6 +220,7 @@ class Session:
             link.close()
 
 
+@dataclass(eq=False, repr=False)
 class Cluster:
     """The tasks of a job that a coordinator can use.
 
@@ -230,17 +231,12 @@ class Cluster:
         describe: Describes a function that makes data, so that workers can find it.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[Task],
-        servers: Sequence[Task],
-        devices_per_worker: int,
-        describe: Callable[[Any], JSON],
-    ) -> None:
-        self.devices_per_worker = devices_per_worker
-        self.workers = workers
-        self.servers = servers
-        self.describe = describe
+    workers: Sequence[Task]
+    servers: Sequence[Task]
+    devices_per_worker: int
+    describe: Callable[[Any], JSON]
+
+    def __post_init__(self) -> None:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def open(self, options: RecoveryOptions) -> Session:
@@ -289,17 +285,6 @@ def _pieces(shape: tuple[int, ...], dtype: DTypeLike) -> list[tuple[int, int]]:
     row_bytes = max(1, math.prod(shape[1:]) * np.dtype(dtype).itemsize)
     num_rows = max(1, _PIECE_BYTES // row_bytes)
     return [(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows)]
-
-
-def check_numbers(function: str, **numbers: int) -> None:
-    """Checks the numbers of tasks and devices passed to a function.
-
-    Raises:
-        InvalidValueError: if a number is not positive.
-    """
-    for name, number in numbers.items():
-        if number < 1:
-            raise InvalidValueError(f"{function}: {name} is {number}, expected at least 1.")
 
 
 def _begin_session(task: Task, session: SessionId) -> SessionId | None:
@@ -449,7 +434,7 @@ def local_cluster(
         InvalidValueError: if a number is not positive.
         DeviceError: if JAX has already started with fewer CPU devices than one worker needs.
     """
-    check_numbers("local_cluster", workers=workers, ps=ps, devices_per_worker=devices_per_worker)
+    check_positive("local_cluster", workers=workers, ps=ps, devices_per_worker=devices_per_worker)
     return LocalCluster(_devices_of_workers(workers, devices_per_worker), ps)
 
 

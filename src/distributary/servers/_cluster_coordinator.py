@@ -240,12 +240,9 @@ class ClusterCoordinator:
         if number is None:
             number = next(self._source_numbers)
             values = [value_fn() for _ in self._cluster.cluster.workers]
+            fields = {"kind": "value", "number": number}
             messages = [
-                Message(
-                    "source",
-                    {"kind": "value", "number": number, "nest": nest_of(value)},
-                    leaves_of(value),
-                )
+                Message("source", {**fields, "nest": nest_of(value)}, leaves_of(value))
                 for value in values
             ]
             self._workers.set_up(("source", number), messages)
@@ -261,9 +258,8 @@ class ClusterCoordinator:
     def _source_of(self, iterator: DatasetIterator) -> RemoteSource:
         """Returns the source that sends the elements of an iterator of this process to workers."""
         with self._tracing:
-            feed = self._shared.get(id(iterator))
-            if feed is None:
-                feed = self._shared[id(iterator)] = Feed(next(self._source_numbers), iterator)
+            new = Feed(next(self._source_numbers), iterator)
+            feed = self._shared.setdefault(id(iterator), new)
         return self._fed(feed)
 
     def _fed(self, feed: Feed) -> RemoteSource:
@@ -285,19 +281,15 @@ class ClusterCoordinator:
             while True:
                 keys.add(self._gone.popleft())
         if keys:
-            self._workers.setup.remove(keys)
+            self._workers.remove_setup(keys)
 
     def _new_source(self, kind: str, maker: object) -> int | None:
         """Makes the workers call `maker`; returns its number, or None if they do not have it."""
         self._forget()
         number = next(self._source_numbers)
         try:
-            fields = {
-                "kind": kind,
-                "number": number,
-                "maker": self._cluster.cluster.describe(maker),
-            }
-            message = Message("source", fields)
+            described = self._cluster.cluster.describe(maker)
+            message = Message("source", {"kind": kind, "number": number, "maker": described})
             reply = self._workers.set_up(("source", number), self._for_all(message))
             if reply.kind == "unknown maker":
                 raise UnknownMakerError(reply.fields["why"])
@@ -377,7 +369,7 @@ class ClusterCoordinator:
         }
         programs = [program.content for program in plan.programs]
         message = Message("plan", fields, plan.constants, programs)
-        self._workers.setup.add(("function", function.number), self._for_all(message))
+        self._workers.add_setup(("function", function.number), self._for_all(message))
 
     def _warn_of_refusals(self, refusals: Mapping[str, str]) -> None:
         for name in refusals.keys() - self._warned_of_rows:

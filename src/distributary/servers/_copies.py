@@ -45,7 +45,9 @@ class Copies:
         self._number = number
         self._state = state
         self._lock = lock
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, dict[int, Any]] = {}
+        self._files: dict[int, WrittenFile] = {}  # of the copies that have been written
+        self._writing = threading.Lock()
 
     def close(self) -> None:
         """Drops all copies."""
@@ -54,7 +56,7 @@ class Copies:
     def _on_copy(self, message: Message) -> None:
         with self._lock:
             arrays = {number: frozen(array) for number, array in self._variables(message).items()}
-        self._copies[message.fields["copy"]] = _Copy(arrays)
+        self._copies[message.fields["copy"]] = arrays
 
     def _on_load(self, message: Message) -> None:
         path = Path(message.fields["path"])
@@ -68,17 +70,17 @@ class Copies:
         arrays = {number: np.empty(old.shape, old.dtype) for number, old in variables.items()}
         rows = [[SavedRows(*part) for part in parts] for parts in message.fields["rows"]]
         read_rows(path, list(arrays.values()), rows)
-        self._copies[message.fields["copy"]] = _Copy(arrays)
+        self._copies[message.fields["copy"]] = arrays
 
     def _on_save(self, message: Message) -> Message:
         path, token = Path(message.fields["path"]), message.fields["token"]
-        copy = self._copy(message)
-        with copy.lock:  # a repeated message waits until the first one is done
-            if copy.file is None:
+        copy, arrays = message.fields["copy"], self._copy(message)
+        with self._writing:  # a repeated message waits until the first one is done
+            if copy not in self._files:
                 self._check_token(path, token)
-                arrays = {str(number): np.asarray(a) for number, a in copy.arrays.items()}
-                copy.file = write_arrays(path / _file(self._number), arrays)
-        return Message("ok", {"file": astuple(copy.file)})
+                named = {str(number): np.asarray(array) for number, array in arrays.items()}
+                self._files[copy] = write_arrays(path / _file(self._number), named)
+        return Message("ok", {"file": astuple(self._files[copy])})
 
     def _check_token(self, path: Path, token: str) -> None:
         """Checks by a token that the coordinator itself has written to the folder."""
@@ -94,33 +96,26 @@ class Copies:
             )
 
     def _on_adopt(self, message: Message) -> None:
-        arrays = self._copy(message).arrays
+        arrays = self._copy(message)
         with self._lock:
             for number, array in arrays.items():
                 is_table = isinstance(self._state[number], np.ndarray)
                 self._state[number] = array if is_table else jnp.asarray(array)
 
     def _on_drop(self, message: Message) -> None:
-        self._copies.pop(message.fields["copy"], None)
+        for kept in (self._copies, self._files):
+            kept.pop(message.fields["copy"], None)
 
     def _variables(self, message: Message) -> dict[int, Any]:
         return {number: self._state[number] for number in message.fields["ids"]}
 
-    def _copy(self, message: Message) -> "_Copy":
+    def _copy(self, message: Message) -> dict[int, Any]:
         copy = self._copies.get(message.fields["copy"])
         if copy is None:
             raise InvalidValueError(
                 f"ps {self._number} has no copy {message.fields['copy']} of variables."
             )
         return copy
-
-
-@final
-class _Copy:
-    def __init__(self, arrays: dict[int, Any]) -> None:
-        self.arrays = arrays
-        self.lock = threading.Lock()
-        self.file: WrittenFile | None = None  # None until it is written
 
 
 @final

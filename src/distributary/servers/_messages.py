@@ -95,14 +95,25 @@ def encode(message: Message) -> list[Buffer]:
             limits.
     """
     arrays = [_native(array) for array in message.arrays]
-    header = _header(message, arrays)
+    where = f"The message {message.kind!r}"
+    content_of_header = {
+        "kind": message.kind,
+        "fields": message.fields,
+        "arrays": [(_NAMES[array.dtype], array.shape) for array in arrays],
+        "blobs": [len(blob) for blob in message.blobs],
+    }
+    try:
+        header = _ENCODER.encode(content_of_header).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(
+            f"The fields of a message {message.kind!r} are not JSON: {error}"
+        ) from error
     # As bytes, because a memoryview cannot hold bfloat16.
     contents: list[Buffer] = [array.reshape(-1).view(np.uint8).data for array in arrays]
     contents += message.blobs
     sizes = [len(content) for content in contents]
     num_bytes = _PREFIX.size + len(header)
     num_bytes += _padding(num_bytes) + sum(size + _padding(size) for size in sizes)
-    where = f"The message {message.kind!r}"
     _check_limit(where, "bytes of JSON", len(header), MAX_HEADER_BYTES)
     _check_limit(where, "arrays and blobs", len(sizes), MAX_BUFFERS)
     _check_limit(where, "bytes", num_bytes, MAX_MESSAGE_BYTES)
@@ -291,21 +302,6 @@ def _native(array: np.ndarray) -> np.ndarray:
         )
     # Not np.ascontiguousarray, which turns a scalar into a vector.
     return np.asarray(array, dtype, order="C")
-
-
-def _header(message: Message, arrays: Sequence[np.ndarray]) -> bytes:
-    header = {
-        "kind": message.kind,
-        "fields": message.fields,
-        "arrays": [(_NAMES[array.dtype], array.shape) for array in arrays],
-        "blobs": [len(blob) for blob in message.blobs],
-    }
-    try:
-        return _ENCODER.encode(header).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise WireError(
-            f"The fields of a message {message.kind!r} are not JSON: {error}"
-        ) from error
 
 
 def _shape(shape: object) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -130,6 +131,7 @@ def closure_number() -> Any:
 
 
 @final
+@dataclass(eq=False)
 class RemoteSource:
     """A handle to data of which every worker has its own.
 
@@ -143,21 +145,14 @@ class RemoteSource:
         feed: The feed that makes the data, if the coordinator sends it.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        number: int,
-        peek: Callable[[], tuple[list[Any], Any]],
-        feed: "Feed | None" = None,
-    ) -> None:
-        self.kind = kind
-        self.number = number
-        self.feed = feed
-        self._peek = peek
+    kind: str
+    number: int
+    peek: Callable[[], tuple[list[Any], Any]]
+    feed: "Feed | None" = None
 
     @functools.cached_property
     def _seen(self) -> tuple[list[Any], Any]:
-        return self._peek()
+        return self.peek()
 
     @functools.cached_property
     def signature(self) -> Any:

@@ -160,20 +160,15 @@ class FoundRows:
         return slice(low, high), self.rows[low:high] - start
 
 
-def take_rows(array: ArrayLike, numbers: np.ndarray, num_rows: int | None = None) -> np.ndarray:
-    """Returns rows of an array, padded with zeros to `num_rows` if it is given.
+def take_rows(array: ArrayLike, numbers: np.ndarray) -> np.ndarray:
+    """Returns rows of an array.
 
     Raises:
         InvalidValueError: if the array does not have these rows.
     """
     source = np.asarray(array)
     check_rows(numbers, source.shape)
-    if num_rows is None:
-        return source.take(numbers, axis=0, mode="clip")  # checked above; "raise" is slower
-    out = aligned_empty((num_rows, *source.shape[1:]), source.dtype)
-    source.take(numbers, axis=0, out=out[: len(numbers)], mode="clip")
-    out[len(numbers) :] = 0
-    return out
+    return source.take(numbers, axis=0, mode="clip")  # checked above; "raise" is slower
 
 
 def check_rows(numbers: np.ndarray, shape: Sequence[int]) -> None:

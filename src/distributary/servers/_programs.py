@@ -35,13 +35,6 @@ class Program:
     name: str
     content: bytes
 
-    @classmethod
-    def of(cls, exported: jax.export.Exported) -> "Program":
-        """Returns the program of an exported function."""
-        serialized = bytes(exported.serialize())
-        digest = hashlib.sha256(serialized).digest()
-        return cls(digest.hex(), digest + serialized)
-
 
 def export_per_device(
     closed: ClosedJaxpr, is_split: Sequence[bool], num_devices: int, split_outputs: bool = False
@@ -140,7 +133,7 @@ def export_function(
 
 def _exported(jitted: jax.stages.Wrapped, structs: Sequence[jax.ShapeDtypeStruct]) -> Program:
     try:
-        return Program.of(jax.export.export(jitted, platforms=["cpu"])(*structs))
+        serialized = bytes(jax.export.export(jitted, platforms=["cpu"])(*structs).serialize())
     except NotImplementedError as error:
         if "callback" not in str(error):
             raise
@@ -149,6 +142,8 @@ def _exported(jitted: jax.stages.Wrapped, structs: Sequence[jax.ShapeDtypeStruct
             f" workers get programs and no Python code ({error}). Return the values that you want"
             " to print, and fetch them."
         ) from error
+    digest = hashlib.sha256(serialized).digest()
+    return Program(digest.hex(), digest + serialized)
 
 
 @final

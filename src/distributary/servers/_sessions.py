@@ -114,14 +114,11 @@ class SessionService:
             InvalidValueError: for messages without a session.
         """
         asked: Any = message.fields.get("session")
-        match asked:
-            case [int(), str()]:
-                pass
-            case _:
-                raise InvalidValueError(
-                    f"{self._name} got the message {message.kind!r} of session {asked!r}, expected"
-                    " [nanoseconds, text]."
-                )
+        if not isinstance(asked, list) or [type(part) for part in asked] != [int, str]:
+            raise InvalidValueError(
+                f"{self._name} got the message {message.kind!r} of session {asked!r}, expected"
+                " [nanoseconds, text]."
+            )
         if message.kind == "hello":
             self._begin(asked)
         state = self._current

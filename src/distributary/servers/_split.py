@@ -71,11 +71,6 @@ class StepInput:
     server: int | None = None
     num_rows: int = 0
 
-    @property
-    def is_data(self) -> bool:
-        """True for data of the worker."""
-        return self.kind in _DATA
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -177,7 +172,7 @@ def split_over_servers(
     # Written out, so that an optimizer that is one function can be split over servers.
     jaxpr, constants = without_calls(jaxpr, constants)
     jaxpr = _with_sums_last(jaxpr, state_of_output)
-    is_data = [own.is_data for own in inputs]
+    is_data = [own.kind in _DATA for own in inputs]
     is_varying = [*is_data, *[False] * len(constants)]
     of_worker = is_in_first_stage(jaxpr, is_varying, max(2, num_devices))
     pairs = zip(jaxpr.invars, inputs, strict=False)
@@ -215,74 +210,59 @@ def _with_sums_last(jaxpr: Jaxpr, state_of_output: Sequence[int | None]) -> Jaxp
 
     Devices add to `start_of_sum(v)`, whose sum over them is `v`.
     """
-    makers = _makers_of(jaxpr.eqns)
+    makers: dict[Var | None, Equation] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     outputs = list(jaxpr.outvars)
     eqns = list(jaxpr.eqns)
-    for i, position in enumerate(state_of_output):
-        state = None if position is None else jaxpr.invars[position]
-        maker = makers.get(_hashable(outputs[i]))
-        if state is None or maker is None or state in variables_of(maker.invars):
-            continue
-        found = _Sum(makers, state, eqns).added_to(outputs[i])
-        if found is not None:
-            new = outputs[i] = Var(outputs[i].aval)
-            eqns.append(found[1].replace(invars=[state, found[0]], outvars=[new]))
-    return jaxpr_of(jaxpr.invars, outputs, eqns, jaxpr.constvars)
 
-
-@final
-class _Sum:
-    """A search for what a step adds to the state of a variable.
-
-    Args:
-        makers: The equation that makes each variable.
-        state: The state.
-        eqns: Receives equations that add up what is added.
-    """
-
-    def __init__(
-        self, makers: Mapping[Var | None, Equation], state: Var, eqns: list[Equation]
-    ) -> None:
-        self._makers = makers
-        self._state = state
-        self._eqns = eqns
-        self._seen: set[tuple[Atom, bool]] = set()
-
-    def added_to(self, atom: Atom, of_devices: bool = False) -> tuple[Atom, Equation] | None:
+    def added_to(
+        state: Var, atom: Atom, seen: set[tuple[Atom, bool]], of_devices: bool = False
+    ) -> tuple[Atom, Equation] | None:
         """Returns what is added to the state to make an atom, and an equation that adds.
 
         Args:
+            state: The state.
             atom: The atom.
+            seen: The atoms that have been looked at.
             of_devices: Whether it is the summand of one of several devices.
         """
-        eqn = self._makers.get(_hashable(atom))
-        if eqn is None or (atom, of_devices) in self._seen:
+        eqn = makers.get(_hashable(atom))
+        if eqn is None or (atom, of_devices) in seen:
             return None
-        self._seen.add((atom, of_devices))
+        seen.add((atom, of_devices))
         is_sum = is_sum_of_replicas(eqn)
         others: list[Atom] = []
         found = None
         if (is_sum or eqn.primitive.name == "push") and len(eqn.invars) == 1:
-            found = self.added_to(eqn.invars[0], of_devices or is_sum)
+            found = added_to(state, eqn.invars[0], seen, of_devices or is_sum)
         elif eqn.primitive.name in ("add", "add_any"):
             for first, other in (eqn.invars, eqn.invars[::-1]):
-                if self._is_state(first, of_devices):
+                start = makers.get(_hashable(first)) if of_devices else None
+                # Devices start from something else in the place of the state.
+                if start is not None and start.primitive is start_p:
+                    is_state = start.invars[0] is state
+                else:
+                    is_state = first is state and not of_devices
+                if is_state:
                     return other, eqn
-                found, others = self.added_to(first, of_devices), [other]
+                found, others = added_to(state, first, seen, of_devices), [other]
                 if found is not None:
                     break
         if found is None:
             return None
         new = Var(atom.aval)
-        self._eqns.append(eqn.replace(invars=[found[0], *others], outvars=[new]))
+        eqns.append(eqn.replace(invars=[found[0], *others], outvars=[new]))
         return new, found[1]
 
-    def _is_state(self, atom: Atom, of_devices: bool) -> bool:
-        """Returns whether an atom is the state, or what devices start from in its place."""
-        if not of_devices:
-            return atom is self._state
-        eqn = self._makers.get(_hashable(atom))
-        return eqn is not None and eqn.primitive is start_p and eqn.invars[0] is self._state
+    for i, position in enumerate(state_of_output):
+        state = None if position is None else jaxpr.invars[position]
+        maker = makers.get(_hashable(outputs[i]))
+        if state is None or maker is None or state in variables_of(maker.invars):
+            continue
+        found = added_to(state, outputs[i], set())
+        if found is not None:
+            new = outputs[i] = Var(outputs[i].aval)
+            eqns.append(found[1].replace(invars=[state, found[0]], outvars=[new]))
+    return jaxpr_of(jaxpr.invars, outputs, eqns, jaxpr.constvars)
 
 
 def _last_operations(step: _Step, of_worker: Sequence[bool]) -> list[set[int]]:
@@ -372,11 +352,7 @@ def _tasks_of_equations(
 
 
 def _server_part(
-    step: _Step,
-    server: int,
-    eqns: list[Equation],
-    pushes: dict[Var, int],
-    overwritten: list[int],
+    step: _Step, server: int, eqns: list[Equation], pushes: dict[Var, int], overwritten: list[int]
 ) -> ServerPart:
     """Returns the part of one server.
 
@@ -449,11 +425,6 @@ def closed_part(
     consts = {v: value for v, value in constants.items() if v in wanted}
     part = jaxpr_of([v for v in invars if v in wanted], outvars, kept[::-1], list(consts))
     return ClosedJaxpr(part, list(consts.values()))
-
-
-def _makers_of(eqns: Iterable[Equation]) -> dict[Var | None, Equation]:
-    """Returns the equation that makes each variable."""
-    return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
 def _hashable(atom: Atom) -> Var | None:

@@ -164,7 +164,7 @@ class ParameterServer(Tenant):
         rows_of_output: dict[int, np.ndarray] = {}
         for own, rows in zip(tables, numbers, strict=True):
             for i in own.states:
-                inputs[i] = take_rows(inputs[i], rows, sizes[own.bucket])
+                inputs[i] = padded(take_rows(inputs[i], rows), sizes[own.bucket])
             for i in (len(states) + i for i in own.pushes):
                 inputs[i] = (
                     rows_in_zeros(inputs[i], rows, own.size)

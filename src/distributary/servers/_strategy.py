@@ -55,10 +55,6 @@ def _steps_of_model(model: Any, kind: str, strategy: Any) -> Callable[..., Any]:
     return ServerSteps(model, kind, strategy)
 
 
-def _per_worker_dataset(strategy: Any, dataset: Any) -> Any:
-    return ClusterCoordinator(strategy).create_per_worker_dataset(dataset)
-
-
 @final
 class ParameterServerStrategy(Strategy):
     """Training with variables on servers, and workers that do not wait for each other.
@@ -126,7 +122,8 @@ class ParameterServerStrategy(Strategy):
             else Placement.on_one_device(device)
         )
         extended = StrategyExtended(self, placement, kind_of_variables=_ServerVariable)
-        extended.remote_steps = RemoteSteps(_steps_of_model, closure_number, _per_worker_dataset)
+        per_worker = lambda own, data: ClusterCoordinator(own).create_per_worker_dataset(data)
+        extended.remote_steps = RemoteSteps(_steps_of_model, closure_number, per_worker)
         super().__init__(extended)
 
     @property
