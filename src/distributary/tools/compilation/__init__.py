@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from distributary._late import late_names
 
 if TYPE_CHECKING:
-    from distributary.engine import collectives_of, collectives_of_step, format_bytes
+    from distributary.engine import collectives_of, format_bytes
     from distributary.tools.compilation._report import Report
     from distributary.tools.compilation._script import (
         ScriptEnded,
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         run_script,
     )
     from distributary.tools.compilation._topologies import (
-        Topology,
         known_topologies,
         parse_topology,
         prepare_compilers,
@@ -24,9 +23,7 @@ __all__ = [
     "Report",
     "ScriptEnded",
     "StandIn",
-    "Topology",
     "collectives_of",
-    "collectives_of_step",
     "compile_script",
     "format_bytes",
     "known_topologies",
@@ -40,9 +37,9 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "distributary.engine": "collectives_of collectives_of_step format_bytes",
+            "distributary.engine": "collectives_of format_bytes",
             "_report": "Report",
             "_script": "ScriptEnded StandIn compile_script run_script",
-            "_topologies": "Topology known_topologies parse_topology prepare_compilers",
+            "_topologies": "known_topologies parse_topology prepare_compilers",
         },
     )
