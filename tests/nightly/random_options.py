@@ -236,7 +236,7 @@ def _looped(o: Options, strategy: Any) -> Results:
         for batch in strategy.experimental_distribute_dataset(dataset):
             loss = strategy.run(step, args=(batch,))
             losses.append(strategy.reduce("SUM", loss, axis=None))
-    variables = [*model.variables, *optimizer.variables]
+    variables = [*model.weights, *optimizer.variables]
     found = {f"variable {i}": np.asarray(v, float) for i, v in enumerate(variables)}
     return {**found, "losses": np.array(losses), "metric": np.asarray(metric.result())}
 

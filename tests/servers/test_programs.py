@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from distributary.errors import InvalidValueError
-from distributary.servers._programs import (
-    ProgramCache,
-    export_divided,
-    export_per_device,
-)
+from tests.servers.wire import ProgramCache, export_divided, export_per_device
 
 
 def _sort():
