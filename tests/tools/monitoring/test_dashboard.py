@@ -211,8 +211,9 @@ def test_a_browser_shows_parameter_servers(tmp_path):
         with strategy.scope():
             variable = dist.Variable(np.zeros(3, np.float32))
         coordinator = dist.experimental.coordinator.ClusterCoordinator(strategy)
+        step = lambda: variable.assign_add(np.ones(3, np.float32))
         for _ in range(20):
-            coordinator.schedule(lambda: variable.assign_add(np.ones(3, np.float32)))
+            coordinator.schedule(step)
         coordinator.join()
         with dist.experimental.dashboard(strategy) as dashboard:
             numbers = _wait_for(dashboard.url, lambda numbers: numbers["next"] >= 1)
