@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from distributary import errors
 from distributary._elsewhere import OF_MODULE
-from distributary._late import late_names
-from distributary._libraries import assemble_with
+from distributary._late import assemble_with, late_names
 
 if TYPE_CHECKING:
     from distributary import (
@@ -21,12 +20,6 @@ if TYPE_CHECKING:
         experimental,
         tpu,
     )
-    from distributary.collectives import (
-        CrossDeviceOps,
-        HierarchicalCopyAllReduce,
-        NcclAllReduce,
-        ReductionToOneDevice,
-    )
     from distributary.context import (
         ReplicaContext,
         experimental_set_strategy,
@@ -35,6 +28,14 @@ if TYPE_CHECKING:
         in_cross_replica_context,
     )
     from distributary.coordinator import ParameterServerStrategy, Server
+    from distributary.data import (
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+        PerReplicaSpec,
+        StepStatistics,
+        ValueContext,
+    )
     from distributary.engine import function
     from distributary.gradients import (
         GradientTape,
@@ -42,14 +43,6 @@ if TYPE_CHECKING:
         global_batch_loss,
         grad,
         value_and_grad,
-    )
-    from distributary.inputs import (
-        DistributedDataset,
-        DistributedIterator,
-        InputContext,
-        PerReplicaSpec,
-        StepStatistics,
-        ValueContext,
     )
     from distributary.options import (
         InputOptions,
@@ -68,8 +61,19 @@ if TYPE_CHECKING:
         StrategyExtended,
         TPUStrategy,
     )
-    from distributary.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
-    from distributary.variables import ShardedVariable, Variable, embedding_lookup
+    from distributary.values import (
+        CrossDeviceOps,
+        DistributedValues,
+        HierarchicalCopyAllReduce,
+        IndexedSlices,
+        Mirrored,
+        NcclAllReduce,
+        PerReplica,
+        ReductionToOneDevice,
+        ShardedVariable,
+        Variable,
+        embedding_lookup,
+    )
 
     def get_strategy() -> Strategy:
         """Returns the current strategy; defined in `context`, which does not know the class."""
@@ -143,24 +147,20 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "distributary.autograph": "autograph",
             "distributary.checkpoint": "checkpoint",
             "distributary.cluster_resolver": "cluster_resolver",
-            "distributary.collectives": (
-                "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce ReductionToOneDevice"
-            ),
             "distributary.config": "config",
             "distributary.context": (
                 "ReplicaContext experimental_set_strategy get_replica_context get_strategy"
                 " has_strategy in_cross_replica_context"
             ),
             "distributary.coordinator": "ParameterServerStrategy Server coordinator",
-            "distributary.data": "data",
+            "distributary.data": (
+                "DistributedDataset DistributedIterator InputContext PerReplicaSpec"
+                " StepStatistics ValueContext data"
+            ),
             "distributary.engine": "function",
             "distributary.experimental": "experimental",
             "distributary.gradients": (
                 "GradientTape UnconnectedGradients global_batch_loss grad value_and_grad"
-            ),
-            "distributary.inputs": (
-                "DistributedDataset DistributedIterator InputContext PerReplicaSpec StepStatistics"
-                " ValueContext"
             ),
             "distributary.options": (
                 "InputOptions InputReplicationMode ReduceOp RunOptions VariableAggregation"
@@ -171,8 +171,11 @@ if not TYPE_CHECKING:  # or type checkers accept any name
                 " OneDeviceStrategy Strategy StrategyExtended TPUStrategy"
             ),
             "distributary.tpu": "tpu",
-            "distributary.values": "DistributedValues IndexedSlices Mirrored PerReplica",
-            "distributary.variables": "ShardedVariable Variable embedding_lookup",
+            "distributary.values": (
+                "CrossDeviceOps DistributedValues HierarchicalCopyAllReduce IndexedSlices"
+                " Mirrored NcclAllReduce PerReplica ReductionToOneDevice ShardedVariable"
+                " Variable embedding_lookup"
+            ),
         },
         OF_MODULE,
     )

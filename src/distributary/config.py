@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
-from distributary.topology import set_logical_cpu_devices
+from distributary.devices import set_logical_cpu_devices
 
 if TYPE_CHECKING:
     from distributary.strategies import experimental_connect_to_cluster

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.collectives import CollectiveAllReduce
 from distributary.tools.compilation import collectives_of
+from distributary.values import CollectiveAllReduce
 
 _SHAPES = [(3,), (4, 2), (), (17,)]
 

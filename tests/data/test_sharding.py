@@ -8,13 +8,13 @@ from hypothesis import given, settings, strategies as st
 from distributary.data import (
     SHARD_HINT,
     AutoShardPolicy,
+    Batches,
     Dataset,
     Options,
     TextLineDataset,
     WorkerShare,
     split_rows,
 )
-from distributary.inputs import Batches
 
 
 def _with_policy(dataset, policy):

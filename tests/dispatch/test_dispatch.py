@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distributary.dispatch import Dispatcher, dispatcher_for, latest_program
+from distributary.devices import Dispatcher, dispatcher_for, latest_program, make_mesh
 from distributary.errors import InvalidValueError
-from distributary.topology import make_mesh
 
 _TIMEOUT_SECONDS = 20
 

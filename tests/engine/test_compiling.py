@@ -57,8 +57,8 @@ def test_a_step_is_compiled_once_however_often_it_runs(strategy, variable, compi
 
 
 def test_a_step_that_compiles_for_long_is_said_once(strategy, monkeypatch, caplog):
-    monkeypatch.setattr("distributary.dispatch._progress._PATIENCE_SECONDS", 0.0)
-    said, log = threading.Event(), logging.getLogger("distributary.dispatch._progress")
+    monkeypatch.setattr("distributary.devices._progress._PATIENCE_SECONDS", 0.0)
+    said, log = threading.Event(), logging.getLogger("distributary.devices._progress")
     log.addFilter(show := lambda record: said.set() or True)
 
     def step():

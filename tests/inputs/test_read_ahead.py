@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.data import Dataset, TensorSpec
+from distributary.data import Dataset, PerReplicaSpec, TensorSpec
 from distributary.errors import DistributaryWarning, OutOfRangeError
-from distributary.inputs import PerReplicaSpec
 
 _WAIT_SECONDS = 30.0
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import distributary as dist
+from distributary.devices._versions import missing_names
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge import _hooks, connect
 from distributary.keras_bridge._keras_private import find
-from distributary.topology._versions import missing_names
 from tests.keras_bridge import small
 
 _PLACES = [(owner, name) for owner, name, _ in _hooks.HOOKS]

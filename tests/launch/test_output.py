@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from distributary.dispatch import progress
+from distributary.devices import progress
 from distributary.launch import report
 
 

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import distributary as dist
+from distributary.devices import make_mesh
 from distributary.errors import (
     ContextError,
     DeviceError,
@@ -20,7 +21,6 @@ from distributary.errors import (
 )
 from distributary.programs import ReplicaProgram, constrained, spec_of_split
 from distributary.tools.compilation import collectives_of
-from distributary.topology import make_mesh
 from distributary.tpu.experimental import DeviceAssignment, Topology, initialize_tpu_system
 
 

@@ -23,7 +23,7 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 
 import jax
 
-from distributary import config, topology
+from distributary import config, devices
 """
 
 
@@ -31,7 +31,7 @@ from distributary import config, topology
 def run_python(tmp_path: Path) -> Callable[..., str]:
     """Runs a program on one core in a process of its own and returns what it prints.
 
-    The program finds `os`, `jax`, `config` and `topology` imported and JAX not started. Warnings
+    The program finds `os`, `jax`, `config` and `devices` imported and JAX not started. Warnings
     are errors. `environ` adds environment variables, of which JAX reads some when it is imported.
     """
     if not hasattr(os, "sched_setaffinity"):

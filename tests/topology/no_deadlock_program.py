@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import distributary as dist
-from distributary import topology
+from distributary import devices
 
 _NUM_CORES = 2
 _NUM_REPLICAS = 8
@@ -77,7 +77,7 @@ def _start(mode: str) -> dist.MirroredStrategy:
 
 
 def _without_protection(strategy: dist.MirroredStrategy) -> None:
-    dispatcher = topology.dispatcher_for(tuple(strategy.extended.mesh.devices.flat))
+    dispatcher = devices.dispatcher_for(tuple(strategy.extended.mesh.devices.flat))
     dispatcher._max_in_flight = _NUM_STEPS + 1
 
 

@@ -3,13 +3,8 @@ import re
 import jax
 import pytest
 
+from distributary.devices import canonical_name, local_devices_of, resolve_device, short_name
 from distributary.errors import DeviceError
-from distributary.topology import (
-    canonical_name,
-    local_devices_of,
-    resolve_device,
-    short_name,
-)
 
 
 @pytest.mark.parametrize(

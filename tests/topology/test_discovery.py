@@ -5,8 +5,8 @@ import jax
 import numpy as np
 import pytest
 
+from distributary.devices import REPLICA_AXIS, host_groups, make_mesh, replica_devices
 from distributary.errors import DeviceError
-from distributary.topology import REPLICA_AXIS, host_groups, make_mesh, replica_devices
 
 
 def test_none_takes_every_device_of_the_best_kind():

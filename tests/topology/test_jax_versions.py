@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import distributary as dist
+from distributary.devices import _jax_private, make_mesh, warn_of_untested
+from distributary.devices._versions import TESTED, _minor, missing_names
 from distributary.errors import UnsupportedError
-from distributary.topology import _jax_private, make_mesh, warn_of_untested
-from distributary.topology._versions import TESTED, _minor, missing_names
 
 _ROOT = Path(__file__).parents[2]
 _BEYOND = TESTED["jax"][1]
@@ -159,7 +159,7 @@ def test_arrays_are_combined_without_private_names(monkeypatch):
 
 def test_that_jax_has_started_is_noticed_without_private_names(run_python):
     printed = run_python("""
-from distributary.topology import _jax_private
+from distributary.devices import _jax_private
 
 _jax_private._backends_started = _jax_private._refuses_another_count
 before = jax.config.jax_num_cpu_devices

@@ -16,9 +16,9 @@ print(len(jax.local_devices()), os.environ.get("PJRT_NPROC"))
 # Fails when JAX moves the private name behind `backends_started`.
 def test_backends_started_tells_without_starting(run_python):
     program = """
-print(topology.backends_started(), topology.backends_started())
+print(devices.backends_started(), devices.backends_started())
 jax.devices()
-print(topology.backends_started())
+print(devices.backends_started())
 """
     assert run_python(program).split() == ["False", "False", "True"]
 
@@ -27,20 +27,20 @@ print(topology.backends_started())
     ("program", "expected"),
     [
         # Logical devices are made as the list asks.
-        ("topology.replica_devices(['CPU:0', 'CPU:1'])", "2 4"),
-        ("topology.replica_devices(['/cpu:3', '/cpu:1'])", "4 8"),
-        ("topology.replica_devices(None)", "1 None"),
+        ("devices.replica_devices(['CPU:0', 'CPU:1'])", "2 4"),
+        ("devices.replica_devices(['/cpu:3', '/cpu:1'])", "4 8"),
+        ("devices.replica_devices(None)", "1 None"),
         # A later call replaces an earlier one; a list never takes devices away.
         (
             "config.set_logical_cpu_devices(8); config.set_logical_cpu_devices(2)",
             "2 4",
         ),
         (
-            "config.set_logical_cpu_devices(4); topology.replica_devices(['CPU:0', 'CPU:1'])",
+            "config.set_logical_cpu_devices(4); devices.replica_devices(['CPU:0', 'CPU:1'])",
             "4 8",
         ),
         (
-            "config.set_logical_cpu_devices(2); topology.replica_devices(['CPU:0', 'CPU:4'])",
+            "config.set_logical_cpu_devices(2); devices.replica_devices(['CPU:0', 'CPU:4'])",
             "5 10",
         ),
     ],
@@ -58,7 +58,7 @@ def test_devices_are_made_before_jax_starts(run_python, program, expected):
     ],
 )
 def test_devices_asked_for_in_the_environment_are_kept(run_python, environ, devices, expected):
-    program = f"topology.replica_devices({devices})" + _PRINT_DEVICES
+    program = f"devices.replica_devices({devices})" + _PRINT_DEVICES
 
     assert run_python(program, environ) == expected
 
@@ -79,7 +79,7 @@ def test_xla_makes_a_pool_of_the_size_that_was_set(run_python):
     program = """
 import pathlib
 
-topology.replica_devices(["CPU:0", "CPU:1", "CPU:2"])
+devices.replica_devices(["CPU:0", "CPU:1", "CPU:2"])
 jax.numpy.ones(3).block_until_ready()
 names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
 print(names.count("tf_XLAEigen"))
@@ -96,7 +96,7 @@ print(names.count("tf_XLAEigen"))
             r"set_logical_cpu_devices\(4\): JAX has already started.* \(1\) .*NUM_CPU_DEVICES=4",
         ),
         (
-            "jax.devices(); topology.replica_devices(['CPU:0', 'CPU:3'])",
+            "jax.devices(); devices.replica_devices(['CPU:0', 'CPU:3'])",
             "DeviceError",
             r"no device 'CPU:3': this process has CPU:0\..*config.set_logical_cpu_devices\(4\) at",
         ),
@@ -122,7 +122,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.devices()
 with warnings.catch_warnings(record=True, action="always") as caught:
     config.set_logical_cpu_devices(4)
-    topology.replica_devices(None)
+    devices.replica_devices(None)
 print(len(caught), caught[0].category.__name__, caught[0].message, os.environ.get("PJRT_NPROC"))
 """
     printed = run_python(program)

@@ -2,9 +2,9 @@ import warnings
 
 import pytest
 
+from distributary.devices import SHARE_VARIABLE
+from distributary.devices._thread_pool import CpuThreads
 from distributary.errors import DistributaryWarning
-from distributary.topology import SHARE_VARIABLE
-from distributary.topology._thread_pool import CpuThreads
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,15 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.dispatch import fetch_whole
+from distributary.devices import (
+    fetch_whole,
+    make_mesh,
+    put_sharded,
+    shard_spec,
+    stored_shards,
+    whole_shards,
+)
 from distributary.programs._sharded import sharded_map
-from distributary.topology import make_mesh, put_sharded, shard_spec, stored_shards, whole_shards
 
 N = 4
 ROWS, WHOLE = P("replica"), P()

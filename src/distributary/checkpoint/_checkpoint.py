@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
 
-from distributary._libraries import libraries
+from distributary._late import libraries
 from distributary.checkpoint._commit import (
     located,
     numbered,
@@ -21,7 +21,7 @@ from distributary.checkpoint._remote_store import RemoteCopy
 from distributary.checkpoint._save_locks import wait_for_writers
 from distributary.checkpoint._saving import Save, check_outside
 from distributary.checkpoint._workers import agree, this_worker
-from distributary.dispatch import latest_program, progress
+from distributary.devices import latest_program, progress
 from distributary.errors import InvalidValueError
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary._libraries import libraries
+from distributary._late import libraries
 from distributary.checkpoint._remote_store import RemoteStore, SavedVariable
+from distributary.devices import local_copy
 from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -22,9 +23,14 @@ from distributary.errors import (
     shown,
 )
 from distributary.options import VariableAggregation
-from distributary.topology import local_copy
-from distributary.values import DistributedValues
-from distributary.variables import ForeignVariable, ShardedVariable, Variable, as_variable, of_rows
+from distributary.values import (
+    DistributedValues,
+    ForeignVariable,
+    ShardedVariable,
+    Variable,
+    as_variable,
+    of_rows,
+)
 
 #: The description of a leaf without its array, which is saved as JSON.
 Entry = dict[str, Any]

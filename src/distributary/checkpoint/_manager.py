@@ -16,7 +16,7 @@ from distributary.checkpoint._commit import Saved, numbered, remove
 from distributary.checkpoint._save_locks import wait_for_writers
 from distributary.checkpoint._saving import Save
 from distributary.checkpoint._workers import agree
-from distributary.dispatch import progress
+from distributary.devices import progress
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 _log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from distributary.checkpoint._checkpoint import Checkpoint
 from distributary.checkpoint._manager import CheckpointManager
 from distributary.checkpoint._workers import agree
+from distributary.devices import coordination_client
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
@@ -23,7 +24,6 @@ from distributary.errors import (
     UnsupportedError,
     shown,
 )
-from distributary.topology import coordination_client
 
 if TYPE_CHECKING:
     from distributary.cluster_resolver import ClusterResolver

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, final
 
 from distributary.checkpoint._workers import absent, agree
-from distributary.dispatch import JobEvent, job_programs
+from distributary.devices import JobEvent, job_programs
 from distributary.errors import CheckpointError, ClusterError
 from distributary.job import consensus
 

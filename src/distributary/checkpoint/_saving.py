@@ -18,18 +18,19 @@ from distributary.checkpoint._commit import Snapshot, check_replaceable, commit,
 from distributary.checkpoint._leaves import ArrayLeaf, Entry, VariableLeaf, by_store, find_leaves
 from distributary.checkpoint._remote_store import SavedVariable
 from distributary.checkpoint._save_locks import SaveLock
-from distributary.dispatch import (
+from distributary.devices import (
     JobEvent,
     dispatcher_for,
     fetch_whole,
     job_programs,
     latest_program,
+    local_copy,
+    shard_dim,
 )
 from distributary.errors import CheckpointError, ContextError, DistributaryError, InvalidValueError
 from distributary.job import copies
-from distributary.topology import local_copy, shard_dim
 from distributary.tracing import current_scope
-from distributary.variables import ShardedVariable
+from distributary.values import ShardedVariable
 
 _PIECE_BYTES = 16 << 20
 _MAX_COPY_THREADS = 4

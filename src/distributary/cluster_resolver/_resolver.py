@@ -127,7 +127,7 @@ class ClusterResolver(abc.ABC):
 
     def _accelerators_of_any_task(self) -> dict[str, int]:
         """Returns what `num_accelerators` returns, if it is the same for all tasks."""
-        from distributary.topology import local_devices_of  # which imports JAX
+        from distributary.devices import local_devices_of  # which imports JAX
 
         counts = {kind: len(local_devices_of(kind)) for kind in ("GPU", "TPU")}
         return {kind: count for kind, count in counts.items() if count}

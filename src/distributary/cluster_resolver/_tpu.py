@@ -18,7 +18,7 @@ from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import ClusterError, InvalidValueError, UnsupportedError
 
 if TYPE_CHECKING:
-    from distributary.topology import TPUSystemMetadata
+    from distributary.devices import TPUSystemMetadata
 
 _WHO = "TPUClusterResolver"
 _HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
@@ -131,7 +131,7 @@ class TPUClusterResolver(ClusterResolver):
         """Returns the number and places of the job's TPU cores; 0 without a TPU. Starts JAX."""
         import jax
 
-        from distributary.topology import Topology, TPUSystemMetadata, local_devices_of
+        from distributary.devices import Topology, TPUSystemMetadata, local_devices_of
 
         devices = tuple(jax.devices("tpu")) if local_devices_of("TPU") else ()
         if not devices:
@@ -155,7 +155,7 @@ class TPUClusterResolver(ClusterResolver):
         return self.cluster_spec().task_address(task_type, task_id)
 
     def _accelerators_of_any_task(self) -> dict[str, int]:
-        from distributary.topology import local_devices_of
+        from distributary.devices import local_devices_of
 
         return {"TPU": len(local_devices_of("TPU"))}
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from distributary._elsewhere import OF_REPLICA_CONTEXT
 from distributary._late import no_attribute
-from distributary._types import Nest
 from distributary.context._stack import current_mode, in_default_context
+from distributary.devices import Nest
 from distributary.errors import ContextError, InvalidTypeError, shown
 from distributary.options import CommunicationOptions, ReduceOp
 

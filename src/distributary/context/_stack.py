@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from distributary._libraries import Library, assemble, libraries
+from distributary._late import Library, assemble, libraries
 from distributary.errors import ContextError, InvalidTypeError, shown
 
 if TYPE_CHECKING:

@@ -1,11 +1,19 @@
-"""Datasets with the method names of tf.data, on NumPy arrays and without TensorFlow."""
+"""Datasets with the method names of tf.data, in NumPy, and their batches for replicas."""
 
+from typing import TYPE_CHECKING
+
+from distributary._late import late_names
 from distributary.data._arguments import (
     check_callable as check_callable,
     checked_int as checked_int,
     drawn_seed as drawn_seed,
 )
 from distributary.data._batching import Batch as Batch, BatchedStream as BatchedStream
+from distributary.data._contexts import (
+    DistributedInput as DistributedInput,
+    InputContext as InputContext,
+    ValueContext as ValueContext,
+)
 from distributary.data._dataset import SHARD_HINT, Dataset
 from distributary.data._foreign import foreign as foreign, is_hugging_face as is_hugging_face
 from distributary.data._generated import Drawn as Drawn, Generated as Generated
@@ -53,6 +61,11 @@ from distributary.data._replica_rows import (
 )
 from distributary.data._several import common_spec as common_spec
 from distributary.data._sharding import worker_dataset as worker_dataset
+from distributary.data._statistics import (
+    Loop as Loop,
+    StepCounts as StepCounts,
+    StepStatistics as StepStatistics,
+)
 from distributary.data._streams import (
     IteratedStream as IteratedStream,
     Path as Path,
@@ -69,6 +82,19 @@ from distributary.data._structure import (
     some_rows as some_rows,
 )
 
+if TYPE_CHECKING:
+    from distributary.data._coworkers import Coworkers as Coworkers, spec_of as spec_of
+    from distributary.data._distributed_dataset import (
+        DistributedDataset as DistributedDataset,
+        DistributedIterator as DistributedIterator,
+        PerReplicaSpec as PerReplicaSpec,
+    )
+    from distributary.data._step_data import (
+        Batches as Batches,
+        Elements as Elements,
+        checked as checked,
+    )
+
 __all__ = [  # for users
     "AUTOTUNE",
     "INFINITE_CARDINALITY",
@@ -84,3 +110,14 @@ __all__ = [  # for users
     "TensorSpec",
     "TextLineDataset",
 ]
+
+# Imported on first use: many programs never distribute a dataset, and importing takes a while.
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "_coworkers": "Coworkers spec_of",
+            "_distributed_dataset": "DistributedDataset DistributedIterator PerReplicaSpec",
+            "_step_data": "Batches Elements checked",
+        },
+    )

@@ -6,10 +6,10 @@ from typing import final
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from distributary._types import Nest
 from distributary.data._nodes import NumberedNode
 from distributary.data._options import INFINITE_CARDINALITY
 from distributary.data._structure import Block, TensorSpec, as_array, flatten, spec_of
+from distributary.devices import Nest
 from distributary.errors import InvalidValueError
 from distributary.tracing import native
 

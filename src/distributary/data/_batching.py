@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from distributary._types import Nest
 from distributary.data._nodes import Node
 from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from distributary.data._streams import Path, Picked, Stream
@@ -25,6 +24,7 @@ from distributary.data._structure import (
     some_rows,
     stack,
 )
+from distributary.devices import Nest
 
 
 @final

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from distributary._types import Nest
 from distributary.data._arguments import check_callable, checked_int, drawn_seed, num_threads
 from distributary.data._arrays import Range, Single, slices
 from distributary.data._batching import Batch, Unbatch
@@ -39,6 +38,7 @@ from distributary.data._prefetch import Prefetch
 from distributary.data._several import Concatenate, Interleave, Zip
 from distributary.data._streams import Stream
 from distributary.data._structure import columns_of, map_arrays
+from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tracing import iterator_of
 
@@ -88,7 +88,7 @@ class Dataset:
 
     @property
     def node(self) -> Node:
-        """Last operation of the dataset, for `distributary.inputs`."""
+        """Last operation of the dataset, for distributed datasets."""
         return self._node
 
     # Sources

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from distributary._types import Nest
 from distributary.data._iterables import Iterated, Once, OneShot, RandomAccess
 from distributary.data._nodes import Node
 from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
+from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, described
 
 

@@ -7,10 +7,10 @@ from typing import final
 
 import numpy as np
 
-from distributary._types import Nest
 from distributary.data._nodes import Node, Random
 from distributary.data._options import UNKNOWN_CARDINALITY
 from distributary.data._streams import IteratedStream, Path, Stream
+from distributary.devices import Nest
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,12 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from distributary._types import Nest
 from distributary.data._nodes import Node, NumberedNode
 from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from distributary.data._prefetch import Prefetched
 from distributary.data._streams import IteratedStream, Path, Stream, is_peek
 from distributary.data._structure import Block, TensorSpec, conform, kept
+from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 

@@ -4,12 +4,11 @@ import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, final
 
-from distributary._types import Nest
 from distributary.data._nodes import Node
 from distributary.data._streams import Stream
 from distributary.data._structure import spec_of
+from distributary.devices import Nest, inside_jax_trace
 from distributary.errors import InvalidValueError
-from distributary.topology import inside_jax_trace
 from distributary.tracing import at_end, next_of
 
 if TYPE_CHECKING:

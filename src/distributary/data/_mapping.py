@@ -9,12 +9,12 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from distributary._types import Nest
 from distributary.data._iterables import RandomAccess
 from distributary.data._nodes import Node, SameElements
 from distributary.data._options import UNKNOWN_CARDINALITY
 from distributary.data._streams import IteratedStream, MadeRows, Path, Rows, Stream, is_peek
 from distributary.data._structure import TensorSpec, flatten, num_rows, sized_spec, spec_of
+from distributary.devices import Nest
 
 # The key of a cache for the elements of a complete pass; otherwise it holds rows by number.
 _ALL = "all"

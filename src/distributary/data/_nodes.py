@@ -11,9 +11,9 @@ from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from distributary._types import Nest
 from distributary.data._streams import PEEK, Numbers, Path, Picked, Rows, Stream
 from distributary.data._structure import spec_of, stack
+from distributary.devices import Nest
 from distributary.errors import InvalidValueError
 
 # Upper bound of the numbers drawn for shuffles without a seed.

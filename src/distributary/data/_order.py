@@ -8,11 +8,11 @@ from typing import Any, final
 
 import numpy as np
 
-from distributary._types import Nest
 from distributary.data._nodes import Node, Random, SameElements
 from distributary.data._options import INFINITE_CARDINALITY, Options
 from distributary.data._streams import Chained, Path, Rows, Stream, as_array
 from distributary.data._structure import Block, join
+from distributary.devices import Nest
 
 # Random numbers are drawn, and row numbers read, this many at a time.
 _CHUNK = 1024

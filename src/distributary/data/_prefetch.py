@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from distributary._types import Nest
 from distributary.data._nodes import Node, SameElements
 from distributary.data._streams import Path, Stream
-from distributary.dispatch import start_thread
+from distributary.devices import Nest, start_thread
 
 # Interval at which a consumer that waits for an element checks if there is still a reason to wait.
 _LOOK_SECONDS = 0.002

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, final
 
-from distributary._types import Nest
 from distributary.data._dataset import Dataset
 from distributary.data._file_names import FilePaths, file_names
 from distributary.data._nodes import FileSource
@@ -15,6 +14,7 @@ from distributary.data._options import UNKNOWN_CARDINALITY
 from distributary.data._records import OPENERS, Parse, read_file, records
 from distributary.data._streams import IteratedStream, Path, Stream
 from distributary.data._structure import TensorSpec
+from distributary.devices import Nest
 from distributary.errors import InvalidValueError
 
 

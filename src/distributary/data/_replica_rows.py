@@ -8,8 +8,8 @@ from typing import final
 
 import numpy as np
 
-from distributary._types import Nest
 from distributary.data._structure import some_rows
+from distributary.devices import Nest
 
 
 @final

@@ -9,7 +9,6 @@ from typing import final
 
 from jax.tree_util import PyTreeDef
 
-from distributary._types import Nest
 from distributary.data._nodes import Node, Random, Trait
 from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, combined
 from distributary.data._prefetch import Prefetched
@@ -23,6 +22,7 @@ from distributary.data._streams import (
     ZippedRows,
 )
 from distributary.data._structure import Block, TensorSpec, flatten, num_rows, some_rows
+from distributary.devices import Nest
 from distributary.errors import InvalidValueError
 
 

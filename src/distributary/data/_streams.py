@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from distributary._types import Nest
 from distributary.data._structure import Block, join, num_rows, stack
+from distributary.devices import Nest
 from distributary.errors import InvalidValueError
 
 Path: TypeAlias = tuple[int, ...]

@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 from numpy.exceptions import ComplexWarning
 
-from distributary._types import Nest
+from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, a_kind
 from distributary.tracing import native
 

@@ -10,20 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary._types import Nest
 from distributary.data import DatasetIterator
+from distributary.devices import Nest, is_left_over
 from distributary.engine._cache import WeakIdentity
 from distributary.errors import ContextError, InvalidTypeError, a_kind, described, shown
-from distributary.topology import is_left_over
 from distributary.tracing import Subject, leaked_at, narrowed
 from distributary.values import (
     DistributedValues,
     IndexedSlices,
+    Variable,
     in_order,
     key_order,
     same_structure,
 )
-from distributary.variables import Variable
 
 __all__ = [
     "argument_error",

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from distributary._types import Nest
-from distributary.dispatch import progress
+from distributary.devices import Nest, num_logical_devices, progress
 from distributary.engine._arguments import argument_error, own_arrays, signature_of, split_result
 from distributary.engine._cache import ByIdentity, ProgramCache
 from distributary.engine._executable import Executable, VariableGoneError
@@ -24,7 +23,12 @@ from distributary.programs import (
     evaluate_jointly,
     with_sparse_gradients,
 )
-from distributary.topology import num_logical_devices
+from distributary.programs.xla_cpu import (
+    is_for_cpus,
+    rewritten_for_cpus,
+    with_exchanged_sums,
+    with_partial_sums,
+)
 from distributary.tracing import Subject, TraceScope, current_scope, in_role, walk
 from distributary.values import (
     Mirrored,
@@ -33,12 +37,6 @@ from distributary.values import (
     map_leaves,
     same_structure,
     stack_components,
-)
-from distributary.xla_cpu import (
-    is_for_cpus,
-    rewritten_for_cpus,
-    with_exchanged_sums,
-    with_partial_sums,
 )
 
 __all__ = ["Engine", "Programs"]

@@ -10,29 +10,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.check import describe_value
-from distributary.dispatch import JobEvent, interrupts, job_programs, latest_program, progress
-from distributary.engine._arguments import inside_jax, placed_struct_of, traced
-from distributary.engine._collectives import collective_bytes
-from distributary.engine._placement import Placement
-from distributary.engine._staged import StagedProgram
-from distributary.inputs import StepCounts
-from distributary.job import copies
-from distributary.programs import FunctionProgram, GlobalProgram, ReplicaProgram
-from distributary.topology import (
+from distributary.data import StepCounts
+from distributary.devices import (
     REPLICA_AXIS,
+    JobEvent,
     ProgramKind,
     for_target,
     inside_jax_trace,
+    interrupts,
+    job_programs,
+    latest_program,
     own_copies,
+    progress,
     put_replicated,
     shard_dim,
     stored_shards,
     whole_shards,
 )
-from distributary.tracing import Handle, aval_of
-from distributary.variables import StateList, Variable, joined
-from distributary.xla_cpu import with_cpu_rewrites
+from distributary.engine._arguments import inside_jax, placed_struct_of, traced
+from distributary.engine._collectives import collective_bytes
+from distributary.engine._placement import Placement
+from distributary.engine._staged import StagedProgram
+from distributary.job import copies
+from distributary.programs import FunctionProgram, GlobalProgram, ReplicaProgram
+from distributary.programs.xla_cpu import with_cpu_rewrites
+from distributary.tracing import Handle, aval_of, describe_value
+from distributary.values import StateList, Variable, joined
 
 Program: TypeAlias = ReplicaProgram | GlobalProgram | FunctionProgram
 

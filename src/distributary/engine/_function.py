@@ -9,10 +9,10 @@ from typing import Any, Literal, final
 
 import jax
 
-from distributary._libraries import converted
+from distributary._late import converted
 from distributary.context import current_mode, in_default_context
-from distributary.data import Dataset, DatasetIterator
-from distributary.dispatch import progress
+from distributary.data import Dataset, DatasetIterator, DistributedInput
+from distributary.devices import progress
 from distributary.engine._arguments import (
     changes_refused,
     check_static,
@@ -25,7 +25,6 @@ from distributary.engine._arguments import (
 from distributary.engine._cache import Inner, ProgramCache
 from distributary.engine._executable import Executable, VariableGoneError
 from distributary.errors import InvalidTypeError, UnsupportedError, shown
-from distributary.inputs import DistributedInput
 from distributary.programs import FunctionProgram
 from distributary.tracing import (
     Feeds,

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary._types import Nest
+from distributary.devices import Nest, local_copy, local_devices, num_local_replicas, put_rows
 from distributary.engine._placement import Placement
-from distributary.topology import local_copy, local_devices, num_local_replicas, put_rows
 
 __all__ = ["GlobalBatch", "global_batch"]
 

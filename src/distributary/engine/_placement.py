@@ -8,11 +8,12 @@ from typing import final
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P, Sharding
 
-from distributary._types import Nest
-from distributary.dispatch import Dispatcher, dispatcher_for
-from distributary.topology import (
+from distributary.devices import (
     HOST_MEMORY,
     REPLICA_AXIS,
+    Dispatcher,
+    Nest,
+    dispatcher_for,
     make_mesh,
     mesh_of_values,
     put_replicated,

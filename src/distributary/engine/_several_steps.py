@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from jax import lax
 
-from distributary._types import Nest
+from distributary.devices import Nest
 
 __all__ = ["several_steps"]
 

@@ -9,13 +9,13 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.devices import REPLICA_AXIS
 from distributary.engine._arguments import struct_of
 from distributary.engine._host_memory import update_in_parts
 from distributary.engine._placement import Placement
 from distributary.programs import FunctionProgram, GlobalProgram, ReplicaProgram, cut_around_mesh
-from distributary.topology import REPLICA_AXIS
+from distributary.programs.xla_cpu import with_cpu_rewrites
 from distributary.tracing import Array
-from distributary.xla_cpu import with_cpu_rewrites
 
 
 @final

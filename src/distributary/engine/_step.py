@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary._libraries import converted
+from distributary._late import converted
 from distributary.context import Mode, ReplicaContext, entered
 from distributary.engine._arguments import (
     changes_refused,

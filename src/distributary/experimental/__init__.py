@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from distributary._elsewhere import OF_EXPERIMENTAL
 from distributary._late import late_names
-from distributary.inputs import ValueContext
+from distributary.data import ValueContext
 from distributary.options import CommunicationImplementation, CommunicationOptions
 from distributary.strategies import CentralStorageStrategy
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from distributary._types import Nest
 from distributary.context import Mode, ReplicaContext, current_mode, entered, get_replica_context
+from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 
 

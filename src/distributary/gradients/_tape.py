@@ -9,7 +9,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from distributary._types import Nest
+from distributary.devices import Nest, inside_jax_trace
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
@@ -18,10 +18,8 @@ from distributary.errors import (
     described,
     shown,
 )
-from distributary.topology import inside_jax_trace
 from distributary.tracing import EagerRecord, TapeRecord, TraceScope, current_scope
-from distributary.values import IndexedSlices
-from distributary.variables import ForeignVariable, Variable, as_variable
+from distributary.values import ForeignVariable, IndexedSlices, Variable, as_variable
 
 
 class UnconnectedGradients(enum.Enum):

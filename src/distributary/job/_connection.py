@@ -6,7 +6,7 @@ import math
 import jax
 
 from distributary.cluster_resolver import MultiWorker
-from distributary.dispatch import job_programs
+from distributary.devices import backends_started, job_programs, prepare_local_devices
 from distributary.errors import BackendStartedError, ClusterError
 from distributary.job._channel import called_host
 from distributary.job._consensus import consensus, start_consensus
@@ -16,7 +16,6 @@ from distributary.job._relay import relay_to
 from distributary.job._rendezvous import bind_address, connect_again, connect_workers
 from distributary.job._sequence import EventSequence
 from distributary.options import CommunicationOptions
-from distributary.topology import backends_started, prepare_local_devices
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from distributary.cluster_resolver import MultiWorker
-from distributary.dispatch import job_programs
+from distributary.devices import job_programs
 from distributary.errors import ClusterError, WorkerMismatchError
 from distributary.job._channel import Channel, ChannelClosedError, Message
 from distributary.job._rendezvous import connect_again

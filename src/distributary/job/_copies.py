@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.dispatch import job_programs
+from distributary.devices import job_programs
 from distributary.job._consensus import consensus
 
 # Share of the time of steps that comparisons may take.

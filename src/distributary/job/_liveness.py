@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, final
 
 from distributary.cluster_resolver import MultiWorker
-from distributary.dispatch import job_programs
+from distributary.devices import job_programs
 from distributary.errors import WorkerLostError, WorkerMismatchError
 from distributary.job._channel import Channel, ChannelClosedError, NotAMessageError
 from distributary.job._consensus import consensus

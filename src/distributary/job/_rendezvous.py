@@ -18,7 +18,7 @@ import time
 from typing import Any, TypeAlias
 
 from distributary.cluster_resolver import MultiWorker, Peer, join_address
-from distributary.dispatch import call_after
+from distributary.devices import call_after, coordination_client
 from distributary.errors import ClusterError
 from distributary.job._channel import (
     Channel,
@@ -29,7 +29,6 @@ from distributary.job._channel import (
     connected,
 )
 from distributary.job._proofs import is_proof, proof
-from distributary.topology import coordination_client
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, final
 
-from distributary.dispatch import JobEvent, job_programs
+from distributary.devices import JobEvent, job_programs
 from distributary.job._consensus import Consensus
 from distributary.tracing import script_line
 

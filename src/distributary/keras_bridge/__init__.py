@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
-from distributary._late import late_names
-from distributary._libraries import Library, register
+from distributary._late import Library, late_names, register
 from distributary.errors import (
     DistributaryWarning,
     MissingPackageError,
@@ -25,7 +24,7 @@ from distributary.errors import (
     shown,
 )
 from distributary.tracing import user_stacklevel
-from distributary.variables import ForeignVariable
+from distributary.values import ForeignVariable
 
 __all__ = ["connect", "expect_keras", "import_keras"]
 

@@ -8,7 +8,7 @@ import jax
 import keras
 
 from distributary.context import get_strategy
-from distributary.dispatch import Fit, JobEvent, job_programs, progress
+from distributary.devices import Fit, JobEvent, job_programs, progress
 from distributary.job import consensus, copies
 from distributary.keras_bridge._data import current_call
 from distributary.keras_bridge._models import strategy_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from distributary.dispatch import JobEvent, job_programs
+from distributary.devices import JobEvent, job_programs
 
 # Arguments that decide how many steps a worker takes, and which ones.
 _NUMBERS = (

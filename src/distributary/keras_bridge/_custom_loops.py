@@ -15,6 +15,7 @@ import keras
 from jax.sharding import PartitionSpec as P
 
 from distributary.context import current_mode, get_strategy, in_default_context
+from distributary.devices import shard_dim
 from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.keras_bridge._keras_private import (
     get_stateless_scope,
@@ -28,9 +29,8 @@ from distributary.keras_bridge._replica import (
     replica_context,
 )
 from distributary.keras_bridge._variables import keeps_on_servers, place, planned_layout
-from distributary.topology import shard_dim
 from distributary.tracing import Handle, current_scope, outside_of_trace
-from distributary.variables import ForeignVariable, across_replicas
+from distributary.values import ForeignVariable, across_replicas
 
 
 @final

@@ -17,15 +17,18 @@ from distributary.context import get_strategy, has_strategy
 from distributary.data import (
     INFINITE_CARDINALITY,
     AutoShardPolicy,
+    Batches,
     Dataset,
+    DistributedDataset,
+    DistributedInput,
     Options,
     WorkerBatch,
     WorkerShare,
     is_hugging_face,
     kept,
 )
+from distributary.devices import private
 from distributary.errors import InvalidValueError
-from distributary.inputs import Batches, DistributedDataset, DistributedInput
 from distributary.job import consensus
 from distributary.keras_bridge._keras_private import (
     ArrayDataAdapter,
@@ -36,7 +39,6 @@ from distributary.keras_bridge._keras_private import (
 )
 from distributary.keras_bridge._text import require_numbers
 from distributary.options import InputOptions
-from distributary.topology import private
 
 
 @final

@@ -12,6 +12,7 @@ from jax import lax
 
 from distributary.checkpoint import settle
 from distributary.context import current_mode, get_strategy
+from distributary.devices import REPLICA_AXIS
 from distributary.keras_bridge._custom_loops import build_optimizer
 from distributary.keras_bridge._optimizers import as_keras, dense
 from distributary.keras_bridge._replica import (
@@ -22,7 +23,6 @@ from distributary.keras_bridge._replica import (
     replica_context,
 )
 from distributary.options import ReduceOp
-from distributary.topology import REPLICA_AXIS
 from distributary.tracing import push
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from distributary.devices import warn_of_untested
 from distributary.keras_bridge import (
     _callbacks,
     _data,
@@ -27,7 +28,6 @@ from distributary.keras_bridge import (
     _variables,
 )
 from distributary.keras_bridge._keras_private import find
-from distributary.topology import warn_of_untested
 
 #: Module or class (see `find`) and name of each function to replace, and a function from the
 #: original to the replacement.

@@ -8,7 +8,7 @@ import inspect
 import pkgutil
 from typing import Any
 
-from distributary.topology import no_private_name, private
+from distributary.devices import no_private_name, private
 
 #: Classes without a public name, each under a name of ours: a public class that has it as a base,
 #: or is it, and a method that it defines.

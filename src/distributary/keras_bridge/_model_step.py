@@ -6,7 +6,7 @@ from typing import Any, Literal, final
 import jax
 import numpy as np
 
-from distributary._types import Nest
+from distributary.devices import Nest
 from distributary.keras_bridge._custom_loops import assign_agreed
 from distributary.keras_bridge._variables import keeps_on_servers
 

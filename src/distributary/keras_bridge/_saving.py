@@ -25,7 +25,7 @@ import numpy as np
 
 from distributary.checkpoint import hold, release
 from distributary.context import default_mode, entered, get_strategy, has_strategy
-from distributary.dispatch import job_programs, progress
+from distributary.devices import job_programs, progress
 from distributary.errors import CheckpointError, ClusterError, InvalidValueError
 from distributary.job import consensus
 from distributary.keras_bridge._data import DatasetAdapter, current_call, epoch_of

@@ -14,15 +14,13 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from distributary._types import Nest
 from distributary.context import entered
-from distributary.dispatch import latest_program, progress
+from distributary.data import Loop
+from distributary.devices import Nest, latest_program, local_copy, progress
 from distributary.engine import Programs, StepKind, global_batch, mode_of, several_steps
 from distributary.errors import TracedValueError
-from distributary.inputs import Loop
 from distributary.keras_bridge._data import DatasetBatches, OwnRows, next_own, take
 from distributary.keras_bridge._model_step import Kind, ModelStep, num_rows
-from distributary.topology import local_copy
 
 _log = logging.getLogger(__name__)
 _METHODS: dict[Kind, str] = {"train": "fit", "test": "evaluate", "predict": "predict"}

@@ -11,10 +11,21 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.check import describe_value
 from distributary.checkpoint import settle
 from distributary.context import get_strategy, has_strategy
-from distributary.dispatch import JobEvent, fetch_whole, job_programs, latest_program
+from distributary.devices import (
+    JobEvent,
+    fetch_whole,
+    in_device_memory,
+    in_host_memory,
+    job_programs,
+    latest_program,
+    local_copy,
+    make_mesh,
+    put_replicated,
+    put_sharded,
+    shard_dim,
+)
 from distributary.errors import UnsupportedError, WorkerMismatchError
 from distributary.keras_bridge._keras_private import (
     AutocastScope,
@@ -23,17 +34,8 @@ from distributary.keras_bridge._keras_private import (
     in_symbolic_scope,
     sync_state,
 )
-from distributary.topology import (
-    in_device_memory,
-    in_host_memory,
-    local_copy,
-    make_mesh,
-    put_replicated,
-    put_sharded,
-    shard_dim,
-)
-from distributary.tracing import current_scope, is_recording, noted_read
-from distributary.variables import ShardedVariable, Variable, colocated_with
+from distributary.tracing import current_scope, describe_value, is_recording, noted_read
+from distributary.values import ShardedVariable, Variable, colocated_with
 
 # The classes that keep the values of Keras variables on servers.
 ON_SERVERS = (Variable, ShardedVariable)

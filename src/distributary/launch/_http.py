@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import TypeAlias, final
 
-from distributary.dispatch import start_thread
+from distributary.devices import start_thread
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 128

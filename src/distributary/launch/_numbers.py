@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
-from distributary.dispatch import progress
+from distributary.devices import progress
 from distributary.errors import DistributaryError
 
 Numbers: TypeAlias = dict[str, float]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, final
 
-from distributary.dispatch import progress, start_thread
+from distributary.devices import progress, start_thread
 from distributary.launch._numbers import numbers_of
 
 STATUS_VARIABLE: Final = "DISTRIBUTARY_STATUS_FD"

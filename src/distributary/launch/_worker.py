@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Final, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE, join_address
+from distributary.devices import SHARE_VARIABLE, num_cores, threads_needed
 from distributary.errors import ClusterError
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
 from distributary.launch._status import STATUS_VARIABLE, StatusReader
-from distributary.topology import SHARE_VARIABLE, num_cores, threads_needed
 
 RESTART_VARIABLE: Final = "DISTRIBUTARY_RESTART"
 

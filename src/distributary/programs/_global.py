@@ -21,15 +21,16 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.check import Line, check_collectives
+from distributary.devices import REPLICA_AXIS, shard_dim, shard_spec
 from distributary.programs._replica_program import description_of
 from distributary.programs._stages import cut, uncut
-from distributary.topology import REPLICA_AXIS, shard_dim, shard_spec
 from distributary.tracing import (
     Array,
     Handle,
+    Line,
     Pure,
     Subject,
+    check_collectives,
     computed_from,
     purify,
     trace,

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Literal
 
-from distributary.check import has_collective, is_collective
 from distributary.errors import ReplicaMismatchError, UnsupportedError
 from distributary.tracing import (
     CONTROL_FLOW,
@@ -39,6 +38,8 @@ from distributary.tracing import (
     call_of,
     evaluate_all,
     evaluate_control_flow,
+    has_collective,
+    is_collective,
     open_jaxpr,
     push,
     walk,

@@ -17,8 +17,8 @@ from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from distributary.devices import REPLICA_AXIS, num_logical_devices
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
-from distributary.topology import REPLICA_AXIS, num_logical_devices
 from distributary.tracing import aval_of, jaxpr_of, walk
 
 # `jax.lax.with_sharding_constraint` must know when it is traced whether it will run inside

@@ -32,10 +32,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary._types import Nest
+from distributary.devices import REPLICA_AXIS, Nest
 from distributary.errors import UnsupportedError
 from distributary.programs._joint import evaluate_jointly
-from distributary.topology import REPLICA_AXIS
 from distributary.tracing import (
     AnyJaxpr,
     Equation,

@@ -24,15 +24,7 @@ from jax.sharding import (
     PartitionSpec as P,
 )
 
-from distributary.check import (
-    Line,
-    Numbering,
-    check_collectives,
-    describe_jaxpr,
-    refuse_collectives,
-    varying_outputs,
-)
-from distributary.dispatch import job_programs
+from distributary.devices import REPLICA_AXIS, job_programs, shard_dim
 from distributary.errors import (
     ContextError,
     ReplicaDivergenceError,
@@ -43,22 +35,27 @@ from distributary.programs._joint import evaluate_jointly
 from distributary.programs._logical_devices import check_on_cores, eval_on_replica, whole_on_cores
 from distributary.programs._sharded import sharded_map
 from distributary.programs._stages import Stages, cut, uncut
-from distributary.topology import REPLICA_AXIS, shard_dim
 from distributary.tracing import (
     Array,
     Equation,
     Feeds,
     Handle,
+    Line,
+    Numbering,
     Pure,
     SizesMissing,
     Subject,
     UnevenSizes,
+    check_collectives,
     current_feeding,
+    describe_jaxpr,
     fed_by,
     opened,
     purify,
+    refuse_collectives,
     start_of_sum,
     trace,
+    varying_outputs,
 )
 
 # The form of a program's outputs, see `ReplicaProgram`.

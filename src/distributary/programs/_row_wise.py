@@ -18,8 +18,15 @@ import numpy as np
 from jax import Array
 from jax.extend.core import Jaxpr, Literal, Var
 
-from distributary.check import Numbering
-from distributary.tracing import Atom, Equation, aval_of, jaxpr_of, shape_of, variables_of
+from distributary.tracing import (
+    Atom,
+    Equation,
+    Numbering,
+    aval_of,
+    jaxpr_of,
+    shape_of,
+    variables_of,
+)
 
 DimSize: TypeAlias = Any  # an int, or a symbolic dim of `jax.export`
 

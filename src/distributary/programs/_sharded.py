@@ -44,11 +44,18 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.check import is_sum_of_replicas
+from distributary.devices import REPLICA_AXIS, padded, shard_dim, shard_spec, whole_shards
 from distributary.programs._logical_devices import eval_on_replica
 from distributary.programs._stages import Stages, cut
-from distributary.topology import REPLICA_AXIS, padded, shard_dim, shard_spec, whole_shards
-from distributary.tracing import computed_from, jaxpr_of, leading_to, opened, shape_of, variables_of
+from distributary.tracing import (
+    computed_from,
+    is_sum_of_replicas,
+    jaxpr_of,
+    leading_to,
+    opened,
+    shape_of,
+    variables_of,
+)
 
 
 def sharded_map(

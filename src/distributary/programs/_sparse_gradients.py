@@ -57,9 +57,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.lax import GatherScatterMode
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary._types import Nest
-from distributary.check import is_sum_of_replicas
-from distributary.collectives import all_reduce_of_vectors
+from distributary.devices import REPLICA_AXIS, Nest
 from distributary.programs._patches import (
     WITH_ROWS,
     Added,
@@ -81,18 +79,19 @@ from distributary.programs._row_wise import (
     real_number,
     row_operands,
 )
-from distributary.topology import REPLICA_AXIS
 from distributary.tracing import (
     Equation,
     aval_of,
     evaluate_one,
     interpret_with,
+    is_sum_of_replicas,
     open_jaxpr,
     plain_call_of,
     shape_of,
     walk,
     with_pass,
 )
+from distributary.values import all_reduce_of_vectors
 
 __all__ = ["with_sparse_gradients"]
 

@@ -32,13 +32,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from distributary.check import has_collective, varying_variables
 from distributary.tracing import (
     CHECKPOINTS,
     Atom,
     Equation,
     call_of,
     computed_from,
+    has_collective,
     has_replicas,
     jaxpr_of,
     leading_to,
@@ -46,6 +46,7 @@ from distributary.tracing import (
     opened,
     variables_made,
     variables_of,
+    varying_variables,
 )
 
 

@@ -34,8 +34,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-from distributary._types import Nest
 from distributary.data import DatasetIterator
+from distributary.devices import Nest
 from distributary.engine import split_result
 from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.servers._nests import copy_of

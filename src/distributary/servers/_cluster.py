@@ -16,7 +16,14 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from distributary.checkpoint import SavedRows, SavedVariable
-from distributary.dispatch import call_when_collected
+from distributary.devices import (
+    backends_started,
+    call_when_collected,
+    local_devices_of,
+    prepare_cpu_threads,
+    requested_cpu_devices,
+    set_logical_cpu_devices,
+)
 from distributary.errors import CancelledError, DeviceError, InvalidValueError, UnavailableError
 from distributary.options import RecoveryOptions
 from distributary.servers._copies import CopyOnServers
@@ -37,13 +44,6 @@ from distributary.servers._sessions import (
 from distributary.servers._sources import as_maker
 from distributary.servers._statistics import ServerStatistics
 from distributary.servers._worker import new_service
-from distributary.topology import (
-    backends_started,
-    local_devices_of,
-    prepare_cpu_threads,
-    requested_cpu_devices,
-    set_logical_cpu_devices,
-)
 from distributary.tracing import Handle
 
 _PIECE_BYTES = 1 << 26

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import jax
 
-from distributary._types import Nest
 from distributary.data import DatasetIterator
-from distributary.dispatch import call_when_collected
+from distributary.devices import Nest, call_when_collected
 from distributary.engine import ProgramCache, is_dynamic, signature_of, struct_of
 from distributary.errors import (
     DistributaryWarning,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.dispatch import progress
+from distributary.devices import progress
 from distributary.errors import InvalidValueError, UnsupportedError, shown
 from distributary.keras_bridge import (
     ModelStep,

@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
-from distributary._types import Nest
+from distributary.devices import Nest
 from distributary.errors import InvalidTypeError
 from distributary.servers._messages import JSON, WireError, aligned_empty
 from distributary.values import PerReplica

@@ -35,9 +35,9 @@ import jax
 from jax import Array, lax
 from jax.extend.core import Jaxpr
 
+from distributary.devices import REPLICA_AXIS
 from distributary.errors import UnsupportedError
 from distributary.programs import replica_dim
-from distributary.topology import REPLICA_AXIS
 from distributary.tracing import (
     AnyJaxpr,
     Equation,

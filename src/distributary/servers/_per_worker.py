@@ -9,8 +9,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from distributary._types import Nest
 from distributary.data import DatasetIterator
+from distributary.devices import Nest
 from distributary.errors import (
     ContextError,
     InvalidTypeError,

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Final, final
 
+from distributary.devices import backends_started, local_devices_of, requested_cpu_devices
 from distributary.job import package_versions
 from distributary.servers._links import Peer, Service
 from distributary.servers._messages import Message
-from distributary.topology import backends_started, local_devices_of, requested_cpu_devices
 
 # A message to any task -> name of the task, its number of devices, versions
 IDENTIFY: Final = "identify"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, Peer, multi_worker
-from distributary.dispatch import call_after
+from distributary.devices import call_after
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 from distributary.job import package_versions
 from distributary.servers._certificates import (

@@ -14,10 +14,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.dispatch import dispatcher_for
+from distributary.devices import REPLICA_AXIS, dispatcher_for, make_abstract_mesh, make_mesh
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.topology import REPLICA_AXIS, make_abstract_mesh, make_mesh
-from distributary.xla_cpu import rewritten_for_cpus, with_partial_sums
+from distributary.programs.xla_cpu import rewritten_for_cpus, with_partial_sums
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 

@@ -9,8 +9,7 @@ from typing import Any, final
 
 import jax
 
-from distributary._types import Nest
-from distributary.dispatch import progress
+from distributary.devices import Nest, progress
 from distributary.errors import CancelledError, UnavailableError
 
 _MAX_QUEUED = 262_144  # as in TensorFlow

@@ -63,12 +63,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.lax import GatherScatterMode
 
-from distributary.check import Numbering
+from distributary.devices import REPLICA_AXIS
 from distributary.programs import bind_rows, numbers_of_other_rows, row_operands
 from distributary.servers._row_flow import RowFlow, RowUse
 from distributary.servers._split import Atom, ServerPart, ServerSplit, aval_of, closed_part
-from distributary.topology import REPLICA_AXIS
-from distributary.tracing import Array, Equation, evaluate_one, jaxpr_of, variables_of
+from distributary.tracing import Array, Equation, Numbering, evaluate_one, jaxpr_of, variables_of
 
 SparseUpdate = Literal["exact", "lazy"]
 #: The number of a space, and a row there: that of row 0 of a table.

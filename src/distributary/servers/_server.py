@@ -14,6 +14,7 @@ from typing import Any, NoReturn, final
 import jax
 
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, multi_worker
+from distributary.devices import backends_started, prepare_local_devices
 from distributary.errors import ClusterError, ContextError, InvalidTypeError, InvalidValueError
 from distributary.launch import HttpServer
 from distributary.servers._certificates import credentials_of, credentials_of_this_process
@@ -24,7 +25,6 @@ from distributary.servers._processes import connect_seconds, grpc_task, tasks_of
 from distributary.servers._sources import find, is_reimporting
 from distributary.servers._statistics import lines_of, metrics_server
 from distributary.servers._worker import new_service
-from distributary.topology import backends_started, prepare_local_devices
 
 _log = logging.getLogger(__name__)
 

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from distributary.data import WorkerShare
-from distributary.errors import DistributaryError
-from distributary.inputs import (
+from distributary.data import (
     Batches,
     DistributedDataset,
     DistributedInput,
     Elements,
     InputContext,
     StepCounts,
+    WorkerShare,
 )
+from distributary.errors import DistributaryError
 from distributary.servers._messages import JSON
 
 _MAIN, _MAIN_COPY = "__main__", "__mp_main__"  # the second name is that of multiprocessing

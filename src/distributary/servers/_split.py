@@ -40,10 +40,17 @@ from typing import TypeAlias, cast, final
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from distributary.check import is_of_devices, is_sum_of_replicas
 from distributary.errors import UnsupportedError
 from distributary.programs import is_in_first_stage, without_calls
-from distributary.tracing import Array, Equation, jaxpr_of, start_p, variables_of
+from distributary.tracing import (
+    Array,
+    Equation,
+    is_of_devices,
+    is_sum_of_replicas,
+    jaxpr_of,
+    start_p,
+    variables_of,
+)
 
 Atom: TypeAlias = Var | Literal
 # Stands in for the number of a server, for values that the worker returns or computes with.

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from distributary._types import MISSING, Nest
 from distributary.checkpoint import RemoteStore
 from distributary.context import current_mode
+from distributary.data import DistributedInput, InputContext
+from distributary.devices import Nest, make_abstract_mesh
 from distributary.engine import Placement
 from distributary.errors import (
     DistributaryWarning,
@@ -21,7 +22,6 @@ from distributary.errors import (
     UnsupportedError,
     shown,
 )
-from distributary.inputs import DistributedInput, InputContext
 from distributary.options import (
     InputOptions,
     InputReplicationMode,
@@ -36,10 +36,9 @@ from distributary.servers._per_worker import closure_number
 from distributary.servers._processes import cluster_of
 from distributary.servers._rows import SparseUpdate
 from distributary.servers._sources import DistributedSource
-from distributary.strategies import RemoteSteps, Strategy, StrategyExtended
-from distributary.topology import make_abstract_mesh
+from distributary.strategies import MISSING, RemoteSteps, Strategy, StrategyExtended
 from distributary.tracing import push, user_stacklevel
-from distributary.variables import (
+from distributary.values import (
     AggregatedVariable,
     ShardedVariable,
     Variable,

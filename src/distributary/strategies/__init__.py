@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
-from distributary.strategies._base import Strategy
+from distributary.strategies._base import MISSING, Strategy
 from distributary.strategies._central_storage import CentralStorageStrategy
 from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import RemoteSteps, StrategyExtended, unused_strategies
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "MISSING",
     "CentralStorageStrategy",
     "DefaultStrategy",
     "MirroredStrategy",

@@ -10,9 +10,8 @@ import jax
 
 from distributary._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary._late import no_attribute
-from distributary._types import MISSING
-from distributary.collectives import as_reduce_op
 from distributary.context import StrategyScope, require_cross_replica
+from distributary.data import InputContext, StepStatistics, ValueContext
 from distributary.engine import RUNS
 from distributary.errors import (
     ContextError,
@@ -21,16 +20,15 @@ from distributary.errors import (
     InvalidValueError,
     shown,
 )
-from distributary.inputs import InputContext, StepStatistics, ValueContext
 from distributary.options import InputOptions, ReduceOp, RunOptions
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._fitting_job import check_job
 from distributary.tracing import advise, is_recording, name_of, shorten
-from distributary.values import in_order, key_order
+from distributary.values import as_reduce_op, in_order, key_order
 
 if TYPE_CHECKING:
     from distributary.cluster_resolver import ClusterResolver
-    from distributary.inputs import DistributedDataset
+    from distributary.data import DistributedDataset
 
 
 _P = ParamSpec("_P")
@@ -96,6 +94,10 @@ def _advised(init: Callable[..., None]) -> Callable[..., None]:
             raise
 
     return __init__
+
+
+MISSING: Any = object()
+"""Default of an argument that is required, but whose absence needs a message of its own."""
 
 
 class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are constructed)

@@ -6,9 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from distributary.dispatch import JobEvent, dispatcher_for, job_programs
+from distributary.devices import (
+    JobEvent,
+    dispatcher_for,
+    job_programs,
+    num_local_replicas,
+    put_stacked,
+)
 from distributary.job import consensus
-from distributary.topology import num_local_replicas, put_stacked
 
 # Up to this size, sending through the host is faster, also because nothing is compiled.
 _MAX_HOST_BYTES = 1 << 16

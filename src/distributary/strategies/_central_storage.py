@@ -7,16 +7,11 @@ from typing import final
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from distributary.devices import HOST_MEMORY, current_target, has_host_memory, replica_devices
 from distributary.engine import Placement
 from distributary.errors import DeviceError, UnsupportedError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import StrategyExtended
-from distributary.topology import (
-    HOST_MEMORY,
-    current_target,
-    has_host_memory,
-    replica_devices,
-)
 
 _log = logging.getLogger(__name__)
 

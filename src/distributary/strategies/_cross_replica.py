@@ -8,15 +8,15 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from distributary.collectives import (
-    CrossDeviceOps,
-    all_gather,
-    check_reducible,
-    over_replicas,
-    reduce_nest,
-)
 from distributary.context import in_global_view
-from distributary.dispatch import JobEvent, job_programs
+from distributary.devices import (
+    JobEvent,
+    ProgramKind,
+    for_target,
+    inside_jax_trace,
+    job_programs,
+    local_copy,
+)
 from distributary.engine import Placement
 from distributary.errors import (
     InvalidTypeError,
@@ -26,23 +26,23 @@ from distributary.errors import (
     shown,
 )
 from distributary.options import CommunicationOptions, ReduceOp
-from distributary.topology import (
-    ProgramKind,
-    for_target,
-    inside_jax_trace,
-    local_copy,
-)
+from distributary.programs.xla_cpu import with_exchanged_sums
 from distributary.tracing import current_scope
 from distributary.values import (
+    CrossDeviceOps,
     IndexedSlices,
     Mirrored,
+    MirroredVariable,
     PerReplica,
+    SyncOnReadVariable,
+    all_gather,
+    check_reducible,
     component_arrays,
     map_leaves,
+    over_replicas,
+    reduce_nest,
     stack_components,
 )
-from distributary.variables import MirroredVariable, SyncOnReadVariable
-from distributary.xla_cpu import with_exchanged_sums
 
 
 @final

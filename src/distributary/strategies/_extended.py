@@ -14,17 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from distributary._libraries import libraries
-from distributary.collectives import (
-    CrossDeviceOps,
-    NcclAllReduce,
-    as_reduce_op,
-    at_device,
-    check_destinations,
-    default_cross_device_ops,
-    only_device,
-    reduce_nest,
-)
+from distributary._late import libraries
 from distributary.context import (
     Mode,
     check_same_strategy,
@@ -34,17 +24,7 @@ from distributary.context import (
     in_global_view,
     require_cross_replica,
 )
-from distributary.data import WorkerShare, kept
-from distributary.engine import RUN, UPDATE, Engine, Placement
-from distributary.errors import (
-    ContextError,
-    InvalidTypeError,
-    InvalidValueError,
-    ReplicaMismatchError,
-    UnsupportedError,
-    shown,
-)
-from distributary.inputs import (
+from distributary.data import (
     Batches,
     Coworkers,
     DistributedDataset,
@@ -53,13 +33,11 @@ from distributary.inputs import (
     InputContext,
     StepCounts,
     ValueContext,
+    WorkerShare,
+    kept,
     spec_of,
 )
-from distributary.job import consensus
-from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode, ReduceOp
-from distributary.strategies._broadcast import broadcast
-from distributary.strategies._cross_replica import CrossReplica, gather_nest
-from distributary.topology import (
+from distributary.devices import (
     REPLICA_AXIS,
     canonical_name,
     current_target,
@@ -70,22 +48,41 @@ from distributary.topology import (
     short_name,
     warn_of_untested,
 )
+from distributary.engine import RUN, UPDATE, Engine, Placement
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    ReplicaMismatchError,
+    UnsupportedError,
+    shown,
+)
+from distributary.job import consensus
+from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode, ReduceOp
+from distributary.strategies._broadcast import broadcast
+from distributary.strategies._cross_replica import CrossReplica, gather_nest
 from distributary.tracing import current_scope, in_role, push
 from distributary.values import (
+    CrossDeviceOps,
     DistributedValues,
     Mirrored,
+    NcclAllReduce,
     PerReplica,
-    local_results,
-    map_leaves,
-    same_structure,
-    stack_components,
-)
-from distributary.variables import (
     ShardedVariable,
     Variable,
     VariableComponent,
     VariableLayout,
+    as_reduce_op,
+    at_device,
+    check_destinations,
     colocated_with,
+    default_cross_device_ops,
+    local_results,
+    map_leaves,
+    only_device,
+    reduce_nest,
+    same_structure,
+    stack_components,
 )
 
 if TYPE_CHECKING:

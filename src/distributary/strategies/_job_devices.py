@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 from distributary.cluster_resolver import MultiWorker
+from distributary.devices import replica_devices
 from distributary.engine import Placement
 from distributary.errors import ClusterError
 from distributary.options import CommunicationOptions
 from distributary.strategies._extended import StrategyExtended
-from distributary.topology import replica_devices
 
 
 def devices_of_all(place: MultiWorker) -> tuple[jax.Device, ...]:

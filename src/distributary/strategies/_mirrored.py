@@ -6,12 +6,12 @@ from typing import final
 
 import jax
 
-from distributary.collectives import CrossDeviceOps
+from distributary.devices import replica_devices
 from distributary.engine import Placement
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import StrategyExtended
-from distributary.topology import replica_devices
+from distributary.values import CrossDeviceOps
 
 _log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from distributary.cluster_resolver import (
     multi_worker,
 )
 from distributary.context import get_replica_context
+from distributary.devices import devices_of_all_hosts, replica_devices
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 from distributary.job import connect
 from distributary.launch import refuse_job
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
 from distributary.strategies._job_devices import devices_of_all, extended_of_job
-from distributary.topology import devices_of_all_hosts, replica_devices
 
 _log = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 
 from typing import final
 
+from distributary.devices import replica_devices
 from distributary.engine import Placement
 from distributary.errors import InvalidTypeError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import StrategyExtended
-from distributary.topology import replica_devices
 
 
 @final

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from distributary.cluster_resolver import ClusterResolver, MultiWorker, TPUClusterResolver
+from distributary.devices import DeviceAssignment, Topology, replica_devices
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
@@ -20,7 +21,6 @@ from distributary.programs import constrained, spec_of_split
 from distributary.strategies._base import Strategy
 from distributary.strategies._job_devices import extended_of_job
 from distributary.strategies._tpu_system import connect_workers, resolver_or_local, tpu_devices
-from distributary.topology import DeviceAssignment, Topology, replica_devices
 
 _log = logging.getLogger(__name__)
 

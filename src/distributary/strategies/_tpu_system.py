@@ -8,11 +8,11 @@ from distributary.cluster_resolver import (
     TPUClusterResolver,
     multi_worker,
 )
+from distributary.devices import Topology, current_target, devices_of_all_hosts, replica_devices
 from distributary.errors import ClusterError, DeviceError, InvalidTypeError, pip_install
 from distributary.job import connect
 from distributary.options import CommunicationOptions
 from distributary.strategies._job_devices import devices_of_all
-from distributary.topology import Topology, current_target, devices_of_all_hosts, replica_devices
 
 
 def experimental_connect_to_cluster(

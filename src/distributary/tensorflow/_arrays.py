@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from distributary._types import Nest
+from distributary.devices import Nest
 from distributary.tensorflow._operations import Shape
 
 

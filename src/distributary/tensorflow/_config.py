@@ -11,13 +11,13 @@ from typing import final
 import jax
 
 from distributary.cluster_resolver import visible_gpus
-from distributary.errors import BackendStartedError, InvalidValueError, UnsupportedError
-from distributary.topology import (
+from distributary.devices import (
     backends_started,
     local_devices_of,
     resolve_device,
     set_logical_cpu_devices,
 )
+from distributary.errors import BackendStartedError, InvalidValueError, UnsupportedError
 
 _KINDS = ("CPU", "GPU", "TPU")
 

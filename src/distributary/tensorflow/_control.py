@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary._types import Nest
 from distributary.data import TensorSpec
+from distributary.devices import Nest
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.tensorflow._host import as_element, host_array
 from distributary.tensorflow._operations import TensorLike, array, plain, tensor

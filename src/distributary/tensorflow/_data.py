@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from distributary import data
-from distributary._types import Nest
 from distributary.data import (
     Drawn,
     Generated,
@@ -30,6 +29,7 @@ from distributary.data import (
     kept,
     map_arrays,
 )
+from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tensorflow import _saved_data as saved
 from distributary.tensorflow._host import as_element

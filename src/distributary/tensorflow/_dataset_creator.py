@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from distributary.context import get_strategy
+from distributary.data import DistributedInput
 from distributary.errors import InvalidTypeError, shown
-from distributary.inputs import DistributedInput
 from distributary.options import InputOptions
 
 

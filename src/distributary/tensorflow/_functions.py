@@ -11,11 +11,10 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from distributary._types import Nest
-from distributary.data import TensorSpec
+from distributary.data import PerReplicaSpec, TensorSpec
+from distributary.devices import Nest
 from distributary.engine import function as compile_function
 from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.inputs import PerReplicaSpec
 from distributary.tensorflow._operations import array
 from distributary.values import PerReplica
 

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from distributary.tensorflow._operations import Axes, Shape, TensorLike, array
 from distributary.tensorflow.autograph import Range, is_traced
 from distributary.tracing import current_scope
-from distributary.variables import ShardedVariable, Variable, embedding_lookup
+from distributary.values import ShardedVariable, Variable, embedding_lookup
 
 
 def constant(

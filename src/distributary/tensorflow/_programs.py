@@ -14,13 +14,12 @@ from typing import IO, Any, final
 import jax
 import numpy as np
 
-from distributary._libraries import Library, register
-from distributary._types import Nest
+from distributary._late import Library, register
+from distributary.devices import Nest, local_devices_of, resolve_device
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.options import CommunicationOptions
 from distributary.tensorflow._control import name_scope
 from distributary.tensorflow._operations import array, plain
-from distributary.topology import local_devices_of, resolve_device
 from distributary.tracing import current_scope
 
 

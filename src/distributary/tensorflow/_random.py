@@ -15,9 +15,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from distributary.context import get_strategy
+from distributary.devices import inside_jax_trace
 from distributary.errors import ContextError, InvalidValueError
 from distributary.tensorflow._operations import Shape, resolve
-from distributary.topology import inside_jax_trace
 from distributary.tracing import current_scope
 
 # A generator is a Keras variable, which belongs to one strategy.

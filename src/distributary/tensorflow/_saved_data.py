@@ -24,7 +24,6 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from distributary._types import Nest
 from distributary.data import (
     FileSource,
     IteratedStream,
@@ -42,6 +41,7 @@ from distributary.data import (
     read_file,
     records,
 )
+from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 
 _DESCRIPTION = "dataset.json"

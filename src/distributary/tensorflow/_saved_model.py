@@ -21,6 +21,7 @@ from jax import export
 
 from distributary.checkpoint import Checkpoint
 from distributary.data import TensorSpec
+from distributary.devices import local_copy
 from distributary.errors import (
     CheckpointError,
     InvalidTypeError,
@@ -36,8 +37,7 @@ from distributary.tensorflow._loaded_model import (
     needs_flatbuffers,
 )
 from distributary.tensorflow._operations import canonical
-from distributary.topology import local_copy
-from distributary.variables import ForeignVariable, Variable
+from distributary.values import ForeignVariable, Variable
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
 _DEFAULT = "serving_default"

@@ -1,7 +1,7 @@
 """Names that may still change."""
 
+from distributary.devices import DeviceAssignment, DeviceOrderMode, Topology, TPUSystemMetadata
 from distributary.strategies import initialize_tpu_system, shutdown_tpu_system
-from distributary.topology import DeviceAssignment, DeviceOrderMode, Topology, TPUSystemMetadata
 
 __all__ = [
     "DeviceAssignment",

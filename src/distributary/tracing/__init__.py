@@ -10,6 +10,17 @@ passes in order; each module opens with an example of what it does.
 """
 
 from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow, known_through
+from distributary.tracing._description import Line, describe_jaxpr, describe_value
+from distributary.tracing._divergence import (
+    check_collectives,
+    has_collective,
+    is_collective,
+    is_of_devices,
+    is_sum_of_replicas,
+    refuse_collectives,
+    varying_outputs,
+    varying_variables,
+)
 from distributary.tracing._eager import EagerRecord, is_recording, noted_read, noted_rows
 from distributary.tracing._feeds import (
     Feeds,
@@ -54,6 +65,7 @@ from distributary.tracing._jaxprs import (
 from distributary.tracing._markers import Handle, push, start_of_sum, start_p
 from distributary.tracing._mistakes import Subject, advise, explained, leaked_at, name_of, shorten
 from distributary.tracing._narrowing import narrowed, native
+from distributary.tracing._numbering import Numbering
 from distributary.tracing._recording import Pure, purify, trace
 from distributary.tracing._scope import (
     SizesMissing,
@@ -79,6 +91,8 @@ __all__ = [
     "Feeds",
     "Handle",
     "LeaveTrace",
+    "Line",
+    "Numbering",
     "Origin",
     "Pure",
     "SizesMissing",
@@ -90,19 +104,26 @@ __all__ = [
     "at_end",
     "aval_of",
     "call_of",
+    "check_collectives",
     "check_not_frozen",
     "computed_from",
     "current_feeding",
     "current_scope",
+    "describe_jaxpr",
+    "describe_value",
     "evaluate_all",
     "evaluate_control_flow",
     "evaluate_one",
     "explained",
     "fed_by",
+    "has_collective",
     "has_replicas",
     "in_role",
     "interpret_with",
+    "is_collective",
+    "is_of_devices",
     "is_recording",
+    "is_sum_of_replicas",
     "iterator_of",
     "jaxpr_of",
     "known_through",
@@ -122,6 +143,7 @@ __all__ = [
     "plain_call_of",
     "purify",
     "push",
+    "refuse_collectives",
     "refuse_in_trace",
     "script_line",
     "shape_of",
@@ -134,6 +156,8 @@ __all__ = [
     "user_stacklevel",
     "variables_made",
     "variables_of",
+    "varying_outputs",
+    "varying_variables",
     "walk",
     "with_jaxprs",
     "with_pass",

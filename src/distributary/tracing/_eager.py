@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from distributary._types import Nest
-from distributary.topology import alias_of, recorded_by
+from distributary.devices import Nest, alias_of, recorded_by
 from distributary.tracing._connectivity import reached_inputs
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from distributary._types import Nest
+from distributary.devices import Nest
 from distributary.errors import (
     ContextError,
     InvalidTypeError,

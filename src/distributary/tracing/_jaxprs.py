@@ -28,8 +28,7 @@ from jax.extend.core import (
     jaxprs_in_params,
 )
 
-from distributary._types import Nest
-from distributary.topology import all_params, scan_counts
+from distributary.devices import Nest, all_params, scan_counts
 
 Array: TypeAlias = jax.Array  # or a tracer
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr

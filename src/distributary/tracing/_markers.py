@@ -29,8 +29,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
+from distributary.devices import REPLICA_AXIS
 from distributary.errors import UnsupportedError
-from distributary.topology import REPLICA_AXIS
 from distributary.tracing._jaxprs import Equation, walk
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from typing import Any, Literal, final
 
 import jax
 
+from distributary.devices import function_of_tracer
 from distributary.errors import (
     ContextError,
     DistributaryError,
@@ -28,7 +29,6 @@ from distributary.errors import (
     InvalidValueError,
     TracedValueError,
 )
-from distributary.topology import function_of_tracer
 
 # Code that users do not write, by the names of modules. Where a traceback is shown, these frames
 # are left out.

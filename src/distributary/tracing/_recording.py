@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from distributary._libraries import libraries
+from distributary._late import libraries
+from distributary.devices import REPLICA_AXIS, without_high_primitives
 from distributary.errors import (
     ContextError,
     TracedValueError,
     UnsupportedError,
 )
-from distributary.topology import REPLICA_AXIS, without_high_primitives
 from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._feeds import current_feeding
 from distributary.tracing._interpreter import interpret

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from distributary._types import Nest
+from distributary.devices import Nest
 
 # Values of this many turns are kept. A loop with fewer turns computes nothing again.
 _NUM_KEPT = 64

@@ -23,8 +23,8 @@ import jax.extend
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from distributary.devices import inside_jax_trace
 from distributary.errors import ContextError, ReplicaMismatchError
-from distributary.topology import inside_jax_trace
 from distributary.tracing._jaxprs import Array
 from distributary.tracing._markers import (
     REPLICA_ID,

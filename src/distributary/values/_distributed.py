@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
-from distributary._types import Nest
+from distributary.devices import REPLICA_AXIS, Nest, local_copy, num_logical_devices, uncommitted
 from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -19,7 +19,6 @@ from distributary.errors import (
     described,
     shown,
 )
-from distributary.topology import REPLICA_AXIS, local_copy, num_logical_devices, uncommitted
 from distributary.values._operators import ArrayOperators
 
 Array: TypeAlias = jax.Array | np.ndarray

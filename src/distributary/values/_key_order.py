@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from distributary._types import Nest
+from distributary.devices import Nest
 
 
 def key_order(nest: Nest) -> Any:

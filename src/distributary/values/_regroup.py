@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from distributary._types import Nest
+from distributary.devices import Nest
 from distributary.values._distributed import DistributedValues
 from distributary.values._indexed_slices import IndexedSlices
 from distributary.values._key_order import in_order, key_order

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from distributary.devices import watch_programs
 from distributary.errors import InvalidValueError
 from distributary.tools.cli import main
 from distributary.tools.compilation import run_script
 from distributary.tools.scaling import MODELS, Network, Timing, predict
 from distributary.tools.scaling._timer import StepTimer
-from distributary.topology import watch_programs
 
 # As a user would write it: input in every step, a batch that does not grow, other programs too.
 _SCRIPT = """

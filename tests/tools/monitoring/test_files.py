@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.dispatch import progress
+from distributary.devices import progress
 from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
 from distributary.launch import report
 

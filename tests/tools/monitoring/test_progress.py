@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from distributary.dispatch._progress import Fit, Progress, progress
+from distributary.devices._progress import Fit, Progress, progress
 from distributary.launch import numbers_of
 
 

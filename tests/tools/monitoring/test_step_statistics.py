@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.dispatch import latest_program
-from distributary.inputs import Loop, StepCounts
+from distributary.data import Loop, StepCounts
+from distributary.devices import latest_program
 
 _FEATURES = 4
 

@@ -14,7 +14,7 @@ is unrolled, and `if training:` is decided while the step is traced.
 from collections.abc import Callable
 from typing import Any, final
 
-from distributary._libraries import Library, register
+from distributary._late import Library, register
 from distributary.tensorflow.autograph._conversion import (
     converted as converted,
     do_not_convert,

@@ -3,7 +3,12 @@
 import platform
 
 from distributary.cluster_resolver import TFConfigClusterResolver, multi_worker
-from distributary.collectives import default_cross_device_ops
+from distributary.devices import (
+    cpu_thread_pool_size,
+    cpu_threads_suffice,
+    local_devices_of,
+    num_cores,
+)
 from distributary.errors import DistributaryError
 from distributary.job import package_versions
 from distributary.strategies import (
@@ -13,12 +18,7 @@ from distributary.strategies import (
     accept_any_strategy,
 )
 from distributary.tools.diagnosis import Json, described_devices
-from distributary.topology import (
-    cpu_thread_pool_size,
-    cpu_threads_suffice,
-    local_devices_of,
-    num_cores,
-)
+from distributary.values import default_cross_device_ops
 
 _GIB = 2**30
 

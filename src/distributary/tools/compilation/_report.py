@@ -9,6 +9,7 @@ from typing import Any, final
 
 import jax
 
+from distributary.devices import REPLICA_AXIS
 from distributary.engine import (
     Collective,
     collectives_of_step,
@@ -19,7 +20,6 @@ from distributary.engine import (
     total_bytes,
 )
 from distributary.tools.compilation._topologies import Topology
-from distributary.topology import REPLICA_AXIS
 
 _COMPILERS = {"TPU": "libtpu", "GPU": "jax-cuda13-pjrt"}
 

@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary._types import Nest
+from distributary.devices import Nest, ProgramKind, Target, mesh_of_values, watch_programs
 from distributary.errors import CompileError, InvalidValueError
 from distributary.programs import OneDeviceProgram
 from distributary.tools.compilation._report import Report, report_of
 from distributary.tools.compilation._topologies import Topology
-from distributary.topology import ProgramKind, Target, mesh_of_values, watch_programs
 
 
 def compile_script(

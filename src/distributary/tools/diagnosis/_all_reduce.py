@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from distributary.devices import REPLICA_AXIS, num_local_replicas, put_stacked
 from distributary.engine import format_bytes
 from distributary.tools.diagnosis._check import Check, Json
-from distributary.topology import REPLICA_AXIS, num_local_replicas, put_stacked
 
 _SIZES: Final = (4, 1 << 16, 1 << 20, 1 << 24)
 _REPEATS: Final = {4: 40, 1 << 16: 40, 1 << 20: 20, 1 << 24: 6}

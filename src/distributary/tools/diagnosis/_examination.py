@@ -10,6 +10,11 @@ from typing import Final, final
 import jax
 
 from distributary.cluster_resolver import MultiWorker, Peer, TFConfigClusterResolver, multi_worker
+from distributary.devices import (
+    prepare_local_devices,
+    requested_cpu_devices,
+    set_logical_cpu_devices,
+)
 from distributary.errors import ClusterError, DistributaryError
 from distributary.strategies import (
     MirroredStrategy,
@@ -22,11 +27,6 @@ from distributary.tools.diagnosis._all_reduce import all_reduce
 from distributary.tools.diagnosis._check import Check, Json
 from distributary.tools.diagnosis._links import Link, Meeting, link_checks
 from distributary.tools.diagnosis._training import training
-from distributary.topology import (
-    prepare_local_devices,
-    requested_cpu_devices,
-    set_logical_cpu_devices,
-)
 
 PARTS: Final = ("machine", "links", "all-reduce", "training")
 """Parts that can be run alone."""

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import final
 
 from distributary.cluster_resolver import Peer
-from distributary.dispatch import start_thread
+from distributary.devices import start_thread
 from distributary.errors import ClusterError
 from distributary.job import Channel, ConnectionAcceptor, connected, listening
 from distributary.launch import free_addresses

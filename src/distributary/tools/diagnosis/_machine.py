@@ -14,17 +14,17 @@ from typing import Final
 import numpy as np
 
 from distributary.cluster_resolver import MultiWorker
-from distributary.errors import ClusterError, pip_install
-from distributary.job import package_versions
-from distributary.launch import ALLOCATOR_SETTINGS, free_addresses
-from distributary.tools.diagnosis._check import Check, Json
-from distributary.topology import (
+from distributary.devices import (
     cpu_thread_pool_size,
     cpu_threads_suffice,
     local_devices_of,
     num_cores,
     short_name,
 )
+from distributary.errors import ClusterError, pip_install
+from distributary.job import package_versions
+from distributary.launch import ALLOCATOR_SETTINGS, free_addresses
+from distributary.tools.diagnosis._check import Check, Json
 
 _GIB = 2**30
 # A process with JAX takes about 0.4 GiB before it has any data.

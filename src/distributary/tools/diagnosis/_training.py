@@ -8,11 +8,11 @@ import numpy as np
 
 from distributary.context import ReplicaContext, get_replica_context
 from distributary.data import Dataset
+from distributary.devices import local_devices_of
 from distributary.gradients import value_and_grad
 from distributary.strategies import OneDeviceStrategy, Strategy
 from distributary.tools.diagnosis._check import Check
-from distributary.topology import local_devices_of
-from distributary.variables import Variable
+from distributary.values import Variable
 
 _NUM_STEPS = 60
 _GLOBAL_BATCH_SIZE = 64  # at least; all replicas get the same number of examples

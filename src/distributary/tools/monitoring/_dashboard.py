@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 from urllib.parse import parse_qs, urlsplit
 
-from distributary.dispatch import start_thread
+from distributary.devices import short_name, start_thread
 from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -25,7 +25,6 @@ from distributary.errors import (
 )
 from distributary.launch import Answer, HttpServer, Numbers, finite, numbers_of, rates
 from distributary.tools.monitoring._closing import Closing
-from distributary.topology import short_name
 
 if TYPE_CHECKING:
     from distributary.strategies import Strategy

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import jax
 
-from distributary.dispatch import latest_program, profiled_steps
+from distributary.devices import latest_program, profiled_steps
 from distributary.errors import ContextError, InvalidValueError
 from distributary.tools.monitoring._closing import Closing
 

@@ -10,11 +10,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from distributary.devices import watch_programs
 from distributary.errors import DistributaryError
 from distributary.tools.compilation import run_script
 from distributary.tools.scaling._measurement import Program
 from distributary.tools.scaling._timer import StepTimer
-from distributary.topology import watch_programs
 
 
 def _main(result: str, seconds: str, content: str) -> int:

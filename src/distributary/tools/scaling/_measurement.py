@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import final
 
+from distributary.devices import num_cores
 from distributary.errors import LaunchError
 from distributary.launch import ALLOCATOR_SETTINGS
 from distributary.tools.scaling._timer import Timing
-from distributary.topology import num_cores
 
 _NUM_LAST_LINES = 20
 

@@ -10,12 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from distributary._types import Nest
+from distributary.devices import REPLICA_AXIS, Nest, ProgramKind
 from distributary.engine import collectives_of_step, moved_activations, placed_struct_of
 from distributary.errors import InvalidValueError
 from distributary.tools.compilation import ScriptEnded, StandIn
 from distributary.tools.diagnosis import all_reduce_seconds
-from distributary.topology import REPLICA_AXIS, ProgramKind
 
 _NUM_WARM_UP_STEPS = 3  # the first one compiles, and the next ones may allocate memory
 _NUM_BLOCKS = 5

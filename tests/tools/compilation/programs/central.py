@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.devices import REPLICA_AXIS
 from distributary.engine import Placement
 from distributary.engine._staged import Place, Staged
 from distributary.tools.compilation import parse_topology, prepare_compilers
-from distributary.topology import REPLICA_AXIS
 
 NUM_LAYERS, WIDTH = 16, 8192
 

@@ -1,0 +1,398 @@
+"""Distributed datasets: they take global batches and give each replica its part."""
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+
+import jax
+import numpy as np
+from jax.tree_util import PyTreeDef
+
+from distributary._elsewhere import OF_DATASET
+from distributary._late import no_attribute
+from distributary.data._agreed_steps import AgreedSteps, Ready
+from distributary.data._contexts import DistributedInput
+from distributary.data._coworkers import signature
+from distributary.data._iterator import PassIterator
+from distributary.data._nodes import Node
+from distributary.data._options import INFINITE_CARDINALITY
+from distributary.data._prefetch import Prefetched
+from distributary.data._replica_rows import WorkerBatch, WorkerShare, split_rows
+from distributary.data._statistics import Loop, StepCounts
+from distributary.data._step_data import StepData
+from distributary.data._structure import TensorSpec
+from distributary.devices import JobEvent, Nest, job_programs, local_copy, progress
+from distributary.errors import DistributaryWarning, InvalidValueError, ReplicaMismatchError
+from distributary.tracing import at_end, refuse_in_trace, user_stacklevel
+from distributary.values import PerReplica, same_structure, stack_components
+
+Array: TypeAlias = np.ndarray | jax.Array
+Given: TypeAlias = WorkerBatch | list[Nest]
+"""A worker's data for a step: its rows of a global batch, or one element per replica."""
+
+
+class Placer(Protocol):
+    """An object that puts the parts of a batch on the devices of the replicas."""
+
+    def place_rows(self, value: PerReplica) -> PerReplica: ...
+
+    def place_components(self, values: Sequence[Any]) -> PerReplica: ...
+
+    def place_alone(self, value: Nest) -> Nest: ...
+
+
+@final
+@dataclass(frozen=True)
+class PerReplicaSpec:
+    """Specs of the components of a `PerReplica`, in replica order.
+
+    Source: `tf.distribute`'s `PerReplicaSpec`.
+    """
+
+    value_specs: tuple[Any, ...]
+
+
+@final
+class DistributedDataset(DistributedInput):
+    """Batches for the replicas of a strategy; made by `experimental_distribute_dataset`.
+
+    Each step gives you a nest like the batch, with a `PerReplica` in place of every array. With one
+    replica, you get the arrays themselves. Each `iter()` starts over if the source can.
+
+    A thread makes the batches and puts them on the devices ahead of the step that needs them.
+    `InputOptions.experimental_per_replica_buffer_size` of them wait while the next one is made.
+
+    Args:
+        source: The batches, or the elements of the replicas.
+        placer: Puts them on devices; None leaves them on the host.
+        share: Number of replicas here and elsewhere.
+        depth: Number of batches that wait ahead of the step while the next one is made. With 0,
+            each batch is made when you ask for it.
+        counts: Counts the steps.
+
+    Source: `tf.distribute.DistributedDataset`.
+    """
+
+    def __init__(
+        self,
+        source: StepData,
+        placer: Placer | None,
+        share: WorkerShare,
+        depth: int,
+        counts: StepCounts,
+    ) -> None:
+        self._source = source
+        self._placer = placer
+        #: Number of replicas here and elsewhere.
+        self.share = share
+        self._depth = max(depth, source.prefetch_depth) if depth else 0
+        self.counts = counts
+        self._num_passes = 0
+
+    if not TYPE_CHECKING:  # or type checkers accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("A DistributedDataset", name, OF_DATASET, dir(type(self)))
+
+    @property
+    def cardinality(self) -> int:
+        """Number of steps, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
+        return self._source.cardinality()
+
+    @property
+    def element_spec(self) -> Nest:
+        """Nest of `PerReplicaSpec`, or of `TensorSpec` with one replica.
+
+        Dim 0 is None if some parts of a batch may have fewer rows than others. It is known only if
+        every batch has the same number of rows, divisible by the number of replicas, and no worker
+        can run out of batches before the others.
+        """
+        share = self.share
+        # A worker that runs out of data gets parts without rows.
+        may_end = self._source.coworkers is not None and self.cardinality != INFINITE_CARDINALITY
+
+        def distributed(spec: TensorSpec) -> TensorSpec | PerReplicaSpec:
+            size = spec.shape[0] if spec.shape else None
+            if self._source.is_global:
+                size = size // share.num_replicas if size and share.divides(size) else None
+            if may_end:
+                size = None
+            own = (size, *spec.shape[1:]) if spec.shape else ()
+            parts = [TensorSpec(own, spec.dtype)] * share.replicas_per_worker
+            return parts[0] if share.num_replicas == 1 else PerReplicaSpec(tuple(parts))
+
+        return jax.tree.map(distributed, self._source.spec())
+
+    def reduce(self, initial_state: Nest, reduce_func: Callable[[Any, Any], Any]) -> Nest:
+        """Returns the state after `state = reduce_func(state, element)` for every step's values."""
+        return functools.reduce(reduce_func, self, initial_state)
+
+    def __iter__(self) -> "DistributedIterator":
+        _check_not_traced()
+        once = self._source.once
+        if once is not None and once.started:
+            warnings.warn(
+                f"The distributed dataset {once.iterator!r} is a generator or iterator: it"
+                " continues where it stopped, which may be its end. For several epochs, distribute"
+                " something that starts over, such as a list or an object with __iter__.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
+        self._num_passes += 1
+        return DistributedIterator(self, self._num_passes - 1, self._distribute, _per_replica)
+
+    def skip_passes(self, count: int) -> None:
+        """Continues as if `count` passes had been made."""
+        self._num_passes += count
+
+    def global_batches(self, skip: int = 0) -> "DistributedIterator":
+        """Returns an iterator over global batches, which are nests of arrays.
+
+        With several workers, it yields a `WorkerBatch` with the parts of this worker's replicas if
+        all parts are equal, and with the parts of all replicas otherwise. The pass starts after
+        `skip` batches.
+        """
+        self._num_passes += 1
+        place = _undivided if self.share.num_workers == 1 else _worker_batch
+        batches = DistributedIterator(self, self._num_passes - 1, place, _worker_batch)
+        if skip:
+            batches.set_state({**batches.get_state(), "position": skip})
+        return batches
+
+    # For the iterator
+
+    def num_examples(self, values: Nest) -> int:
+        """Returns the number of rows that the replicas of this process have in a step's values."""
+        leaf = _first_leaf(values)
+        if not isinstance(leaf, PerReplica):
+            return int(np.shape(leaf)[0]) if np.ndim(leaf) else 1
+        if leaf.form != "stacked":
+            return sum(len(_first_leaf(part)) for part in leaf.values)
+        rows = _first_leaf(leaf.payload).shape
+        return self.share.replicas_per_worker * (rows[1] if len(rows) > 1 else 1)
+
+    def _distribute(self, given: Given) -> Nest:
+        """Returns the values of a step."""
+        num_replicas = self.share.replicas_per_worker
+        if isinstance(given, WorkerBatch):
+            if self.share.num_replicas == 1:
+                return self._alone(given.rows)
+            if given.sizes[0] == given.sizes[-1] and self._placer is not None:
+                size = given.sizes[0]
+                place = self._placer.place_rows
+
+                def placed(rows: Array) -> PerReplica:
+                    stacked = rows.reshape(num_replicas, size, *rows.shape[1:])
+                    return place(PerReplica.from_stacked(stacked, num_replicas))
+
+                return jax.tree.map(placed, given.rows)
+            given = split_rows(given.rows, given.sizes)
+        if self.share.num_replicas == 1:
+            return self._alone(given[0])
+        parts, tree = _flat(given)
+        columns = zip(*parts, strict=True)
+        return jax.tree.unflatten(tree, [self._column(list(column)) for column in columns])
+
+    def _column(self, parts: list[Any]) -> PerReplica:
+        value = PerReplica(parts)
+        if self._placer is None:
+            return value
+        stacked = stack_components(value)
+        if stacked is None:
+            return self._placer.place_components(value.values)
+        return self._placer.place_rows(stacked)
+
+    def _alone(self, rows: Nest) -> Nest:
+        return rows if self._placer is None else self._placer.place_alone(rows)
+
+
+def _check_not_traced() -> None:
+    refuse_in_trace(
+        InvalidValueError(
+            "A distributed dataset was iterated inside Strategy.run or ClusterCoordinator.schedule,"
+            " or beside a GradientTape in a distributary.function. There it would give only one"
+            " batch, while the code is traced. Iterate outside and pass the batches to run."
+        )
+    )
+
+
+def _first_leaf(nest: Nest) -> Any:
+    # Called in every step; jax.tree.leaves takes several times as long.
+    while isinstance(nest, (tuple, list, dict)):
+        nest = next(iter(nest.values())) if isinstance(nest, dict) else nest[0]
+    return nest
+
+
+def _flat(parts: Sequence[Nest]) -> tuple[list[list[Any]], PyTreeDef]:
+    """Returns the leaves of the replicas' parts, and their common structure."""
+    flat = [jax.tree.flatten(part) for part in parts]
+    tree = flat[0][1]
+    for i, (_, other) in enumerate(flat):
+        if not same_structure(other, tree):
+            raise ReplicaMismatchError(
+                f"The dataset gave replica {i} an element of structure {other}, and replica 0"
+                f" one of structure {tree}; all elements must have the same structure."
+            )
+    return [leaves for leaves, _ in flat], tree
+
+
+def _ready(place: Callable[[Given], Any], given: Given) -> Ready:
+    """Returns this worker's data for a step, placed as if all workers had the same shapes."""
+    if isinstance(given, WorkerBatch):
+        leaves, tree = jax.tree.flatten(given.rows)
+        shapes = [
+            tuple((leaf.dtype, (size, *leaf.shape[1:])) for leaf in leaves) for size in given.sizes
+        ]
+        parts = functools.partial(split_rows, given.rows, given.sizes)
+    else:
+        flat, tree = _flat(given)
+        shapes = [tuple((leaf.dtype, leaf.shape) for leaf in leaves) for leaves in flat]
+        parts = functools.partial(iter, given)
+    values = place(given) if shapes.count(shapes[0]) == len(shapes) else None
+    return Ready(signature(tree, tuple(shapes)), tree, parts, values)
+
+
+def _per_replica(parts: list[Nest]) -> Nest:
+    """Returns the values of an uneven step, from the parts of all replicas."""
+    return jax.tree.map(lambda *components: PerReplica(components), *parts)
+
+
+def _undivided(given: Given) -> Nest:
+    """Returns all replicas' rows of a step."""
+    return _worker_batch(given).rows
+
+
+def _worker_batch(given: Given) -> WorkerBatch:
+    """Returns all replicas' rows of a step, and the sizes of their parts."""
+    if isinstance(given, WorkerBatch):
+        return given
+    rows = jax.tree.map(lambda *own: np.concatenate([local_copy(part) for part in own]), *given)
+    return WorkerBatch(rows, tuple(len(jax.tree.leaves(part)[0]) for part in given))
+
+
+_NEXT = JobEvent("the next step of a distributed dataset")
+
+
+@final
+class DistributedIterator(PassIterator, DistributedInput):
+    """An iterator over a `DistributedDataset`.
+
+    Args:
+        dataset: The dataset.
+        number: Number of the pass.
+        place: Turns a worker's data for a step into the values of the step.
+        join: Does the same for the parts of all replicas, if their shapes differ between workers.
+
+    Source: `tf.distribute.DistributedIterator`.
+    """
+
+    def __init__(
+        self,
+        dataset: DistributedDataset,
+        number: int,
+        place: Callable[[Given], Any],
+        join: Callable[[list[Nest]], Any],
+    ) -> None:
+        super().__init__(number)
+        self._dataset = dataset
+        self._place = place
+        self._join = join
+        self._agreed: AgreedSteps | None = None
+        self._loop = Loop(dataset.counts)
+        self._steps: Any = None  # an iterator, once the pass has begun
+        self._prefetched: Prefetched | None = None
+
+    def current_node(self) -> Node:
+        return self._dataset._source.node()
+
+    def __next__(self) -> Any:
+        _check_not_traced()
+        if self._dataset.share.num_workers > 1:
+            job_programs.begin(_NEXT)
+        if self._steps is None:
+            self._start(self._dataset._source.stream((self._number,)))
+        try:
+            values = self._take() if self._agreed is None else self._agreed.next(self._take)
+        except StopIteration:
+            raise at_end() from None
+        self._position += 1
+        self._loop.batch_is_there()
+        if self._join is _per_replica:  # otherwise it is `fit` that iterates, and counts itself
+            num_examples = self._dataset.num_examples(values)
+            self._dataset.counts.num_examples += num_examples
+            if progress.is_watched:
+                progress.add(1, num_examples)
+        return values
+
+    def _take(self) -> Any:
+        """Returns this worker's data for the next step."""
+        if self._prefetched is not None:
+            return self._prefetched.next_or_wait(self._loop.waiting)
+        begin = time.perf_counter()
+        values = next(self._steps)
+        self._loop.waiting(time.perf_counter() - begin)
+        return values
+
+    def _start(self, stream: Iterator[Given]) -> None:
+        source, place = self._dataset._source, self._place
+        if source.coworkers is not None:
+            self._agreed = AgreedSteps(
+                source, source.coworkers, self._pass_name(), self._position, self._join
+            )
+            place = functools.partial(_ready, place)
+        self._steps = map(place, stream)
+        # One more batch is being made.
+        depth = self._dataset._depth and self._dataset._depth + 1
+        once = self._dataset._source.once
+        if once is not None:
+            # Batches that its thread has read, and nobody has taken, are left for the next
+            # iterator.
+            if depth:
+                once.read_ahead(depth)
+        elif depth:
+            in_memory = all(node.trait("in_memory") for node in source.nodes)
+            self._prefetched = Prefetched(self._steps, depth, in_memory)
+
+    def _pass_name(self) -> str:
+        return f"pass {self._number + 1} of {self._dataset._source.place}"
+
+    def next(self) -> Any:
+        """Returns `next(iterator)`."""
+        return next(self)
+
+    @property
+    def element_spec(self) -> Nest:
+        """Specs of the values, see `DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to the position of an iterator over the same dataset, also from another process.
+
+        You then get the same remaining batches, even with another prefetch depth. The passes that
+        you begin afterwards are those that would have come next there.
+
+        Raises:
+            InvalidValueError: if the state belongs to another dataset.
+        """
+        source = self._dataset._source
+        source.set_node(self.take_state(state))
+        self._dataset._num_passes = self._number + 1
+        stream = source.stream((self._number,))
+        advance, coworkers = stream.advance, source.coworkers
+        if coworkers is not None:
+            where = f"position {self._position} of {self._pass_name()}"
+            job = coworkers.job
+            advance = lambda count: max(job.agree(where, lambda: stream.advance(count)))
+        self.go_to_position(advance)
+        self.close()
+        self._start(stream)
+
+    def close(self) -> None:
+        """Ends the thread that reads ahead, and puts the iterator at its end."""
+        self._steps = iter(())
+        self._agreed = None
+        if self._prefetched is not None:
+            self._prefetched.close()

@@ -1,0 +1,389 @@
+"""Data of distributed datasets: global batches, or elements for single replicas."""
+
+import abc
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar, final
+
+import jax
+import numpy as np
+
+from distributary.data._batching import Batch, BatchedStream
+from distributary.data._coworkers import Coworkers
+from distributary.data._dataset import Dataset
+from distributary.data._foreign import foreign
+from distributary.data._iterables import Once, OneShot, RandomAccess
+from distributary.data._nodes import Node
+from distributary.data._options import AutoShardPolicy, combined
+from distributary.data._order import WithOptions
+from distributary.data._prefetch import Prefetch
+from distributary.data._replica_rows import WorkerBatch, WorkerShare
+from distributary.data._sharding import worker_dataset
+from distributary.data._streams import Stream
+from distributary.data._structure import check_dense, some_rows
+from distributary.devices import Nest
+from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError, shown
+from distributary.tracing import narrowed, native
+
+_T = TypeVar("_T")
+
+
+class StepData(abc.ABC):
+    """Base class of the data of distributed datasets.
+
+    Attributes:
+        is_global: True if an element holds the rows of all replicas.
+        coworkers: All workers if they see different data, else None.
+        place: Name of the data, the same on all workers.
+        prefetch_depth: Number of steps that the datasets want to have ready.
+        nodes: The dataset, or one for each replica.
+    """
+
+    is_global: ClassVar[bool]
+    coworkers: Coworkers | None = None
+    place: str = ""
+    prefetch_depth: int
+    nodes: list[Node]
+    _longest: int
+
+    def _say(self, coworkers: Coworkers | None, prepare: Callable[[], _T]) -> list[_T]:
+        """Returns the results of `prepare` on all workers; an error of one is raised on all."""
+        if coworkers is None:
+            return [prepare()]
+        self.place = f"distributed dataset {coworkers.job.count('distributed dataset') + 1}"
+        return coworkers.job.agree(self.place, prepare)
+
+    def node(self) -> Node:
+        """Returns the dataset."""
+        if len(self.nodes) > 1:
+            raise InvalidValueError(
+                "The state of an iterator over one dataset per replica cannot be saved: use"
+                " InputReplicationMode.PER_WORKER."
+            )
+        return self.nodes[0]
+
+    def set_node(self, node: Node) -> None:
+        """Replaces the dataset by one in another order."""
+        self.nodes = [node]
+
+    @property
+    def once(self) -> OneShot | None:
+        """The iterator of a source that cannot start over, or else None."""
+        first = self.nodes[0]
+        return first.items if len(self.nodes) == 1 and isinstance(first, Once) else None
+
+    def spec(self) -> Nest:
+        """Returns a nest of `TensorSpec` that describes a batch, or an element of a replica."""
+        return self.nodes[0].spec()
+
+    def cardinality(self) -> int:
+        """Returns the number of steps, which is that of the worker with the most."""
+        return self._own_cardinality() if self.coworkers is None else self._longest
+
+    @abc.abstractmethod
+    def _own_cardinality(self) -> int: ...
+
+    @abc.abstractmethod
+    def stream(self, path: tuple[int, ...]) -> Stream:
+        """Starts a pass over this worker's part of the steps."""
+
+
+@final
+class Batches(StepData):
+    """Global batches, split over the replicas.
+
+    Args:
+        dataset: A `Dataset` of batches, a dataset of another library, an iterable of batches, or
+            arrays whose dim 0 counts the batches.
+        share: Number of replicas here and elsewhere.
+        what: Start of error messages about it: the function and the origin of the dataset.
+        coworkers: All workers, if there are several.
+
+    Raises:
+        InvalidTypeError: if the dataset cannot be iterated over.
+        InvalidValueError: if it is not batched, or its policy cannot be followed.
+        ClusterError: if another worker has such an error, or the workers' datasets do not match.
+    """
+
+    is_global = True
+
+    def __init__(
+        self,
+        dataset: object,
+        share: WorkerShare,
+        what: str = "experimental_distribute_dataset: got",
+        coworkers: Coworkers | None = None,
+    ) -> None:
+        def prepare() -> tuple[str, int, list[int]]:
+            node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
+            self.set_node(node)
+            # Workers may read their data under different names, unless all read the same data.
+            name = f" {node.describe()}" if self._policy is AutoShardPolicy.DATA else ""
+            return self._policy.name + name, self._own_cardinality(), node.drawn_seeds()
+
+        self._share = share
+        told = self._say(coworkers, prepare)
+        if coworkers is None:
+            return
+        ways, cardinalities, seeds = zip(*told, strict=True)
+        if len({(way, len(own)) for way, _, own in told}) > 1:
+            names = zip(coworkers.job.names, ways, strict=True)
+            raise ClusterError(
+                f"{what} datasets that differ between the workers, or are read in different ways:"
+                f" {', '.join(f'{name}: {way}' for name, way in names)}. Distribute the same"
+                " dataset on every worker, or set its auto_shard_policy."
+            )
+        self._longest = combined(cardinalities)
+        # Every worker needs the same order of shuffles without a seed.
+        self.set_node(self.node().with_drawn_seeds(seeds[0]))
+        if self._policy is not AutoShardPolicy.DATA:
+            self.coworkers = coworkers
+
+    def set_node(self, node: Node) -> None:
+        super().set_node(node)
+        self._policy, self._read = worker_dataset(node, self._share)
+
+    def _own_cardinality(self) -> int:
+        return self._read.cardinality()
+
+    def stream(self, path: tuple[int, ...]) -> Stream:
+        node, share = self._read, self._share
+        if self._policy is not AutoShardPolicy.DATA:
+            share = share.alone
+        last = node
+        while isinstance(last, WithOptions):
+            last = last.input
+        if share.num_workers > 1 and isinstance(last, Batch):
+            node = last  # it fetches only the rows of this worker
+        return _BatchSteps(node.stream(path), share, not node.trait("own_arrays"))
+
+
+@final
+class Elements(StepData):
+    """Elements that each belong to one replica.
+
+    Args:
+        make: Returns a list with one dataset per replica, or with a single dataset, of which each
+            step takes consecutive elements, one per replica.
+        num_replicas: Number of replicas of this worker.
+        coworkers: All workers, if there are several.
+
+    Raises:
+        InvalidTypeError: if a dataset cannot be iterated over.
+        ClusterError: if `make` failed on another worker.
+    """
+
+    is_global = False
+
+    def __init__(
+        self, make: Callable[[], list[Any]], num_replicas: int, coworkers: Coworkers | None = None
+    ) -> None:
+        def prepare() -> int:
+            what = "distribute_datasets_from_function: dataset_fn returned"
+            found = [_without_prefetch(_as_node(dataset, what)) for dataset in make()]
+            self.nodes = [node for node, _ in found]
+            self.prefetch_depth = max(depth for _, depth in found)
+            return self._own_cardinality()
+
+        self._num_replicas = num_replicas
+        self.coworkers = coworkers
+        self._longest = combined(self._say(coworkers, prepare))
+
+    def _own_cardinality(self) -> int:
+        size = combined([node.cardinality() for node in self.nodes])
+        return size if len(self.nodes) > 1 or size < 0 else -(-size // self._num_replicas)
+
+    def stream(self, path: tuple[int, ...]) -> Stream:
+        return _ElementSteps([node.stream(path) for node in self.nodes], self._num_replicas)
+
+
+@final
+class _BatchSteps(Stream):
+    """Steps with a worker's rows of global batches.
+
+    If the parts of a batch are not equal, the worker gets all of its rows and the sizes of the
+    parts of all replicas, because the workers compute such a batch together.
+
+    Args:
+        stream: The batches.
+        share: The rows of a batch that are this worker's.
+        reused: Whether the source of the batches may write to their arrays again.
+    """
+
+    def __init__(self, stream: Stream, share: WorkerShare, reused: bool) -> None:
+        self._stream = stream
+        self._share = share
+        self._reused = reused
+        self._number = -1
+
+    def __next__(self) -> WorkerBatch:
+        share = self._share
+        self._number += 1
+        if share.num_workers > 1 and isinstance(self._stream, BatchedStream):
+            rows, size = self._stream.part(self._wanted)
+            rows, _ = checked(rows, self._number, self._reused)
+        else:
+            rows, size = checked(next(self._stream), self._number, self._reused)
+            if share.num_workers > 1:
+                rows = some_rows(rows, self._wanted(size))
+        if not share.divides(size):
+            share = WorkerShare(replicas_per_worker=share.num_replicas)
+        return WorkerBatch(rows, share.sizes(size))
+
+    def _wanted(self, size: int) -> slice:
+        return self._share.rows(size) if self._share.divides(size) else slice(0, size)
+
+    def advance(self, count: int) -> int:
+        skipped = self._stream.advance(count)
+        self._number += skipped
+        return skipped
+
+
+_END: Any = object()
+
+
+@final
+class _ElementSteps(Stream):
+    """Steps with one element per replica, as lists of arrays on the host."""
+
+    def __init__(self, streams: list[Stream], num_replicas: int) -> None:
+        self._streams = streams if len(streams) > 1 else streams * num_replicas
+        self._shared = len(streams) == 1
+
+    def __next__(self) -> list[Nest]:
+        parts = [next(stream, _END) for stream in self._streams]
+        # A copy, because the source may use its arrays again.
+        arrays = [part if part is _END else jax.tree.map(np.array, part) for part in parts]
+        first = next(part for part in arrays if part is not _END)  # StopIteration at the end
+        return [_without_rows(first) if part is _END else part for part in arrays]
+
+    def advance(self, count: int) -> int:
+        if not self._shared:
+            return max(stream.advance(count) for stream in self._streams)
+        num_replicas = len(self._streams)
+        return -(-self._streams[0].advance(count * num_replicas) // num_replicas)
+
+
+def _without_rows(element: Nest) -> Nest:
+    def empty(array: np.ndarray) -> np.ndarray:
+        if array.ndim == 0:
+            raise InvalidValueError(
+                "distribute_datasets_from_function: the dataset ended in the middle of a step and"
+                " its elements are scalars, which cannot be empty. Make their number a multiple of"
+                " the number of replicas, or batch them."
+            )
+        return array[:0]
+
+    return jax.tree.map(empty, element)
+
+
+def _as_node(dataset: object, what: str) -> Node:
+    """Returns the node of a dataset of this or another library, or of any iterable."""
+    return dataset.node if isinstance(dataset, Dataset) else foreign(dataset, what)
+
+
+def _without_prefetch(node: Node) -> tuple[Node, int]:
+    """Returns a dataset without `prefetch` at its end, and the depth of that `prefetch`.
+
+    The distributed dataset prefetches by itself.
+    """
+    if isinstance(node, Prefetch):
+        inner, depth = _without_prefetch(node.input)
+        return inner, max(depth, node.depth)
+    if isinstance(node, WithOptions):
+        inner, depth = _without_prefetch(node.input)
+        return WithOptions(inner, node.options), depth
+    return node, 0
+
+
+def _batches(dataset: object, what: str) -> Node:
+    if isinstance(dataset, tuple) and dataset and all(hasattr(x, "shape") for x in dataset):
+        raise InvalidTypeError(
+            f"{what} a tuple of arrays with shapes"
+            f" {[tuple(x.shape) for x in dataset]}. If it is one batch, pass a list with it, [(x,"
+            " y)]; if each array is a batch, pass a list of them."
+        )
+    if isinstance(dataset, (np.ndarray, jax.Array, dict)):
+        return RandomAccess(_rows_of(dataset, what), batched=True)
+    node = _as_node(dataset, what)
+    if node.trait("batched") is False:
+        raise InvalidValueError(
+            f"{what} the dataset {shown(dataset)}, which yields single examples; they would be"
+            " split along their own first dim. Call .batch(global_batch_size) first. If its"
+            " elements are batches already, pass the array [batch, row, ...] itself, or a list of"
+            " batches."
+        )
+    return node
+
+
+def _rows_of(dataset: Nest, what: str) -> list[Nest]:
+    shapes: list[tuple[int, ...]] = [
+        getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(dataset)
+    ]
+    if len({shape[:1] for shape in shapes}) != 1 or any(len(shape) < 2 for shape in shapes):
+        raise InvalidValueError(
+            f"{what} {shown(dataset)}, expected arrays [batch, row, ...] with the same number of"
+            " batches (dim 0). Reshape them to (num_batches, global_batch_size, ...), or pass a"
+            " list of batches."
+        )
+    return [jax.tree.map(lambda a, i=i: a[i], dataset) for i in range(shapes[0][0])]
+
+
+def checked(batch: Nest, number: int, may_be_reused: bool) -> tuple[Nest, int]:
+    """Returns a batch as a nest of arrays that can be split and placed, and its number of rows.
+
+    Args:
+        batch: Nest of arrays.
+        number: Number of the batch, for errors.
+        may_be_reused: Whether its source may write to the arrays again. They are then copied.
+
+    Raises:
+        InvalidValueError: if the arrays have no rows to split, or different numbers of rows.
+        InvalidTypeError: if the batch contains no arrays.
+    """
+    leaves, tree = jax.tree.flatten(batch)
+    if not all(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
+        leaves, tree = jax.tree.flatten(batch, is_leaf=_is_list_of_numbers)
+    if not leaves:
+        raise InvalidTypeError(
+            f"Batch {number} of the dataset is {shown(batch)} and holds no arrays."
+        )
+    arrays = [_array(leaf, number, may_be_reused) for leaf in leaves]
+    sizes = {array.shape[0] for array in arrays}
+    if len(sizes) > 1:
+        raise InvalidValueError(
+            f"Batch {number} of the dataset holds arrays with {sorted(sizes)} rows; all arrays of a"
+            " batch must have the same number of rows (dim 0), which is split over the replicas."
+        )
+    return jax.tree.unflatten(tree, arrays), sizes.pop()
+
+
+_WIDE = [np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")]
+
+
+def _is_list_of_numbers(value: object) -> bool:
+    if type(value) is not list or not value:
+        return False
+    first = value[0]
+    while type(first) is list and first:
+        first = first[0]
+    return isinstance(first, (bool, int, float, complex))
+
+
+def _array(leaf: Any, number: int, may_be_reused: bool) -> np.ndarray | jax.Array:
+    array = leaf
+    if not isinstance(leaf, jax.Array):
+        check_dense(leaf)
+        array = native(np.array(leaf) if may_be_reused else np.asarray(leaf))
+        if not number and array.dtype in _WIDE:  # to look at every batch would take too long
+            narrowed(array, "Batch 0 of the dataset")
+    if array.dtype == object or getattr(array.dtype, "kind", "") in ("U", "S"):
+        raise InvalidTypeError(
+            f"Batch {number} of the dataset holds {shown(leaf)}; strings and objects cannot go to a"
+            " device. Map them to numbers first."
+        )
+    if array.ndim == 0:
+        raise InvalidValueError(
+            f"Batch {number} of the dataset holds the scalar {shown(leaf)}: the dataset is not"
+            " batched. Distribute batches, whose dim 0 is split over the replicas."
+        )
+    return array

@@ -1,0 +1,225 @@
+"""Arrays on all devices of a mesh, even if the mesh spans processes: whole on each, or in parts.
+
+A part is a slice along one dim. If the size of the dim is not a multiple of the number of devices,
+the array is stored with zeros at its end. Only code that runs in a program sees this padding.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
+
+from distributary.devices._discovery import REPLICA_AXIS, num_logical_devices
+from distributary.devices._jax_private import put_rows
+from distributary.devices._nest import Nest
+
+_CALLS_BEFORE_COMPILING = 3  # shapes that come rarely are not worth a program
+
+HOST_MEMORY = "pinned_host"
+"""JAX's memory kind for the part of the host's memory that a device can access directly."""
+_Array = TypeVar("_Array", jax.Array, np.ndarray)
+
+
+def has_host_memory(device: jax.Device) -> bool:
+    """Returns whether arrays of a device can be stored in the memory of its host."""
+    return any(memory.kind == HOST_MEMORY for memory in device.addressable_memories())
+
+
+def in_host_memory(sharding: Sharding | None) -> bool:
+    """Returns whether arrays with this sharding are in the memory of their device's host."""
+    return getattr(sharding, "memory_kind", None) == HOST_MEMORY
+
+
+def in_device_memory(value: object) -> Any:
+    """Returns an array that JAX can compute with: for one in host memory, a copy on its device.
+
+    For a sharding, returns the sharding of such a copy.
+    """
+    if isinstance(value, Sharding):
+        return value.with_memory_kind("device") if in_host_memory(value) else value
+    if isinstance(value, jax.core.Tracer):
+        return value
+    sharding = getattr(value, "sharding", None)
+    return jax.device_put(value, in_device_memory(sharding)) if in_host_memory(sharding) else value
+
+
+def local_devices(sharding: NamedSharding) -> list[jax.Device]:
+    """Returns the devices of a mesh that belong to this process, in the order of the mesh."""
+    return _local_devices_of(sharding.mesh)
+
+
+def num_local_replicas(sharding: NamedSharding) -> int:
+    """Returns the number of replicas of a mesh that belong to this process."""
+    return len(local_devices(sharding)) // num_logical_devices(sharding.mesh)
+
+
+@functools.lru_cache(maxsize=32)
+def _local_devices_of(mesh: jax.sharding.Mesh) -> list[jax.Device]:
+    this_process = jax.process_index()
+    return [d for d in mesh.devices.flat if d.process_index == this_process]
+
+
+def own_copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Copies arrays into buffers that nothing else refers to.
+
+    The runtime copies them; `jnp.copy` would compile a program for each shape. With several
+    processes, each one copies its own parts, because jax 0.10.2 cannot copy arrays that are not
+    fully addressable.
+    """
+    parts = [
+        array if array.is_fully_addressable else [shard.data for shard in array.addressable_shards]
+        for array in arrays
+    ]
+    return [
+        jax.make_array_from_single_device_arrays(array.shape, array.sharding, own)
+        if isinstance(own, list)
+        else own
+        for array, own in zip(arrays, jax.device_put(parts, may_alias=False), strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _transfer_of(
+    sharding: Sharding, shapes: tuple[Any, ...]
+) -> Callable[[list[np.ndarray]], Sequence[jax.Array]]:
+    """Returns a function that moves arrays of these shapes from NumPy to a CPU."""
+    num_calls = itertools.count(1)
+    # A program takes NumPy arrays for a quarter of what `device_put` costs.
+    program = jax.jit(lambda *arrays: arrays, out_shardings=sharding)
+
+    def transfer(arrays: list[np.ndarray]) -> Sequence[jax.Array]:
+        if next(num_calls) <= _CALLS_BEFORE_COMPILING:
+            return jax.device_put(arrays, sharding)
+        return program(*arrays)
+
+    return transfer
+
+
+def _put(value: Nest, sharding: Any) -> Nest:
+    (device, *others) = sharding.device_set
+    leaves, tree = jax.tree.flatten(value)
+    if others or device.platform != "cpu" or not all(type(x) is np.ndarray for x in leaves):
+        return jax.device_put(value, sharding)
+    transfer = _transfer_of(sharding, tuple([(x.shape, x.dtype) for x in leaves]))
+    return jax.tree.unflatten(tree, transfer(leaves))
+
+
+def put_replicated(value: Nest, sharding: Sharding) -> Nest:
+    """Puts a value on every device of a sharding; all processes of the mesh pass the same value.
+
+    Args:
+        value: Array, or nest of arrays, that this process can read.
+        sharding: Sharding without a partitioned dim.
+    """
+    if sharding.is_fully_addressable:
+        return _put(value, sharding)
+    assert isinstance(sharding, NamedSharding)  # only these span processes
+    devices = local_devices(sharding)
+
+    def put(leaf: object) -> jax.Array:
+        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+            return leaf
+        host = np.asarray(local_copy(leaf))
+        host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+        copies = [jax.device_put(host, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(host.shape, sharding, copies)
+
+    return jax.tree.map(put, value)
+
+
+def put_stacked(rows: jax.Array | np.ndarray, sharding: NamedSharding, first: int = 0) -> jax.Array:
+    """Makes an array `[replica, ...]`, with every row on the devices of its replica.
+
+    Args:
+        rows: The rows of this process's replicas, or of all replicas.
+        sharding: Sharding with one replica per row.
+        first: Number of the first replica of this process.
+    """
+    if isinstance(rows, np.ndarray):
+        count = num_local_replicas(sharding)
+        whole = sharding.is_fully_addressable or len(rows) == count
+        own = rows if whole else rows[first : first + count]
+        return put_rows(own, sharding, local_devices(sharding))
+    if sharding.is_fully_addressable:
+        placed: jax.Array = jax.device_put(rows, sharding)
+        return placed
+    if rows.sharding == sharding:
+        return rows
+    return put_stacked(np.asarray(local_copy(rows)), sharding, first)
+
+
+def local_copy(value: object) -> Any:
+    """Returns this process's copy of an array that is replicated across processes."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        spans_processes = not value.is_fully_addressable
+        return value.addressable_data(0) if spans_processes and value.is_fully_replicated else value
+    return value
+
+
+def shard_spec(shape: Sequence[int], num_shards: int) -> P:
+    """Returns the sharding with the smallest parts: along the dim that needs the least padding.
+
+    Scalars and empty arrays are not partitioned.
+    """
+    if num_shards == 1 or not shape or 0 in shape:
+        return P()
+    sizes = [math.ceil(size / num_shards) / size for size in shape]
+    return P(*(None,) * sizes.index(min(sizes)), REPLICA_AXIS)
+
+
+def shard_dim(sharding: object) -> int | None:
+    """Returns the dim that a sharding or its spec partitions over the replicas; None if none."""
+    spec = getattr(sharding, "spec", sharding)
+    if not isinstance(spec, P) or REPLICA_AXIS not in spec:
+        return None
+    return tuple(spec).index(REPLICA_AXIS)
+
+
+def stored_shards(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Returns a whole value as it is stored, with the partitioned dim padded; call in a program."""
+    dim = shard_dim(sharding)
+    stored = value if dim is None else padded(value, dim, sharding.mesh.shape[REPLICA_AXIS])
+    return jax.lax.with_sharding_constraint(stored, sharding)
+
+
+def whole_shards(stored: jax.Array, shape: Sequence[int], sharding: NamedSharding) -> jax.Array:
+    """Returns the whole value without its padding; its parts do not move. Call in a program."""
+    if shard_dim(sharding) is None or stored.shape == tuple(shape):
+        return stored
+    return jax.lax.with_sharding_constraint(unpadded(stored, shape), sharding)
+
+
+def padded(value: jax.Array, dim: int, num_shards: int) -> jax.Array:
+    """Appends zeros to `dim`, so that `num_shards` divides its size; call in a program."""
+    return jnp.pad(value, _padding(value.shape, dim, num_shards))
+
+
+def put_sharded(value: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Stores a whole value, which is the same in all processes, in parts.
+
+    Args:
+        value: Array that this process can read, or one that is already stored in this way.
+        sharding: Sharding that partitions one dim.
+    """
+    if isinstance(value, jax.Array) and value.sharding == sharding:
+        return value
+    dim = shard_dim(sharding)
+    assert dim is not None
+    host = np.asarray(local_copy(value))
+    stored = np.pad(host, _padding(host.shape, dim, sharding.mesh.shape[REPLICA_AXIS]))
+    return jax.make_array_from_callback(stored.shape, sharding, lambda part: stored[part])
+
+
+def _padding(shape: Sequence[int], dim: int, num_shards: int) -> list[tuple[int, int]]:
+    return [(0, -size % num_shards if i == dim else 0) for i, size in enumerate(shape)]
+
+
+def unpadded(stored: _Array, shape: Sequence[int]) -> _Array:
+    """Returns a stored array without the padding at its end."""
+    return stored[tuple([slice(size) for size in shape])]

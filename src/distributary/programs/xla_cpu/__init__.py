@@ -1,0 +1,18 @@
+"""Rewrites of programs that XLA:CPU runs slowly."""
+
+from distributary.programs.xla_cpu._exchanged_sums import EXCHANGED, with_exchanged_sums
+from distributary.programs.xla_cpu._partial_sums import with_partial_sums
+from distributary.programs.xla_cpu._rewrites import (
+    is_for_cpus,
+    rewritten_for_cpus,
+    with_cpu_rewrites,
+)
+
+__all__ = [
+    "EXCHANGED",
+    "is_for_cpus",
+    "rewritten_for_cpus",
+    "with_cpu_rewrites",
+    "with_exchanged_sums",
+    "with_partial_sums",
+]

@@ -1,0 +1,339 @@
+"""Rules for where the rows of a batch are in the results of an equation, and what sums over them.
+
+With 8 rows of a batch in dim 0 of `a`, and 2 replicas:
+
+    b:f32[5] = reduce_max[axes=(1,)] a     rows in dim 0
+    c:f32[3,5] = reduce_sum[axes=(0,)] a   a sum over rows: each replica has a part of it
+    d:f32[5,3] = transpose c               linear: each replica has a part of it
+    e:f32[5,3] = exp d                     not linear: needs the sum of the parts
+
+A dim that is not known, or is wrong, costs time: XLA moves the rows. It never changes a number.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal as OneOf, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from distributary.devices import REPLICA_AXIS
+from distributary.programs.xla_cpu._rules import is_explicit
+from distributary.tracing import Equation, aval_of, shape_of
+
+Dim: TypeAlias = int | None
+# "partial": the sum of what the replicas have. "assumed": the same, of what a loop starts from; the
+# sum is then what the first replica has.
+State: TypeAlias = Dim | OneOf["partial", "assumed"]
+# How a replica gets an operand: its rows of a dim, its part of a sum ("partial"), the whole (None),
+# or the whole if it is the first replica and else zeros ("first").
+Share: TypeAlias = Dim | OneOf["partial", "first"]
+
+_LINEAR = frozenset(
+    """
+    broadcast_in_dim copy neg reduce_sum reshape rev slice squeeze transpose
+    """.split()  # noqa: SIM905
+)
+_ADDITIONS = frozenset({"add", "add_any", "concatenate", "sub"})
+
+
+def is_part(state: State) -> bool:
+    """Returns whether replicas have parts of a sum."""
+    return isinstance(state, str)
+
+
+def may_be_linear(eqn: Equation) -> bool:
+    """Returns whether the result can be computed from parts, depending on the operands."""
+    return eqn.primitive.name in _LINEAR | _ADDITIONS | {"mul", "div", "convert_element_type"}
+
+
+def shares_of(eqn: Equation, states: Sequence[State]) -> list[Share] | None:
+    """Returns how replicas get the operands of an equation, each to compute its part of a sum.
+
+    Returns:
+        None if the result is not the sum of such parts.
+    """
+    if len(eqn.outvars) != 1 or eqn.effects or is_explicit(eqn.params.get("out_sharding")):
+        return None
+    parts = list(map(is_part, states))
+    if any(parts):
+        linear = _is_linear(eqn, parts)
+        return ["partial" if part else None for part in parts] if linear else None
+    dtype = aval_of(eqn.outvars[0]).dtype
+    rule = _SUMS.get(eqn.primitive.name)
+    if rule is None or not any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer)):
+        return None
+    return rule(eqn, states)
+
+
+def dims_of(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:
+    """Returns the dims of the rows in the results, given those in the operands."""
+    name = eqn.primitive.name
+    if name == "sharding_constraint":
+        return [_constrained(eqn, dims[0])]
+    if all(dim is None for dim in dims):
+        return [None] * len(eqn.outvars)
+    made = _DIMS.get(name, _alike)(eqn, dims)
+    return made if isinstance(made, list) else [made] * len(eqn.outvars)
+
+
+def dims_of_windows(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:
+    """Returns how to divide the operands of an operation with windows that are in one row each.
+
+    Returns:
+        The dims; [] if this is no such operation.
+    """
+    params = eqn.params
+    match eqn.primitive.name:
+        case "conv_general_dilated" if dims[0] == params["dimension_numbers"].lhs_spec[0]:
+            return [dims[0], None]
+        case "select_and_scatter_add":
+            _, dim = _first(dims) if any(d is not None for d in dims) else (0, None)
+            names = ("window_dimensions", "window_strides", "padding")
+            if dim is not None and [params[name][dim] for name in names] == [1, 1, (0, 0)]:
+                return [dim, dim]
+    return []
+
+
+def _is_linear(eqn: Equation, parts: Sequence[bool]) -> bool:
+    operands, result = list(map(aval_of, eqn.invars)), aval_of(eqn.outvars[0])
+    match eqn.primitive.name:
+        case name if name in _LINEAR:
+            return len(operands) == 1 and result.size <= operands[0].size
+        case name if name in _ADDITIONS:
+            return all(parts)
+        case "convert_element_type":
+            before, after = operands[0].dtype, result.dtype
+            are_floating = all(jnp.issubdtype(x, np.floating) for x in (before, after))
+            is_exact = are_floating and is_wide(before) and before.itemsize <= after.itemsize
+            return before == after or is_exact
+        case "mul":
+            return sum(parts) == 1 and _is_number(eqn.invars[parts.index(False)])
+        case "div":
+            is_exact = jnp.issubdtype(result.dtype, np.integer)
+            return parts == [True, False] and not is_exact and _is_number(eqn.invars[1], 0)
+    return False
+
+
+def is_wide(dtype: Any) -> bool:
+    """Returns whether a sum can be rounded once for each part: not to 16 bits."""
+    return not jnp.issubdtype(dtype, np.floating) or jnp.finfo(dtype).bits >= 32
+
+
+def _is_number(atom: Any, *others: float) -> bool:
+    """Returns whether an operand is a finite number that is known, and none of `others`."""
+    if not isinstance(atom, Literal):
+        return False
+    value = np.asarray(atom.val, np.float64)
+    return bool(np.isfinite(value)) and value not in others
+
+
+# Sums over rows
+
+
+def _products(eqn: Equation, states: Sequence[Any]) -> list[Share] | None:
+    contracted, _ = eqn.params["dimension_numbers"]
+    return _contracted(states, list(zip(*contracted, strict=True)))
+
+
+def _images(eqn: Equation, states: Sequence[Any]) -> list[Share] | None:
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.params["feature_group_count"] != 1:
+        return None
+    return _contracted(states, [(numbers.lhs_spec[1], numbers.rhs_spec[1])])
+
+
+def _contracted(states: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> list[Share] | None:
+    """Returns the two dims with rows if they are contracted with each other."""
+    matching: list[list[Share]] = [
+        [*pair]
+        for pair in pairs
+        if all(state in (dim, None) for state, dim in zip(states, pair, strict=True))
+    ]
+    return matching[0] if matching and list(states) != [None, None] else None
+
+
+def _reduced(eqn: Equation, states: Sequence[Any]) -> list[Share] | None:
+    return list(states) if states[0] in eqn.params["axes"] else None
+
+
+def _scattered(eqn: Equation, states: Sequence[Any]) -> list[Share] | None:
+    of_rows = _scatter_dims(eqn)
+    batching = eqn.params["dimension_numbers"].scatter_indices_batching_dims
+    for of_indices, of_updates in enumerate(of_rows):
+        matches = states[1] in (of_indices, None) and states[2] in (of_updates, None)
+        if states[0] is None and matches and states[1:] != [None, None]:
+            return None if of_indices in batching else ["first", of_indices, of_updates]
+    return None
+
+
+def _scatter_dims(eqn: Equation) -> list[int]:
+    """Returns the dim of the updates for each dim of the indices but the last."""
+    window = eqn.params["dimension_numbers"].update_window_dims
+    return [d for d in range(len(shape_of(eqn.invars[2]))) if d not in window]
+
+
+_SUMS: dict[str, Callable[[Equation, Sequence[Any]], list[Share] | None]] = {
+    "dot_general": _products,
+    "conv_general_dilated": _images,
+    "reduce_sum": _reduced,
+    "scatter-add": _scattered,
+}
+
+
+# Dims of results
+
+
+def _first(dims: Sequence[Dim]) -> tuple[int, int]:
+    """Returns the first operand that has rows, and their dim in it."""
+    return next((i, dim) for i, dim in enumerate(dims) if dim is not None)
+
+
+def _alike(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:
+    """Returns the same dim for every result that has it."""
+    found: list[Dim] = []
+    for v in eqn.outvars:
+        fitting = [
+            dim
+            for dim, atom in zip(dims, eqn.invars, strict=True)
+            if dim is not None
+            and len(shape_of(v)) == len(shape_of(atom))
+            and (shape_of(v)[dim] > 1 or shape_of(atom)[dim] == 1)
+        ]
+        found.append(fitting[0] if fitting else None)
+    return found
+
+
+def _each(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:
+    return list(dims)
+
+
+def _constrained(eqn: Equation, dim: Dim) -> Dim:
+    spec = getattr(eqn.params["sharding"], "spec", None)
+    if spec is None or len(eqn.params.get("unconstrained_dims", ())) > 0:
+        return dim
+    of_axis = [i for i, axes in enumerate(spec) if axes in (REPLICA_AXIS, (REPLICA_AXIS,))]
+    return of_axis[0] if of_axis else None
+
+
+def _without(eqn: Equation, dims: Sequence[Dim]) -> Dim:
+    _, dim = _first(dims)
+    params = eqn.params
+    removed = params["axes"] if "axes" in params else params["dimensions"]
+    return None if dim in removed else dim - sum(axis < dim for axis in removed)
+
+
+def _transposed(eqn: Equation, dims: Sequence[Dim]) -> Dim:
+    return list(eqn.params["permutation"]).index(dims[0])
+
+
+def _broadcast(eqn: Equation, dims: Sequence[Dim]) -> Dim:
+    return None if dims[0] is None else int(eqn.params["broadcast_dimensions"][dims[0]])
+
+
+def _reshaped(eqn: Equation, dims: Sequence[Dim]) -> Dim:
+    """Returns the dim that begins where the rows did: they are its major part, or it is theirs."""
+    before, (_, dim) = shape_of(eqn.invars[0]), _first(dims)
+    after = shape_of(eqn.outvars[0])
+    num_outer = math.prod(before[:dim])
+    for i, size in enumerate(after):
+        if size > 1 and math.prod(after[:i]) == num_outer:
+            is_whole = size % before[dim] == 0 or before[dim] % size == 0
+            return i if is_whole else None
+    return None
+
+
+def _product(eqn: Equation, dims: Sequence[Dim]) -> Dim:
+    contracted, batch = eqn.params["dimension_numbers"]
+    shapes = list(map(shape_of, eqn.invars))
+    free = [
+        [d for d in range(len(shape)) if d not in (*c, *b)]
+        for shape, c, b in zip(shapes, contracted, batch, strict=True)
+    ]
+    for i, dim in enumerate(dims):
+        if dim in batch[i]:
+            return list(batch[i]).index(dim)
+        if dim in free[i]:
+            return len(batch[0]) + i * len(free[0]) + free[i].index(dim)
+    return None
+
+
+def _convolved(eqn: Equation, dims: Sequence[Dim]) -> Dim:
+    numbers = eqn.params["dimension_numbers"]
+    if dims[0] == numbers.lhs_spec[0] and eqn.params["batch_group_count"] == 1:
+        return int(numbers.out_spec[0])
+    if dims[1] == numbers.rhs_spec[0] and eqn.params["feature_group_count"] == 1:
+        return int(numbers.out_spec[1])
+    return None
+
+
+def _gathered(eqn: Equation, dims: Sequence[Dim]) -> Dim:
+    numbers = eqn.params["dimension_numbers"]
+    free = [d for d in range(len(shape_of(eqn.outvars[0]))) if d not in numbers.offset_dims]
+    of_operand, of_indices = dims
+    if of_operand in numbers.operand_batching_dims:
+        position = numbers.operand_batching_dims.index(of_operand)
+        return free[numbers.start_indices_batching_dims[position]]
+    if of_indices is not None:
+        return free[of_indices] if of_indices < len(free) else None
+    kept = [
+        d
+        for d in range(len(shape_of(eqn.invars[0])))
+        if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    ]
+    return numbers.offset_dims[kept.index(of_operand)] if of_operand in kept else None
+
+
+def _updated(eqn: Equation, dims: Sequence[Dim]) -> Dim:
+    """Returns the dim of the rows in the operand, or of those that the updates bring there."""
+    numbers = eqn.params["dimension_numbers"]
+    operand, indices, updates = dims
+    if operand is not None:
+        return operand
+    free = _scatter_dims(eqn)
+    if updates in free:
+        indices = free.index(updates)
+    if indices is not None:
+        batching = list(numbers.scatter_indices_batching_dims)
+        if indices not in batching:
+            return None
+        return int(numbers.operand_batching_dims[batching.index(indices)])
+    kept = [
+        d
+        for d in range(len(shape_of(eqn.invars[0])))
+        if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    ]
+    return kept[list(numbers.update_window_dims).index(updates)]
+
+
+def _stacked(eqn: Equation, dims: Sequence[Dim]) -> Dim:
+    _, dim = _first(dims)
+    return dim + (eqn.params["axis"] <= dim)
+
+
+def _unstacked(eqn: Equation, dims: Sequence[Dim]) -> Dim:
+    _, dim = _first(dims)
+    return None if dim == eqn.params["axis"] else dim - (eqn.params["axis"] < dim)
+
+
+_REDUCTIONS = """
+    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+    reduce_xor squeeze
+""".split()  # noqa: SIM905
+_DIMS: dict[str, Callable[[Equation, Sequence[Dim]], Dim | list[Dim]]] = {
+    **dict.fromkeys(_REDUCTIONS, _without),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
+        _updated,
+    ),
+    "broadcast_in_dim": _broadcast,
+    "conv_general_dilated": _convolved,
+    "dot_general": _product,
+    "gather": _gathered,
+    "optimization_barrier": _each,
+    "reshape": _reshaped,
+    "stack": _stacked,
+    "transpose": _transposed,
+    "unstack": _unstacked,
+}

@@ -1,0 +1,489 @@
+"""Takes sums over the rows of a batch per device, and adds up all that are ready together.
+
+A step of the whole batch, divided over the devices of a mesh, leaves it to XLA to divide the
+program. On CPUs XLA adds up every sum over rows by itself, for which gloo pays each time, and it
+cannot divide the forms of `_rules`, which are fast on one device. So the gradients of a layer,
+
+    { lambda ; x:f32[8,3] g:f32[8,5]. let
+        a:f32[3,5] = dot_general[dimension_numbers=(([0], [0]), ([], []))] x g
+        b:f32[5] = reduce_sum[axes=(0,)] g
+        c:f32[5] = mul b 0.5
+        d:f32[3,5] = exp a
+      in (d, c) }
+
+become
+
+    { lambda ; x:f32[8,3] g:f32[8,5]. let
+        a:f32[3,5] c:f32[5] = shard_map[
+          in_specs=(P("replica"), P("replica")) out_specs=(P(), P())
+          jaxpr={ lambda ; x:f32[4,3] g:f32[4,5]. let
+              e:f32[3,5] = dot_general[dimension_numbers=(([0], [0]), ([], []))] x g
+              f:f32[5] = reduce_sum[axes=(0,)] g
+              h:f32[5] = mul f 0.5
+              a:f32[3,5] c:f32[5] = psum[axes=("replica",)] e h
+            in (a, c) }
+        ] x g
+        d:f32[3,5] = exp a
+      in (d, c) }
+
+The program is evaluated once more. `_batch_dims` tells where the rows are, and which equations sum
+over them or are linear. Their results stay parts of a sum, and are not computed yet, until nothing
+else is left that can be computed. Then the parts that are needed are added up in one `shard_map`,
+as one vector between processes. A loop may carry parts: its sums are added up after it.
+
+Results are those of one device but for the order of additions.
+"""
+
+import functools
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+
+from distributary.devices import REPLICA_AXIS, Nest
+from distributary.programs.xla_cpu._batch_dims import (
+    Dim,
+    Share,
+    State,
+    dims_of,
+    dims_of_windows,
+    is_part,
+    is_wide,
+    may_be_linear,
+    shares_of,
+)
+from distributary.programs.xla_cpu._exchanged_sums import with_exchanged_sums
+from distributary.programs.xla_cpu._loop_states import Body, Plan, Plans, dims_in, state_of
+from distributary.programs.xla_cpu._rewrites import rewritten_for_cpus, with_cpu_rewrites
+from distributary.tracing import (
+    CONTROL_FLOW,
+    AnyJaxpr,
+    Atom,
+    Equation,
+    aval_of,
+    evaluate_control_flow,
+    evaluate_one,
+    parts_of_scan,
+    shape_of,
+    variables_of,
+    with_pass,
+)
+from distributary.values import all_reduce_of_vectors
+
+
+def with_partial_sums(
+    step: Callable[..., Nest], dims: Sequence[Dim], mesh: Mesh | AbstractMesh
+) -> Callable[..., Nest]:
+    """Returns `step` with sums over the batch taken per device and added up together.
+
+    The parts that each device computes by itself have the forms of `with_cpu_rewrites`, which must
+    not see the rest.
+
+    Args:
+        step: From arrays to a nest of arrays; called inside `jax.jit`.
+        dims: For every input the dim of the rows, which are divided over the devices; None for
+            inputs that are the same on all devices.
+        mesh: CPU devices of one or several processes, along the axis `"replica"`; an abstract mesh
+            is of one process.
+    """
+
+    def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
+        plans = Plans()
+        results = [None] * len(closed.jaxpr.outvars)
+        return _Evaluation(mesh, plans).outputs(plans.body(closed), args, dims, results)
+
+    return with_pass(step, run)
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    """An array of which every device has, or can compute, a part; the array is their sum.
+
+    Attributes:
+        operands: Arrays, other parts and literals.
+        shares: How a device gets each; see `_batch_dims`.
+        shape: The shape of the array.
+        number: Larger than those of the parts among the operands.
+        eqn: The equation that makes the part; None if the only operand is a stack of the parts:
+            those of the devices one after the other, along the dim in `shares`.
+    """
+
+    operands: "Sequence[Array | _Part]"
+    shares: Sequence[Share]
+    shape: tuple[int, ...]
+    number: int
+    eqn: Equation | None = None
+
+
+_Value: TypeAlias = Array | _Part
+
+
+@final
+class _Schedule:
+    """Equations in the order in which their operands come.
+
+    Args:
+        eqns: The equations, in program order.
+        known: The variables that have values.
+    """
+
+    def __init__(self, eqns: Sequence[Equation], known: Collection[Atom]) -> None:
+        self._eqns = eqns
+        self._consumers: defaultdict[Var, list[int]] = defaultdict(list)
+        # What an equation waits for: operands, and the last equation before it that has effects.
+        self._num_missing = [0] * len(eqns)
+        self._next_effect: dict[int, int] = {}
+        self._left = set(range(len(eqns)))
+        last_effect = None
+        for i, eqn in enumerate(eqns):
+            for v in set(variables_of(eqn.invars)):
+                self._consumers[v].append(i)
+                self._num_missing[i] += v not in known
+            if eqn.effects:
+                if last_effect is not None:
+                    self._next_effect[last_effect] = i
+                    self._num_missing[i] += 1
+                last_effect = i
+        self._ready = [i for i, missing in enumerate(self._num_missing) if not missing]
+
+    @property
+    def num_left(self) -> int:
+        """Number of equations that are not evaluated."""
+        return len(self._left)
+
+    def evaluate(self, evaluated: Callable[[Equation], bool]) -> None:
+        """Evaluates equations whose operands are known, in program order.
+
+        Args:
+            evaluated: Evaluates an equation; returns False if that has to wait for the next call.
+        """
+        waiting = []
+        while self._ready:
+            i = heapq.heappop(self._ready)
+            if not evaluated(self._eqns[i]):
+                waiting.append(i)
+                continue
+            self._left.remove(i)
+            after = [n for v in self._eqns[i].outvars for n in self._consumers.get(v, ())]
+            if i in self._next_effect:
+                after.append(self._next_effect[i])
+            for n in after:
+                self._num_missing[n] -= 1
+                if not self._num_missing[n]:
+                    heapq.heappush(self._ready, n)
+        self._ready = waiting  # in order, which makes it a heap
+
+    def left_with(self, operands: Iterable[Var]) -> list[Equation]:
+        """Returns the equations that are not evaluated and have some operands, in order."""
+        found = {i for v in operands for i in self._consumers.get(v, ())}
+        return [self._eqns[i] for i in sorted(found & self._left)]
+
+
+@final
+class _Evaluation:
+    """The evaluation of one program; see `with_partial_sums` for the arguments."""
+
+    def __init__(self, mesh: Mesh | AbstractMesh, plans: Plans) -> None:
+        self._mesh = mesh
+        self._numbers = itertools.count()
+        self._plans = plans
+
+    def outputs(
+        self,
+        body: Body,
+        inputs: Sequence[Array],
+        states: Sequence[State],
+        results: Sequence[State],
+    ) -> list[Array]:
+        """Returns the outputs of a body.
+
+        Args:
+            body: The body.
+            inputs: Its inputs but for the constants; stacks of parts for those that are parts.
+            states: The state of each.
+            results: The state of each output: those that are parts become stacks of them.
+        """
+        jaxpr = body.jaxpr
+        env: dict[Atom, _Value] = {}
+        # The dims of the rows, unless the value is a part.
+        dims: dict[Atom, State] = {}
+        given = zip(
+            [*inputs, *body.constants], [*states, *[None] * len(body.constants)], strict=True
+        )
+        for v, (value, state) in zip(jaxpr.invars, given, strict=True):
+            env[v] = self._part(value, v) if is_part(state) else value
+            dims[v] = None if is_part(state) else state
+        are_parts = list(map(is_part, results))
+        whole = [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if not part]
+        schedule = _Schedule(jaxpr.eqns, env)
+        while True:
+            schedule.evaluate(lambda eqn: self._evaluated(eqn, env, dims))
+            if not schedule.num_left:
+                break
+            later = schedule.left_with(variables_of(v for v in env if isinstance(env[v], _Part)))
+            wanted = [v for eqn in later for v in _wanted(eqn, env)]
+            # Parts that an equation waits for are added up, so that the next round evaluates it.
+            assert wanted, "no equation can be evaluated"
+            # What is computed from the same parts later must not compute them again.
+            used = [v for eqn in later for v in eqn.invars if _is_pending(v, env)]
+            self._add_up([*wanted, *whole], used, env)
+        stacks = self._add_up(
+            whole, [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if part], env
+        )
+        made = []
+        for out, part in zip(jaxpr.outvars, are_parts, strict=True):
+            if not isinstance(out, Literal) and out in stacks:
+                made.append(stacks[out])
+            else:
+                value = _value(out, env)
+                made.append(self._stack(value) if part else value)
+        return made
+
+    def _evaluated(self, eqn: Equation, env: dict[Atom, _Value], dims: dict[Atom, State]) -> bool:
+        """Adds the results of an equation to `env` and `dims` if it can be evaluated."""
+        operands = [_value(atom, env) for atom in eqn.invars]
+        states: list[State] = [
+            "partial" if isinstance(value, _Part) else state_of(atom, dims)
+            for atom, value in zip(eqn.invars, operands, strict=True)
+        ]
+        shares = shares_of(eqn, states)
+        if shares is not None:
+            (result,) = eqn.outvars
+            env[result] = _Part(operands, shares, shape_of(result), next(self._numbers), eqn)
+            return True
+        plan = self._plans.plan(eqn, states) if eqn.primitive.name in CONTROL_FLOW else None
+        needed = dims_in(states) if plan is None else plan.operands
+        if any(is_part(x) and not is_part(y) for x, y in zip(states, needed, strict=True)):
+            return False
+        if plan is None:
+            results = dims_of(eqn, dims_in(states))
+            values = self._local(eqn, operands, dims_in(states), results)
+            env.update(zip(eqn.outvars, values or evaluate_one(eqn, operands), strict=True))
+            dims.update(zip(eqn.outvars, results, strict=True))
+        else:
+            made = self._controlled(eqn, operands, plan, env)
+            env.update(zip(eqn.outvars, made, strict=True))
+            for v, state in zip(eqn.outvars, plan.results, strict=True):
+                dims[v] = None if is_part(state) else state
+        return True
+
+    # Sums
+
+    def _add_up(
+        self, whole: Iterable[Atom], kept: Iterable[Atom], env: dict[Atom, _Value]
+    ) -> dict[Atom, Array]:
+        """Adds up the parts among some values; computes those of others, and returns the stacks."""
+        found: dict[Atom, _Part] = {}
+        sums = variables_of(whole)
+        for v in (*sums, *variables_of(kept)):
+            value = env.get(v)
+            if isinstance(value, _Part):
+                found[v] = value
+        if not found:
+            return {}
+        is_sum = [v in set(sums) for v in found]
+        parts = _needed(found.values())
+        leaves: dict[tuple[int, Share], tuple[Array, Share]] = {}
+        for part in parts:
+            for operand, share in zip(part.operands, part.shares, strict=True):
+                if not isinstance(operand, (_Part, np.generic)):  # np.generic: a literal
+                    leaves[id(operand), share] = operand, share
+
+        def local(*arrays: Array) -> list[Array]:
+            given = dict(zip(leaves, arrays, strict=True))
+            made: dict[int, Array] = {}
+            for part in parts:
+                operands: list[Any] = [
+                    made[x.number] if isinstance(x, _Part) else given.get((id(x), share), x)
+                    for x, share in zip(part.operands, part.shares, strict=True)
+                ]
+                made[part.number] = _part_of(part, operands)
+            own = [made[part.number] for part in found.values()]
+            one_process = isinstance(self._mesh, AbstractMesh) or not self._mesh.is_multi_process
+            together = _all_reduced if one_process else all_reduce_of_vectors
+            totals = iter(together(list(itertools.compress(own, is_sum))))
+            return [
+                next(totals).astype(aval_of(v).dtype) if summed else _in_stack(x)
+                for v, x, summed in zip(found, own, is_sum, strict=True)
+            ]
+
+        specs = [P() if summed else P(REPLICA_AXIS) for summed in is_sum]
+        exchanged = with_exchanged_sums(local, self._mesh)
+        values = self._on_devices(exchanged, list(leaves.values()), specs)
+        stacks: dict[Atom, Array] = {}
+        for atom, value, summed in zip(found, values, is_sum, strict=True):
+            if not summed:
+                stacks[atom] = value
+            env[atom] = value if summed else self._part(value, atom)
+        return stacks
+
+    def _part(self, stack: Array, v: Atom, axis: int = 0) -> _Part:
+        return _Part([stack], [axis], shape_of(v), next(self._numbers))
+
+    def _stack(self, value: Array) -> Array:
+        """Returns parts of a value: the first device has all of it."""
+        return self._on_devices(_in_stack, [(_wide(value), "first")], P(REPLICA_AXIS))
+
+    def _local(
+        self, eqn: Equation, operands: Sequence[Array], dims: list[Dim], results: list[Dim]
+    ) -> list[Array] | None:
+        """Returns the results of an equation that is rewritten, for the rows of each device.
+
+        Args:
+            eqn: The equation.
+            operands: The operands.
+            dims: The dim of the rows in each.
+            results: That in each result.
+        """
+        dims, dim = dims_of_windows(eqn, dims), next(iter(results), None)
+        if dim is None or not dims:
+            return None
+        shapes = [
+            [-(-n // self._mesh.size) if i == own else n for i, n in enumerate(shape_of(atom))]
+            for atom, own in zip(eqn.invars, dims, strict=True)
+        ]
+        avals = [aval_of(v).update(shape=tuple(n)) for v, n in zip(eqn.invars, shapes, strict=True)]
+        function = functools.partial(_bound, eqn)
+        closed = jax.make_jaxpr(function)(*avals)
+        if rewritten_for_cpus(closed) is closed:
+            return None
+        spec = P(*[None] * dim, REPLICA_AXIS)
+        made = self._on_devices(function, list(zip(operands, dims, strict=True)), spec)
+        return [lax.slice_in_dim(made, 0, shape_of(eqn.outvars[0])[dim], axis=dim)]
+
+    def _on_devices(
+        self,
+        function: Callable[..., Any],
+        operands: Sequence[tuple[Array, Share]],
+        out_specs: Any,
+    ) -> Any:
+        """Returns the results of a function of what each device has of the operands."""
+
+        def local(*arrays: Array) -> Any:
+            is_first = lax.axis_index(REPLICA_AXIS) == 0
+            shared = [
+                jnp.where(is_first, x, jnp.zeros_like(x)) if share == "first" else x
+                for x, (_, share) in zip(arrays, operands, strict=True)
+            ]
+            return function(*shared)
+
+        specs, padded = [], []
+        for x, share in operands:
+            specs.append(P(*[None] * share, REPLICA_AXIS) if isinstance(share, int) else P())
+            if isinstance(share, int) and x.shape[share] % self._mesh.size:
+                missing = -x.shape[share] % self._mesh.size
+                config = [(0, missing if i == share else 0, 0) for i in range(x.ndim)]
+                x = lax.pad(x, np.zeros((), x.dtype), config)
+            padded.append(x)
+        mapped = jax.shard_map(
+            with_cpu_rewrites(local, self._mesh),
+            mesh=self._mesh,
+            in_specs=tuple(specs),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        return mapped(*padded)
+
+    def _controlled(
+        self, eqn: Equation, operands: Sequence[Any], plan: Plan, env: dict[Atom, _Value]
+    ) -> list[_Value]:
+        """Returns the results of a loop or branch."""
+        stacks = self._add_up([], eqn.invars, env)
+        arrays = [
+            x if not is_part(state) else stacks[v] if isinstance(x, _Part) else self._stack(x)
+            for v, x, state in zip(eqn.invars, operands, plan.operands, strict=True)
+        ]
+
+        def evaluate(jaxprs: Sequence[AnyJaxpr], inputs: Any, further: None) -> Any:
+            states, results = plan.bodies[id(jaxprs[0])]
+            body = self._plans.body(jaxprs[0])
+            return [self.outputs(body, inputs[0], states, results)], further
+
+        (made,), _ = evaluate_control_flow([eqn], [arrays], None, evaluate)
+        is_scan = eqn.primitive.name == "scan"
+        num_carried = len(parts_of_scan(eqn, arrays)[1]) if is_scan else len(made)
+        return [
+            self._part(x, v, int(i >= num_carried)) if is_part(state) else x
+            for i, (x, v, state) in enumerate(zip(made, eqn.outvars, plan.results, strict=True))
+        ]
+
+
+def _value(atom: Atom, env: Mapping[Atom, _Value]) -> Any:
+    if isinstance(atom, Literal):
+        return np.asarray(atom.val, aval_of(atom).dtype)[()]
+    return env[atom]
+
+
+def _wanted(eqn: Equation, env: Mapping[Atom, _Value]) -> list[Var]:
+    """Returns the parts among the operands of an equation that cannot be evaluated with them."""
+    operands = variables_of(eqn.invars)
+    if may_be_linear(eqn) and any(v not in env for v in operands):
+        return []
+    return [v for v in operands if isinstance(env.get(v), _Part)]
+
+
+def _is_pending(atom: Atom, env: Mapping[Atom, _Value]) -> bool:
+    """Returns whether an array is a part that is not computed yet."""
+    value = None if isinstance(atom, Literal) else env.get(atom)
+    return isinstance(value, _Part) and value.eqn is not None
+
+
+def _needed(parts: Iterable[Any]) -> list[_Part]:
+    """Returns parts and all that they are computed from, in order."""
+    found: dict[int, _Part] = {}
+    left = list(parts)
+    while left:
+        part = left.pop()
+        if part.number not in found:
+            found[part.number] = part
+            left.extend([operand for operand in part.operands if isinstance(operand, _Part)])
+    return [found[number] for number in sorted(found)]
+
+
+def _part_of(part: _Part, operands: Sequence[Array]) -> Array:
+    """Computes a part from what the device has of the operands."""
+    if part.eqn is None:
+        return operands[0].reshape(part.shape)
+    params: dict[str, Any] = {}
+    if "unique_indices" in part.eqn.params:  # rows of zeros that fill up the others have index 0
+        params = {"unique_indices": False, "indices_are_sorted": False}
+    if not is_wide(aval_of(part.eqn.outvars[0]).dtype):
+        # The sum is rounded once.
+        if "preferred_element_type" in part.eqn.params:
+            params["preferred_element_type"] = np.dtype(np.float32)
+        else:
+            operands = list(map(_wide, operands))
+        if part.eqn.primitive is lax.scatter_add_p:  # its parameters hold a sum of 16 bits
+            array, indices, updates = operands
+            kept: Any = {name: part.eqn.params[name] for name in ("dimension_numbers", "mode")}
+            return lax.scatter_add(array, indices, updates, **kept, **params)
+    return _bound(part.eqn, *operands, **params)
+
+
+def _in_stack(x: Array) -> Array:
+    return x if x.ndim else x[None]
+
+
+def _wide(x: Array) -> Array:
+    return x if is_wide(x.dtype) else x.astype(np.float32)
+
+
+def _bound(eqn: Equation, *operands: Array, **changed: Any) -> Array:
+    """Returns the result of an equation, with some parameters changed, on one device."""
+    params = {name: None if "sharding" in name else x for name, x in eqn.params.items()}
+    made: Array = eqn.primitive.bind(*operands, **{**params, **changed})
+    return made
+
+
+def _all_reduced(arrays: list[Array]) -> list[Array]:
+    return list(lax.psum(arrays, REPLICA_AXIS))

@@ -1,0 +1,245 @@
+"""Finds the values of a replica program that can differ between replicas.
+
+A value varies if it depends on per-replica input, on the replica id or on something outside of the
+program, and does not pass through a collective that gives every replica the same result. On two
+replicas that each have their own `a`:
+
+    { lambda ; a:f32[2] b:f32[2]. let     a varies, b agrees
+        c:f32[2] = mul a b                varies
+        d:f32[2] = psum[replica] c        agrees
+        e:f32[2] = sub b d                agrees
+      in (c, e) }                         varying_outputs: [True, False]
+
+Where this forward analysis cannot know, it says that a value varies. It refuses collectives that it
+does not know.
+"""
+
+import os
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import jax
+from jax.extend.core import Jaxpr, Literal, Var
+
+from distributary.devices import REPLICA_AXIS
+from distributary.errors import ContextError, UnsupportedError
+from distributary.tracing._control_flow import known_through
+from distributary.tracing._jaxprs import (
+    AnyJaxpr,
+    Equation,
+    interpret_with,
+    sub_jaxprs,
+    user_frame,
+    walk,
+)
+
+# Collectives whose result is the same on every replica, and those whose result is not.
+_UNIFYING = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "push"})
+_SCATTERING = frozenset({"reduce_scatter", "all_to_all", "ppermute", "ragged_all_to_all"})
+_OF_DEVICES = frozenset({"axis_index", "start_of_sum"})
+# Results that come from outside of the program can differ from device to device: from functions of
+# the host, a device's memory and random numbers, kernels of others. References are here because a
+# value goes through one without an equation between the two; copies between devices go through
+# those of a kernel.
+OUTSIDE = frozenset(
+    {
+        *("io_callback", "pure_callback", "buffer_callback", "ffi_call", "infeed", "rng_uniform"),
+        *("empty", "empty_ref", "new_ref", "dma_start"),
+    }
+)
+# Effects that do not tell where the result of an equation comes from.
+_KNOWN_EFFECTS = frozenset(
+    {
+        *("NamedAxisEffect", "ReadEffect", "WriteEffect", "AccumEffect"),
+        *("DebugEffect", "OrderedDebugEffect", "NoDCEEffect", "InternalMutableArrayEffect"),
+        # Inside of kernels.
+        *("MemoryEffect", "_WGMMAPipelineEffect", "BarrierEffect", "SemaphoreEffect"),
+        *("DelayEffect", "TraceEffect", "MXUEffect"),
+    }
+)
+_LIBRARIES = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
+
+# One number per replica, equal for replicas that hold the same value: (0, 0, 1) if only the third
+# has another.
+Agreement: TypeAlias = tuple[int, ...]
+
+
+def is_collective(eqn: Equation) -> bool:
+    """Returns whether the replicas exchange values in an equation, not counting those it carries.
+
+    A reduction over an axis of `jax.vmap`, or over no axis at all, is no collective.
+    """
+    name = eqn.primitive.name
+    return name == "push" or (
+        (name in _UNIFYING or name in _SCATTERING) and _names_replicas(eqn.params)
+    )
+
+
+def has_collective(eqn: Equation) -> bool:
+    """Returns whether the replicas exchange values in an equation or in those it carries."""
+    return any(is_collective(inner) for inner in walk([eqn]))
+
+
+def is_of_devices(eqn: Equation) -> bool:
+    """Returns whether replicas meet in an equation, or are told apart by it."""
+    return any(is_collective(inner) or inner.primitive.name in _OF_DEVICES for inner in walk([eqn]))
+
+
+def check_collectives(jaxpr: Jaxpr) -> None:
+    """Refuses collectives whose results this module does not know.
+
+    Raises:
+        UnsupportedError: for an equation over the replica axis that is not a known collective.
+    """
+    for eqn in walk(jaxpr.eqns):
+        _refuse_unknown(eqn)
+
+
+def _refuse_unknown(eqn: Equation) -> None:
+    name = eqn.primitive.name
+    if is_collective(eqn) or name in _OF_DEVICES:
+        return
+    if _names_replicas(eqn.params) or _has_effect_on_replicas(eqn):
+        frame = user_frame(eqn, _LIBRARIES)
+        where = "unknown location" if frame is None else f"{frame.file_name}:{frame.line_num}"
+        raise UnsupportedError(
+            f"The collective {name!r} at {where} is none of those whose result"
+            " distributary can tell to be the same on every replica or not, so the copies of a"
+            " mirrored variable could drift apart. Use get_replica_context().all_reduce or"
+            " all_gather, or jax.lax.psum, pmax, pmin, all_gather, psum_scatter, all_to_all,"
+            " ppermute or pbroadcast."
+        )
+
+
+def _names_replicas(params: Mapping[str, Any]) -> bool:
+    return any(
+        key.startswith(("axes", "axis")) and REPLICA_AXIS in _as_tuple(value)
+        for key, value in params.items()
+    )
+
+
+def _has_effect_on_replicas(eqn: Equation) -> bool:
+    """Returns whether an equation by itself has the replica axis among its effects."""
+    named = any(getattr(effect, "name", None) == REPLICA_AXIS for effect in eqn.effects)
+    return named and not any(True for _ in sub_jaxprs(eqn))
+
+
+def _as_tuple(value: object) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else (value,)
+
+
+def is_sum_of_replicas(eqn: Equation) -> bool:
+    """Returns whether an equation sums over all replicas."""
+    return (
+        eqn.primitive.name == "psum"
+        and eqn.params["axes"] == (REPLICA_AXIS,)
+        and eqn.params["axis_index_groups"] is None
+    )
+
+
+def varying_outputs(jaxpr: Jaxpr, varying_inputs: Sequence[bool], num_replicas: int) -> list[bool]:
+    """Returns for every output of `jaxpr` whether it can differ between replicas.
+
+    Args:
+        jaxpr: Program of one replica, without markers.
+        varying_inputs: For every constant and then every input of the jaxpr, whether it can differ
+            between replicas.
+        num_replicas: Number of replicas.
+
+    Raises:
+        ContextError: if a collective runs in a branch or loop that some replicas may take and
+            others not; such a program would wait forever.
+        UnsupportedError: for collectives whose results are not known to agree or to differ.
+    """
+    varying = varying_variables(jaxpr, varying_inputs, num_replicas)
+    return [not isinstance(v, Literal) and v in varying for v in jaxpr.outvars]
+
+
+def varying_variables(
+    jaxpr: Jaxpr, varying_inputs: Sequence[bool], num_replicas: int
+) -> frozenset[Var]:
+    """Returns the varying variables of `jaxpr`, not of nested ones; see `varying_outputs`."""
+    analysis = _Analysis(num_replicas)
+    inputs = [analysis.distinct if varying else analysis.same for varying in varying_inputs]
+    _, env = analysis.jaxpr(jaxpr, inputs)
+    return frozenset(v for v, agreement in env.items() if agreement != analysis.same)
+
+
+@final
+class _Analysis:
+    def __init__(self, num_replicas: int) -> None:
+        self.same: Agreement = (0,) * num_replicas
+        self.distinct: Agreement = tuple(range(num_replicas))
+
+    def jaxpr(
+        self, jaxpr: AnyJaxpr, inputs: Sequence[Agreement]
+    ) -> tuple[list[Agreement], dict[Var, Agreement]]:
+        """Returns the agreement on the outputs, and on all variables."""
+        return interpret_with(jaxpr, inputs, lambda constant: self.same, self._equation)
+
+    def _equation(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
+        name = eqn.primitive.name
+        num_outs = len(eqn.outvars)
+        if name in _UNIFYING and is_collective(eqn):
+            groups = eqn.params.get("axis_index_groups")
+            return [self._over_groups(self._all(operands), groups)] * num_outs
+        through = known_through(
+            eqn, operands, lambda jaxpr, own: self.jaxpr(jaxpr, own)[0], self._all, self._decides
+        )
+        if through is not None:
+            return through
+        differs = False
+        for inner in walk([eqn]):
+            _refuse_unknown(inner)
+            differs = differs or _is_source(inner)
+        return [self.distinct if differs else self._all(operands)] * num_outs
+
+    def _all(self, values: Sequence[Agreement]) -> Agreement:
+        """Returns the agreement on a result: replicas agree if they agree on every operand."""
+        different = {value for value in values if value != self.same}
+        if len(different) <= 1:
+            return next(iter(different), self.same)
+        return _numbered(zip(*different, strict=True))
+
+    def _over_groups(self, value: Agreement, groups: Sequence[Sequence[int]] | None) -> Agreement:
+        """Returns the agreement on a reduction or gather in each group of replicas."""
+        if groups is None:
+            return self.same
+        combined = {i: tuple(value[j] for j in group) for group in groups for i in group}
+        return _numbered(combined[i] for i in range(len(value)))
+
+    def _decides(self, eqn: Equation, value: Agreement) -> None:
+        if value != self.same:
+            refuse_collectives(eqn)
+
+
+def _numbered(values: Iterable[Hashable]) -> Agreement:
+    """Returns equal numbers for equal values, counted in order of appearance."""
+    numbers: dict[Hashable, int] = {}
+    return tuple([numbers.setdefault(value, len(numbers)) for value in values])
+
+
+def _is_source(eqn: Equation) -> bool:
+    """Returns whether an equation gives replicas different values whatever its operands."""
+    name = eqn.primitive.name
+    if name in _OF_DEVICES or name in OUTSIDE or (name in _SCATTERING and is_collective(eqn)):
+        return True
+    return any(type(effect).__name__ not in _KNOWN_EFFECTS for effect in eqn.effects)
+
+
+def refuse_collectives(eqn: Equation) -> None:
+    """Refuses collectives in a `while` or `cond` that replicas decide differently."""
+    is_loop = eqn.primitive.name == "while"
+    what = "condition of jax.lax.while_loop" if is_loop else "predicate of jax.lax.cond or switch"
+    for sub in sub_jaxprs(eqn):
+        for inner in walk(sub.eqns):
+            _refuse_unknown(inner)
+            if is_collective(inner):
+                raise ContextError(
+                    f"A collective ({inner.primitive.name}, from all_reduce, all_gather,"
+                    " merge_call or an assignment with an aggregation) runs inside control flow"
+                    f" where the {what} can differ between replicas: the replicas that skip it"
+                    " would leave the others waiting forever. Make the decision the same on every"
+                    " replica (all_reduce it first), or move the collective out of the control"
+                    " flow and select its input with jnp.where."
+                )

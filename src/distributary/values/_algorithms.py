@@ -1,0 +1,251 @@
+"""Ways to sum arrays over the replica axis inside a replica program.
+
+Each takes this replica's arrays and returns their sums over all replicas. They compile to different
+collectives, with the same result.
+"""
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+
+from distributary.devices import REPLICA_AXIS, Nest
+from distributary.tracing import current_scope
+
+Sum: TypeAlias = Callable[[list[jax.Array]], list[jax.Array]]
+# The numbers of the arrays that travel together.
+Packs: TypeAlias = list[list[int]]
+# Groups of replica ids; every replica is in exactly one.
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+# Elements of a float32 vector that a TPU keeps together.
+_TILE = 1024
+
+
+def all_reduce(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Sums each array by an all-reduce of its own, where it is ready.
+
+    XLA combines them: CPUs to one collective, GPUs and TPUs up to a threshold.
+    """
+    return list(lax.psum(arrays, REPLICA_AXIS))
+
+
+def all_reduce_of_vectors(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Sums arrays in one all-reduce with one vector per dtype.
+
+    gloo pays for every array of a collective.
+    """
+    return _as_vectors(arrays, all_reduce)
+
+
+def _as_vectors(arrays: list[jax.Array], sum_vectors: Sum) -> list[jax.Array]:
+    """Sums `arrays`, which travel as one vector per dtype."""
+    of_dtype: dict[Any, list[int]] = {}
+    # The largest array comes first. XLA:CPU pads the first one to the length of the vector, and
+    # fuses the padding with the computation of the array. If that is a short sum, as for a bias, it
+    # is computed for every element of the vector.
+    for i in sorted(range(len(arrays)), key=lambda i: -arrays[i].size):
+        of_dtype.setdefault(arrays[i].dtype, []).append(i)
+    vectors = [_as_vector([arrays[i] for i in indices]) for indices in of_dtype.values()]
+    results: dict[int, jax.Array] = {}
+    for indices, vector in zip(of_dtype.values(), sum_vectors(vectors), strict=True):
+        start = 0
+        for i in indices:
+            part = lax.slice(vector, (start,), (start + arrays[i].size,))
+            results[i] = part.reshape(arrays[i].shape)
+            start += arrays[i].size
+    return [results[i] for i in range(len(arrays))]
+
+
+def _as_vector(arrays: list[jax.Array]) -> jax.Array:
+    if len(arrays) == 1:
+        return arrays[0].reshape(-1)
+    # No concatenation: XLA:CPU fuses the computation of the gradients into it, which is then 100
+    # times slower.
+    vector = jnp.zeros(sum(array.size for array in arrays), arrays[0].dtype)
+    start = 0
+    for array in arrays:
+        vector = lax.dynamic_update_slice(vector, array.reshape(-1), (start,))
+        start += array.size
+    return vector
+
+
+def two_level(groups: Groups) -> Sum:
+    """Sums by reduce-scatter inside groups, all-reduce across them, all-gather inside.
+
+    The groups have equal size. Two groups exchange as much data as if each were one replica. There
+    is one vector per dtype.
+    """
+    inside = [list(group) for group in groups]
+    across = [list(members) for members in zip(*groups, strict=True)]
+
+    def one(vector: jax.Array) -> jax.Array:
+        # Libtpu scatters and gathers only whole tiles; for other sizes it all-reduces twice.
+        whole_tiles = _TILE * len(inside[0])
+        multiple = whole_tiles if vector.size >= whole_tiles else len(inside[0])
+        padded = jnp.pad(vector, (0, -vector.size % multiple))
+        part = lax.psum_scatter(padded, REPLICA_AXIS, axis_index_groups=inside, tiled=True)
+        part = lax.psum(part, REPLICA_AXIS, axis_index_groups=across)
+        whole = lax.all_gather(part, REPLICA_AXIS, axis_index_groups=inside, tiled=True)
+        return whole[: vector.size]
+
+    return lambda arrays: _as_vectors(arrays, lambda vectors: [one(v) for v in vectors])
+
+
+def neighbors(num_replicas: int) -> Groups:
+    """Returns about as many groups of neighbors as each has members; () for a prime number."""
+    sizes = [size for size in range(2, num_replicas) if num_replicas % size == 0]
+    if not sizes:
+        return ()
+    size = min(sizes, key=lambda size: (abs(size - math.sqrt(num_replicas)), -size))
+    return tuple(tuple(range(start, start + size)) for start in range(0, num_replicas, size))
+
+
+def ring(num_replicas: int) -> Sum:
+    """Sums by reduce-scatter, then all-gather: the two halves of a ring all-reduce."""
+
+    def one(array: jax.Array) -> jax.Array:
+        if array.size < num_replicas:
+            return lax.psum(array, REPLICA_AXIS)
+        padding = -array.size % num_replicas
+        flat = jnp.pad(array.reshape(-1), (0, padding))
+        part = lax.psum_scatter(flat, REPLICA_AXIS, tiled=True)
+        whole = lax.all_gather(part, REPLICA_AXIS, tiled=True)
+        return whole[: array.size].reshape(array.shape)
+
+    return lambda arrays: [one(array) for array in arrays]
+
+
+def gather_and_add(accumulate: Callable[[list[jax.Array]], jax.Array] | None = None) -> Sum:
+    """Sums by all-gather; every replica adds in replica order, so all get the same bits."""
+
+    def one(array: jax.Array) -> jax.Array:
+        return add_rows(lax.all_gather(array, REPLICA_AXIS), accumulate)
+
+    return lambda arrays: [one(array) for array in arrays]
+
+
+def add_rows(
+    rows: jax.Array, accumulate: Callable[[list[jax.Array]], jax.Array] | None = None
+) -> jax.Array:
+    """Returns the sum of `[replica, *shape]` over the replicas, in replica order."""
+    parts = [rows[i] for i in range(rows.shape[0])]
+    return functools.reduce(operator.add, parts) if accumulate is None else accumulate(parts)
+
+
+def in_packs(sum_pack: Sum, packs_of: Callable[[Sequence[jax.Array]], Packs]) -> Sum:
+    """Sums packs of arrays one after the other, each by a collective of its own."""
+
+    def run(arrays: list[jax.Array]) -> list[jax.Array]:
+        results: dict[int, jax.Array] = {}
+        previous: list[jax.Array] = []
+        for pack in packs_of(arrays):
+            operands = [arrays[i] for i in pack]
+            if previous and previous[0].size:
+                # A dependency, because XLA merges collectives that do not depend on each other.
+                zero = _zero_depending_on(previous[0])
+                operands = [operand + zero.astype(operand.dtype) for operand in operands]
+            previous = sum_pack(operands)
+            for i, result in zip(pack, previous, strict=True):
+                results[i] = result
+        return [results[i] for i in range(len(arrays))]
+
+    return run
+
+
+def _zero_depending_on(array: jax.Array) -> jax.Array:
+    """Returns zero for any bits of `array`, hidden from XLA, which would remove a barrier."""
+    element = lax.stop_gradient(array).reshape(-1)[0]
+    if jnp.issubdtype(element.dtype, jnp.complexfloating):
+        element = element.real
+    bits = lax.bitcast_convert_type(element, f"uint{element.dtype.itemsize * 8}")
+    last = jnp.asarray(element.dtype.itemsize * 8 - 1, bits.dtype)
+    sign = lax.shift_right_logical(bits, last)
+    return lax.shift_right_logical(sign, jnp.ones((), bits.dtype))
+
+
+def packs_by_count(num_packs: int) -> Callable[[Sequence[jax.Array]], Packs]:
+    """Divides arrays into `num_packs` equal packs, the last with the rest; 0: one pack each.
+
+    The last pack comes first, because the last gradients are ready first and packs wait for each
+    other.
+    """
+
+    def packs(arrays: Sequence[jax.Array]) -> Packs:
+        count = len(arrays) if num_packs == 0 else min(num_packs, len(arrays))
+        size = len(arrays) // max(count, 1)
+        starts = [i * size for i in range(count)] + [len(arrays)]
+        return [list(range(a, b)) for a, b in itertools.pairwise(starts)][::-1]
+
+    return packs
+
+
+def packs_by_bytes(bytes_per_pack: int) -> Callable[[Sequence[jax.Array]], Packs]:
+    """Divides arrays into packs of consecutive ones; a pack is full once it holds `bytes_per_pack`.
+
+    The order is reversed, as in tf.distribute, because the last gradients are ready first.
+    """
+
+    def packs(arrays: Sequence[jax.Array]) -> Packs:
+        result: Packs = []
+        size = bytes_per_pack
+        for i in reversed(range(len(arrays))):
+            if size >= bytes_per_pack:
+                result.append([])
+                size = 0
+            result[-1].append(i)
+            size += arrays[i].size * arrays[i].dtype.itemsize
+        return result
+
+    return packs
+
+
+def over_replicas(
+    function: Callable[[list[Nest]], list[Nest]], mesh: Mesh | AbstractMesh | None
+) -> Callable[[list[Nest]], list[Nest]]:
+    """Returns a function of all replicas, given one that combines nests of one replica.
+
+    It takes nests of arrays `[replica, *shape]`, on a mesh or, without one, on one device.
+    """
+    if mesh is None:
+        of_each = jax.vmap(function, axis_name=REPLICA_AXIS)
+        return lambda stacked: _first(of_each(stacked))
+    return jax.shard_map(
+        lambda own: function(_first(own)),
+        mesh=mesh,
+        in_specs=P(REPLICA_AXIS),
+        out_specs=P(),
+        check_vma=False,
+    )
+
+
+def _first(stacked: list[Nest]) -> list[Nest]:
+    return jax.tree.map(lambda rows: rows[0], stacked)
+
+
+def all_gather(array: jax.Array, axis: int, num_replicas: int) -> jax.Array:
+    """Concatenates the replicas' arrays along `axis`, on every replica."""
+    if num_replicas == 1:
+        return array
+    scope = current_scope()
+    if scope is None or scope.uneven is None:
+        if array.shape[axis] == 0:
+            # There is nothing to gather, and XLA refuses to.
+            return jnp.concatenate([array] * num_replicas, axis)
+        return lax.all_gather(array, REPLICA_AXIS, axis=axis, tiled=True)
+    # The parts of an uneven batch differ in length: each replica puts its own into zeros, and these
+    # are summed.
+    sizes = scope.uneven.sizes(array.shape[axis])
+    starts = jnp.asarray([sum(sizes[:i]) for i in range(num_replicas)], jnp.int32)
+    shape = (*array.shape[:axis], sum(sizes), *array.shape[axis + 1 :])
+    dtype = jnp.int8 if array.dtype == jnp.bool_ else array.dtype
+    placed = lax.dynamic_update_slice_in_dim(
+        jnp.zeros(shape, dtype), array.astype(dtype), starts[scope.replica_id()], axis
+    )
+    return lax.psum(placed, REPLICA_AXIS).astype(array.dtype)

@@ -1,0 +1,104 @@
+"""Conversion of the values that variables get, and operations that combine them with the old."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from distributary.values._distributed import Array, ArrayInput, PerReplica
+from distributary.values._indexed_slices import IndexedSlices
+from distributary.values._layout import array_of
+from distributary.values._operators import ArrayOperators
+
+# The operand of an assignment or of a scatter method.
+Change: TypeAlias = jax.Array | IndexedSlices
+# For each method, a function from `array.at[ids]` and the rows to the new array.
+SCATTER: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
+    "scatter_add": lambda at, rows: at.add(rows, mode="drop"),
+    "scatter_sub": lambda at, rows: at.add(-rows, mode="drop"),
+    "scatter_mul": lambda at, rows: at.multiply(rows, mode="drop"),
+    "scatter_div": lambda at, rows: _divide_rows(at, rows),
+    "scatter_min": lambda at, rows: at.min(rows, mode="drop"),
+    "scatter_max": lambda at, rows: at.max(rows, mode="drop"),
+    "scatter_update": lambda at, rows: at.set(rows, mode="drop"),
+}
+# Not defined for rows that are summed or averaged over replicas.
+NOT_LINEAR = ("scatter_min", "scatter_max", "scatter_update")
+
+
+def combine(kind: str, current: Any, value: Change) -> Any:
+    """Returns the new value after `assign`, `assign_add`, `assign_sub` or a scatter method."""
+    if isinstance(value, IndexedSlices):
+        return SCATTER[kind](current.at[value.indices], value.values)
+    if kind == "assign":
+        return value
+    return current + value if kind == "assign_add" else current - value
+
+
+def _divide_rows(at: Any, rows: jax.Array) -> jax.Array:
+    divisors = jnp.ones_like(at.array).at[at.index].multiply(rows, mode="drop")
+    # Not `/`: integers are divided as integers, rounded towards zero.
+    return jax.lax.div(at.array, divisors)
+
+
+def same_kind(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Returns whether dtype `source` fits `target` without losing a fraction or imaginary part."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+    def rank(dtype: np.dtype[Any]) -> int:
+        return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), 4)
+
+    return source == target or rank(source) <= rank(target) < 4
+
+
+def initial_array(initial_value: ArrayInput | Callable[[], ArrayInput] | None, what: str) -> Array:
+    """Returns the initial value of a variable as an array.
+
+    Raises:
+        InvalidValueError: if it is missing or traced.
+        InvalidTypeError: if it is not an array of numbers.
+    """
+    if initial_value is None:
+        raise InvalidValueError(
+            f"{what}: initial_value is missing. Pass an array, a number or a function that gives"
+            " one."
+        )
+    value = initial_value() if callable(initial_value) else initial_value
+    if isinstance(value, ArrayOperators):
+        value = value.__jax_array__()
+    if isinstance(value, PerReplica):
+        raise InvalidTypeError(
+            f"{what}: initial_value is a PerReplica. Variables start with one value on all"
+            " replicas; take strategy.reduce(...) or one of its components."
+        )
+    if isinstance(value, jax.core.Tracer):
+        raise InvalidValueError(
+            f"{what}: initial_value is computed by the traced function {shown(value)}. Create the"
+            " variable outside of Strategy.run, or give a function: initial_value=lambda:"
+            " jnp.zeros(...)."
+        )
+    return array_of(value, what)
+
+
+def check_has_value(what: str, value: Array | IndexedSlices) -> None:
+    """Checks that no eager `jax.grad` or `jax.vmap` traces a value that a variable would keep.
+
+    Raises:
+        UnsupportedError: if the value, or a part of it, is a tracer.
+    """
+    if any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(value)):
+        raise UnsupportedError(
+            f"{what} got a value traced by jax.grad, jax.vmap or another transformation. Return it"
+            " from the transformed function and assign it afterwards."
+        )
+
+
+def check_member(what: str, field: str, value: object, kind: type) -> None:
+    """Checks that a value is a member of the enumeration `kind`."""
+    if not isinstance(value, kind):
+        raise InvalidValueError(
+            f"{what}: {field} is {shown(value)}, expected a member of distributary.{kind.__name__}."
+        )

@@ -1,0 +1,498 @@
+"""Reduction algorithms that you can choose for a strategy."""
+
+import abc
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from distributary.devices import (
+    REPLICA_AXIS,
+    Nest,
+    dispatcher_for,
+    host_groups,
+    num_logical_devices,
+)
+from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError, shown
+from distributary.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from distributary.tracing import current_scope
+from distributary.values import _algorithms as algorithms
+from distributary.values._destinations import at_device, check_destinations, only_device
+from distributary.values._distributed import Mirrored, PerReplica, stack_components
+from distributary.values._indexed_slices import IndexedSlices
+from distributary.values._reduce_op import as_reduce_op, check_reducible, reduce_arrays
+
+
+class CrossDeviceOps(abc.ABC):
+    """Base class of the algorithms that combine values of the replicas.
+
+    Subclasses implement `reduce_implementation` and may override `batch_reduce_implementation`
+    and `broadcast_implementation`. These run inside the compiled step. There `per_replica_value`
+    stands for the value of every replica, and its `values` are the components of all replicas (an
+    all-gather). You may use `jax.lax` collectives over the axis `"replica"` on
+    `per_replica_value.payload`, which is this replica's component.
+
+    Source: `tf.distribute.CrossDeviceOps`.
+    """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Nest,
+        destinations: object,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combines one value.
+
+        Args:
+            reduce_op: `ReduceOp` or its name.
+            per_replica_value: `PerReplica` whose components agree in shape and dtype; any other
+                value counts as the only component.
+            destinations: Destination of the result: a device, value or variable; not None.
+            options: Communication options.
+
+        Returns:
+            `Mirrored` with the result: a copy on every replica's device, or the only one on the
+            device that `destinations` names.
+
+        Raises:
+            DeviceError: if `destinations` names a device that this process does not have.
+        """
+        return self.batch_reduce(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Nest, object]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Combines several values, in one collective if possible; see `reduce`."""
+        op = as_reduce_op(reduce_op, "CrossDeviceOps.batch_reduce")
+        pairs = _checked(value_destination_pairs)
+        options = options or CommunicationOptions()
+        values = [value for value, _ in pairs]
+        if not values:
+            return []
+        if len({(_mesh_of(value), value.num_replicas) for value in values}) > 1:
+            return [self.reduce(op, value, destinations, options) for value, destinations in pairs]
+        if values[0].num_replicas == 1:
+            results = [Mirrored(value.values[0]) for value in values]
+        elif all(value.form == "local" for value in values):
+            return self.batch_reduce_implementation(op, pairs, options)
+        else:
+            results = self._reduce_outside(op, values, options)
+        devices = [only_device(destinations) for _, destinations in pairs]
+        return [
+            result if device is None else Mirrored(at_device(result.value(), device))
+            for result, device in zip(results, devices, strict=True)
+        ]
+
+    def broadcast(self, tensor: Nest, destinations: object) -> Mirrored:
+        """Copies one value to all `destinations`."""
+        check_destinations(destinations)
+        return self.broadcast_implementation(tensor, destinations)
+
+    @abc.abstractmethod
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: object,
+        options: CommunicationOptions,
+    ) -> Any:
+        """Combines one value inside a compiled step; returns an array or `Mirrored`."""
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, object]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Combines several values inside a compiled step, one by one unless overridden."""
+        return [
+            self.reduce_implementation(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
+    def broadcast_implementation(self, tensor: Nest, destinations: object) -> Mirrored:
+        """Copies one value to all `destinations`."""
+        device = only_device(destinations)
+        if device is not None:
+            return Mirrored(at_device(tensor, device))
+        return Mirrored(tensor, len(getattr(destinations, "values", (None,))))
+
+    def for_devices(self, devices: Sequence[jax.Device]) -> "CrossDeviceOps":
+        """Returns this algorithm for replicas on `devices`; for strategies."""
+        return self
+
+    def describe(
+        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
+    ) -> str:
+        """Returns a phrase that tells people which collective runs.
+
+        Args:
+            platform: Platform of the devices.
+            num_workers: Number of processes.
+            options: Communication options.
+        """
+        return f"{type(self).__name__} on {platform}"
+
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[jax.Array | IndexedSlices],
+        num_replicas: int,
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Combines arrays and `IndexedSlices` inside a compiled step; for strategies."""
+        if num_replicas == 1:
+            return [_alone(op, leaf) for leaf in leaves]
+        dense = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, IndexedSlices)]
+        pairs = [(PerReplica.from_local(leaves[i], num_replicas),) * 2 for i in dense]
+        reduced = self.batch_reduce_implementation(op, pairs, options) if pairs else []
+        results = dict(zip(dense, reduced, strict=True))
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, IndexedSlices):
+                results[i] = _reduce_slices(op, leaf, num_replicas)
+            elif isinstance(results[i], Mirrored):
+                results[i] = results[i].value()
+        return [results[i] for i in range(len(leaves))]
+
+    def _reduce_outside(
+        self, op: ReduceOp, values: list[PerReplica], options: CommunicationOptions
+    ) -> list[Mirrored]:
+        """Combines values outside of a compiled step, in a program of its own."""
+        num_replicas = values[0].num_replicas
+        results: dict[int, Any] = {}
+        stacked: dict[int, Any] = {}
+        for i, value in enumerate(values):
+            if isinstance(value.values[0], IndexedSlices):
+                results[i] = _concatenate_slices(op, value.values)
+                continue
+            rows = value if value.form == "stacked" else stack_components(value)
+            if rows is None:
+                raise ReplicaMismatchError(
+                    "CrossDeviceOps.reduce: the components have shapes"
+                    f" {[getattr(v, 'shape', v) for v in value.values]}; all replicas must agree."
+                    " Reduce each replica's value to one shape first."
+                )
+            stacked[i] = check_reducible(rows.payload, "CrossDeviceOps.reduce")
+        if stacked:
+            mesh = _mesh_of(values[0])
+            devices = () if mesh is None else tuple(mesh.devices.flat)
+            if mesh is None:
+                program = lambda rows: self._reduce_rows(op, rows, options)
+            else:
+                # The first device of every replica, if replicas have several logical devices.
+                ops = self.for_devices(devices[:: num_logical_devices(mesh)])
+                program = algorithms.over_replicas(
+                    lambda own: ops.all_reduce(op, own, num_replicas, options), mesh
+                )
+            reduced = dispatcher_for(devices).run(
+                lambda: jax.jit(program)(list(stacked.values())), lambda arrays: arrays[0]
+            )
+            results.update(zip(stacked, reduced, strict=True))
+        return [Mirrored(results[i], num_replicas) for i in range(len(values))]
+
+    def _reduce_rows(
+        self, op: ReduceOp, rows: list[jax.Array], options: CommunicationOptions
+    ) -> list[jax.Array]:
+        """Combines arrays `[replica, *shape]` that lie on one device."""
+        num_replicas = rows[0].shape[0]
+        return algorithms.over_replicas(
+            lambda own: self.all_reduce(op, own, num_replicas, options), None
+        )(rows)
+
+
+def _components_of(value: Nest) -> PerReplica:
+    if isinstance(value, PerReplica):
+        return value
+    return PerReplica((value.value() if isinstance(value, Mirrored) else value,))
+
+
+def _mesh_of(value: PerReplica) -> Mesh | None:
+    """Returns the mesh on which the components are; None if they are elsewhere."""
+    leaves = jax.tree.leaves(value.payload) if value.form == "stacked" else []
+    sharding = getattr(leaves[0], "sharding", None) if leaves else None
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(mesh, Mesh) and mesh.shape.get(REPLICA_AXIS) == value.num_replicas:
+        return mesh
+    return None
+
+
+def _concatenate_slices(op: ReduceOp, parts: Sequence[IndexedSlices]) -> IndexedSlices:
+    """Returns the rows of all replicas, on the host."""
+    rows = np.concatenate([np.asarray(part.values) for part in parts])
+    return IndexedSlices(
+        jnp.asarray(rows / len(parts) if op is ReduceOp.MEAN else rows, rows.dtype),
+        jnp.asarray(np.concatenate([np.asarray(part.indices) for part in parts])),
+        parts[0].dense_shape,
+    )
+
+
+def _checked(pairs: object) -> list[tuple[PerReplica, object]]:
+    """Returns pairs of a value and its destinations."""
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
+    ):
+        raise InvalidTypeError(
+            f"batch_reduce: value_destination_pairs is {pairs!r}, expected a list of (value,"
+            " destinations) pairs."
+        )
+    for _, destinations in pairs:
+        check_destinations(destinations)
+    return [(_components_of(value), destinations) for value, destinations in pairs]
+
+
+def _alone(op: ReduceOp, leaf: jax.Array | IndexedSlices) -> jax.Array | IndexedSlices:
+    if isinstance(leaf, IndexedSlices):
+        return leaf
+    return reduce_arrays(op, [leaf], 1, lambda parts: parts)[0]
+
+
+def _reduce_slices(op: ReduceOp, slices: IndexedSlices, num_replicas: int) -> IndexedSlices:
+    values = slices.values / num_replicas if op is ReduceOp.MEAN else slices.values
+    return IndexedSlices(
+        algorithms.all_gather(values, 0, num_replicas),
+        algorithms.all_gather(slices.indices, 0, num_replicas),
+        slices.dense_shape,
+    )
+
+
+class _Summing(CrossDeviceOps):
+    """Base class of algorithms that sum arrays over the replicas."""
+
+    # The replicas of every host, if there are several hosts with several replicas each.
+    _hosts: algorithms.Groups = ()
+    # Whether these hosts are slices of TPUs.
+    _are_slices = False
+    # Text of `describe`.
+    _pattern = "{collectives} over {transport}, {packs}"
+    # Name of its collectives without options, for people.
+    _without_options = "XLA all-reduce"
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
+            raise InvalidValueError(
+                f"{type(self).__name__}: num_packs is {num_packs!r}, expected an int >= 0; 1 sends"
+                " all gradients in one collective, 0 each in its own."
+            )
+        #: Number of packs of arrays, each a collective of its own; 0 for one pack per array.
+        self.num_packs = num_packs
+
+    def for_devices(self, devices: Sequence[jax.Device]) -> CrossDeviceOps:
+        hosts = host_groups(devices)
+        if hosts == self._hosts:
+            return self
+        bound = copy.copy(self)
+        bound._hosts = hosts
+        bound._are_slices = bool(hosts) and devices[0].platform == "tpu"
+        return bound
+
+    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
+        """Returns the way to sum over this many replicas."""
+        if options.implementation is CommunicationImplementation.RING:
+            add = algorithms.ring(num_replicas)
+        elif groups := self._levels(options):
+            add = algorithms.two_level(groups)
+        else:
+            add = self._collective(num_replicas)
+        if options.bytes_per_pack:
+            return algorithms.in_packs(add, algorithms.packs_by_bytes(options.bytes_per_pack))
+        if self.num_packs == 1:
+            return add
+        return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
+
+    @abc.abstractmethod
+    def _collective(self, num_replicas: int) -> algorithms.Sum:
+        """Returns the way to sum unless options choose another."""
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: object,
+        options: CommunicationOptions,
+    ) -> Any:
+        pairs = [(per_replica_value, destinations)]
+        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, object]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        num_replicas = value_destination_pairs[0][0].num_replicas
+        arrays = [
+            check_reducible(value.payload, "all_reduce") for value, _ in value_destination_pairs
+        ]
+        scope = current_scope()
+        # An uneven batch joins collectives by hand, so the algorithm would change nothing.
+        uneven = scope is not None and scope.uneven is not None
+        add = algorithms.all_reduce if uneven else self._sum(num_replicas, options)
+        return reduce_arrays(reduce_op, arrays, num_replicas, add)
+
+    def _reduce_rows(
+        self, op: ReduceOp, rows: list[jax.Array], options: CommunicationOptions
+    ) -> list[jax.Array]:
+        return reduce_arrays(
+            op, rows, rows[0].shape[0], lambda parts: [self._add_rows(part) for part in parts]
+        )
+
+    def _add_rows(self, rows: jax.Array) -> jax.Array:
+        return algorithms.add_rows(rows)
+
+    def _levels(self, options: CommunicationOptions) -> algorithms.Groups:
+        """Returns the groups that reduce first among themselves; () if there are none."""
+        chosen = self._are_slices if options.hierarchical is None else options.hierarchical
+        return self._hosts if chosen else ()
+
+    def describe(
+        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
+    ) -> str:
+        return self._pattern.format(
+            collectives=self._collectives(options or CommunicationOptions()),
+            platform=platform,
+            transport={"gpu": "NCCL", "cuda": "NCCL", "rocm": "RCCL", "tpu": "ICI"}.get(
+                platform, "shared memory" if num_workers == 1 else "gloo"
+            ),
+            packs={0: "one per tensor", 1: "one per dtype"}.get(
+                self.num_packs, f"{self.num_packs} packs"
+            ),
+        )
+
+    def _collectives(self, options: CommunicationOptions) -> str:
+        if options.implementation is CommunicationImplementation.RING:
+            return "XLA reduce-scatter and all-gather"
+        if groups := self._levels(options):
+            return (
+                f"XLA reduce-scatter in groups of {len(groups[0])}, all-reduce across them and"
+                " all-gather"
+            )
+        return self._without_options
+
+
+@final
+class NcclAllReduce(_Summing):
+    """An XLA all-reduce of each gradient, where it is ready; XLA combines them.
+
+    On NVIDIA GPUs, NCCL carries them out.
+    The default of `MirroredStrategy`. It works on every device; only the transport differs.
+
+    Args:
+        num_packs: Number of collectives the gradients are divided into; 0 gives each its own.
+
+    Source: `tf.distribute.NcclAllReduce`.
+    """
+
+    def _collective(self, num_replicas: int) -> algorithms.Sum:
+        return algorithms.all_reduce
+
+
+@final
+class CollectiveAllReduce(_Summing):
+    """One XLA all-reduce of one vector per dtype, which gloo carries out between processes.
+
+    The default of `MultiWorkerMirroredStrategy` on CPUs. Some vectors are exchanged whole instead:
+    all of them between two replicas, and those up to 512 KiB with more. Replicas swap in pairs,
+    each adds both vectors, and all have the same bits.
+
+    Source: `CollectiveAllReduce` of `tf.distribute`.
+    """
+
+    _pattern = "{collectives} over gloo, one vector per dtype"
+    _without_options = "exchanges between pairs, or XLA all-reduce,"
+
+    def _collective(self, num_replicas: int) -> algorithms.Sum:
+        return algorithms.all_reduce_of_vectors
+
+
+@final
+class HierarchicalCopyAllReduce(_Summing):
+    """Reduce-scatter inside groups of replicas, all-reduce across the groups, all-gather inside.
+
+    With several hosts that have several replicas each, the groups are the hosts, or the slices of
+    TPUs. On one host they are neighbors: with four replicas, (0, 1) and (2, 3), and across them
+    (0, 2) and (1, 3). With a prime number of replicas there are no groups, and the algorithm is one
+    all-reduce.
+
+    Args:
+        num_packs: Number of packs the gradients are divided into; 0 gives each its own.
+
+    Source: `tf.distribute.HierarchicalCopyAllReduce`.
+    """
+
+    _pattern = "hierarchical XLA all-reduce, inside groups and across them, on {platform}"
+
+    def _collective(self, num_replicas: int) -> algorithms.Sum:
+        groups = self._hosts or algorithms.neighbors(num_replicas)
+        return algorithms.two_level(groups) if groups else algorithms.all_reduce
+
+
+@final
+class ReductionToOneDevice(_Summing):
+    """A sum in replica order: every device gathers all values and adds them itself.
+
+    All devices run one program, so there is no single reducing device. The numbers are those of a
+    reduction on one device followed by a broadcast, the same bit for bit on every replica, in one
+    collective instead of two. It needs memory for the values of all replicas.
+
+    Args:
+        reduce_to_device: Accepted for compatibility; there is no single reducing device.
+        accumulation_fn: From the list of the replicas' arrays to their sum; None adds them.
+
+    Source: `tf.distribute.ReductionToOneDevice`.
+    """
+
+    _pattern = "all-gather and addition in replica order on {platform}"
+
+    def __init__(
+        self,
+        reduce_to_device: object = None,
+        accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
+    ) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise InvalidTypeError(
+                f"ReductionToOneDevice: accumulation_fn is {shown(accumulation_fn)}, expected a"
+                " function from a list of arrays to their sum."
+            )
+        super().__init__()
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+
+    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
+        return self._collective(num_replicas)  # options have no effect: the order is the point
+
+    def _collective(self, num_replicas: int) -> algorithms.Sum:
+        return algorithms.gather_and_add(self.accumulation_fn)
+
+    def _add_rows(self, rows: jax.Array) -> jax.Array:
+        return algorithms.add_rows(rows, self.accumulation_fn)
+
+
+def default_cross_device_ops(platform: str, num_workers: int) -> CrossDeviceOps:
+    """Returns the algorithm of a strategy that was given none.
+
+    Args:
+        platform: Platform of the devices.
+        num_workers: Number of processes.
+    """
+    over_gloo = platform == "cpu" and num_workers > 1
+    return CollectiveAllReduce() if over_gloo else NcclAllReduce()
+
+
+def reduce_nest(
+    ops: CrossDeviceOps, op: ReduceOp, tree: Nest, num_replicas: int, options: CommunicationOptions
+) -> Nest:
+    """Combines all arrays of a nest together, inside a compiled step; None stays None."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, IndexedSlices))
+    arrays = [
+        leaf if isinstance(leaf, IndexedSlices) else check_reducible(leaf, "all_reduce")
+        for leaf in leaves
+    ]
+    return jax.tree.unflatten(structure, ops.all_reduce(op, arrays, num_replicas, options))

@@ -1,0 +1,175 @@
+"""The placement of variables on devices."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from distributary.devices import (
+    JobEvent,
+    in_device_memory,
+    in_host_memory,
+    job_programs,
+    local_copy,
+    own_copies,
+    put_replicated,
+    put_stacked,
+)
+from distributary.errors import InvalidTypeError, described, shown
+from distributary.tracing import describe_value, native
+from distributary.values._operators import ArrayOperators
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class VariableLayout:
+    """The layout in which a strategy stores its variables.
+
+    Args:
+        strategy: The strategy, which its variables keep alive.
+        num_replicas: Number of replicas.
+        mirrored: Whether variables are distributed values. False for strategies with one device.
+        replicated: Sharding of a value that all replicas share. The value is on all of their
+            devices, or on one device for all of them, possibly in host memory. None leaves it to
+            JAX.
+        stacked: Sharding of values `[replica, *shape]`, one row per replica.
+        first_replica: Number of the first replica of this process.
+        from_chief: Returns the chief's arrays on all workers. None with one worker.
+        kind: Class of the variables. None if they hold their values themselves.
+    """
+
+    strategy: Any
+    num_replicas: int
+    mirrored: bool
+    replicated: Any
+    stacked: Any
+    first_replica: int = 0
+    from_chief: Callable[[list[np.ndarray], str], list[np.ndarray]] | None = None
+    kind: Any = None
+
+    def initial(self, value: object, what: str) -> Any:
+        """Returns the initial value of a variable: with several workers, the chief's.
+
+        Args:
+            value: The value on this worker.
+            what: Description of the variable, with everything that must be the same on all workers.
+
+        Raises:
+            WorkerMismatchError: if the other workers create another variable.
+        """
+        if self.from_chief is None:
+            return value
+        host = np.asarray(local_copy(value))
+        return self.from_chief([host], f"the creation of {what}")[0]
+
+    def assigned(self, what: str, value: Any) -> None:
+        """Checks that all workers assign the same value to a variable outside of a program.
+
+        Args:
+            what: Description of the assignment, with the name of the variable.
+            value: The array or number that is assigned.
+
+        Raises:
+            WorkerMismatchError: if the other workers do something else, or assign another value.
+        """
+        if self.from_chief is not None:
+            job_programs.begin(JobEvent(what), (describe_value(value),))
+
+    def place(self, value: Any, dtype: Any, stacked: bool = False) -> jax.Array:
+        """Returns a copy of `value` on the strategy's devices that nobody else holds.
+
+        It must be a copy, because steps donate the buffers of the variables they write.
+        """
+        sharding = self.stacked if stacked else self.replicated
+        if sharding is not None and not sharding.is_fully_addressable:
+            # All processes pass the same value, and JAX must do the same with it on each.
+            host = np.array(local_copy(value), dtype=dtype)
+            if stacked:
+                return put_stacked(host, sharding, self.first_replica)
+            return put_replicated(host, sharding)
+        if isinstance(value, jax.Array):
+            if in_host_memory(sharding):
+                converted = jax.lax.convert_element_type(in_device_memory(value), dtype)
+                return jax.device_put(converted, sharding, may_alias=False)
+            placed = value if sharding is None else jax.device_put(value, sharding)
+            if placed.dtype == dtype and not placed.weak_type:
+                return own_copies([placed])[0]
+            return jax.lax.convert_element_type(placed, dtype)
+        host = np.array(value, dtype=dtype)
+        if sharding is None:
+            return jnp.array(host)
+        return jax.device_put(host, sharding)
+
+    def bring(self, value: Any, dtype: Any = None, stacked: bool = False) -> jax.Array:
+        """Returns `value` on the devices of the variables; not necessarily a copy."""
+        array = jnp.asarray(value, dtype)
+        if stacked:
+            sharding = NamedSharding(self.stacked.mesh, P())
+        else:
+            sharding = in_device_memory(self.replicated)
+            array = in_device_memory(array)
+        if sharding is None or array.sharding.device_set == sharding.device_set:
+            return array
+        return put_replicated(array, sharding)
+
+
+class _ThreadState(threading.local):
+    neighbor: Any = None
+
+
+_state = _ThreadState()
+
+
+@contextmanager
+def colocated_with(variable: object) -> Iterator[None]:
+    """Runs the block; variables created in it are placed beside `variable`, on the same server."""
+    before, _state.neighbor = _state.neighbor, variable
+    try:
+        yield
+    finally:
+        _state.neighbor = before
+
+
+def neighbor() -> Any:
+    """Returns the variable beside which new variables are placed, or None."""
+    return _state.neighbor
+
+
+def array_of(value: object, what: str) -> Any:
+    """Returns `value` as a NumPy or JAX array of a dtype that JAX can hold.
+
+    Raises:
+        InvalidTypeError: for strings, objects and anything else that is not made of numbers.
+    """
+    if isinstance(value, jax.Array):
+        if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            raise InvalidTypeError(
+                f"{what}: got an array of dtype {value.dtype}; expected numbers. For a random key,"
+                " keep jax.random.key_data(key), and get the key back with"
+                " jax.random.wrap_key_data."
+            )
+        return value
+    try:
+        if isinstance(value, (list, tuple)) and any(map(_is_traced, jax.tree.leaves(value))):
+            return jnp.asarray(value)
+        array = native(np.asarray(value))
+    except (ValueError, TypeError) as error:
+        raise InvalidTypeError(f"{what}: {shown(value)} is not an array of numbers.") from error
+    if array.dtype == object or (array.dtype.kind in "USV" and array.dtype.itemsize > 2):
+        hint = " To get gradients, call what distributary.grad returns." if callable(value) else ""
+        raise InvalidTypeError(f"{what}: got {described(value)}; expected numbers.{hint}")
+    if isinstance(value, (bool, int, float, complex, list, tuple)):
+        # Python numbers get JAX's default dtypes, float32 and int32.
+        return np.asarray(array, dtype=jnp.asarray(array.ravel()[:0]).dtype)
+    return array
+
+
+def _is_traced(leaf: object) -> bool:
+    """Returns whether `leaf` may not have a value that NumPy could take."""
+    return isinstance(leaf, (jax.core.Tracer, ArrayOperators))
