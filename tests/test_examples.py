@@ -2,18 +2,16 @@
 
 import os
 import re
-import struct
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 _SECONDS = 300  # each takes about 10 on two idle cores
 _NEEDED = {"digits_flax.py": ("flax",), "compile_report.py": ("libtpu",)}
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("name", ["digits", "digits_custom_loop"])
@@ -33,10 +31,11 @@ def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(name, tm
     assert 97 <= float(accuracy[1]) <= 100
     assert re.search(r"^Time: [\d.]+ s", output, flags=re.MULTILINE), output
     assert len(output.splitlines()) < 60, "two lines per epoch at most"
-    width, height, pixels = _read_png(tmp_path / f"{name}_learning_curves.png")
+    pixels = imread(tmp_path / f"{name}_learning_curves.png")
+    height, width, _ = pixels.shape
     assert width >= 800
     assert height >= 300
-    assert len(set(pixels)) > 100, "the picture is almost empty"
+    assert len({row.tobytes() for row in pixels}) > 100, "the picture is almost empty"
 
 
 def test_digits_fails_when_it_has_not_learned_enough(tmp_path):
@@ -155,25 +154,3 @@ def _run_python(
         text=True,
         timeout=timeout_seconds,
     )
-
-
-def _read_png(path: Path) -> tuple[int, int, list[bytes]]:
-    """Width, height and raw rows of a PNG whose checksums are right."""
-    data = path.read_bytes()
-    assert data.startswith(_SIGNATURE)
-    chunks: list[tuple[bytes, bytes]] = []
-    position = len(_SIGNATURE)
-    while position < len(data):
-        (length,) = struct.unpack(">I", data[position : position + 4])
-        kind_and_body = data[position + 4 : position + 8 + length]
-        (checksum,) = struct.unpack(">I", data[position + 8 + length : position + 12 + length])
-        assert zlib.crc32(kind_and_body) == checksum
-        chunks.append((kind_and_body[:4], kind_and_body[4:]))
-        position += length + 12
-    assert chunks[-1][0] == b"IEND"
-    width, height, depth, color = struct.unpack(">IIBB", chunks[0][1][:10])
-    assert (depth, color) in ((8, 2), (8, 6)), "8 bits of RGB or RGBA"
-    raw = zlib.decompress(b"".join(body for kind, body in chunks if kind == b"IDAT"))
-    row_bytes = 1 + width * (3 if color == 2 else 4)
-    assert len(raw) == row_bytes * height
-    return width, height, [raw[i : i + row_bytes] for i in range(0, len(raw), row_bytes)]

@@ -6,7 +6,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from distributary import errors
-from distributary._elsewhere import OF_MODULE
 from distributary._late import assemble_with, late_names
 
 if TYPE_CHECKING:
@@ -135,6 +134,50 @@ __all__ = [
     "value_and_grad",
 ]
 
+# What people who know TensorFlow, torch, Horovod or JAX look for here.
+_RANK = (
+    "A step has get_replica_context().replica_id_in_sync_group; strategy.is_chief is True in the"
+    " process that saves and prints."
+)
+_MODEL = (
+    "Create the model in `with distributary.MirroredStrategy().scope():` and call model.fit, or"
+    " strategy.run in a loop of your own."
+)
+_COLLECTIVE = (
+    "In a step, call distributary.get_replica_context().all_reduce or all_gather; after run,"
+    " strategy.reduce or strategy.gather."
+)
+_ELSEWHERE = {
+    "DistributedDataParallel FullyShardedDataParallel DataParallel DistributedOptimizer"
+    " DistributedGradientTape Accelerator": _MODEL,
+    "init_process_group init initialize": (
+        "Create distributary.MultiWorkerMirroredStrategy(), which connects the workers that"
+        " `distributary launch` starts."
+    ),
+    "destroy_process_group shutdown": "Leave it out: workers part when their programs end.",
+    "get_rank rank local_rank is_chief is_main_process": _RANK,
+    "get_world_size size world_size device_count": "Use strategy.num_replicas_in_sync.",
+    "all_reduce allreduce all_gather allgather reduce gather broadcast reduce_scatter psum pmean": (
+        _COLLECTIVE
+    ),
+    "barrier": "Leave it out: run, fit and checkpoints wait for all workers where they have to.",
+    "pmap shard_map jit": "Use strategy.run for a step, and distributary.function around it.",
+    "DistributedSampler DataLoader": "Loop over strategy.experimental_distribute_dataset(dataset).",
+    "Dataset": "Use distributary.data.Dataset.",
+    "Checkpoint CheckpointManager train": (
+        "Use distributary.checkpoint.Checkpoint and distributary.checkpoint.CheckpointManager."
+    ),
+    "ClusterCoordinator": "Use distributary.coordinator.ClusterCoordinator.",
+    "CommunicationOptions CommunicationImplementation": (
+        "They are in distributary.experimental, as in tf.distribute."
+    ),
+    "CollectiveAllReduceStrategy": "Use distributary.MultiWorkerMirroredStrategy.",
+    "get_loss_reduction": "Use distributary.ReduceOp.SUM or MEAN.",
+    "DistributionStrategy": "Use distributary.Strategy.",
+    "keras": "Write `import keras`, with KERAS_BACKEND=jax.",
+    "distribute": "Its names are those of this module: distributary.MirroredStrategy.",
+}
+
 # The one effect of an import: Keras reads this when it is imported, and would look for TensorFlow.
 if "keras" not in sys.modules:
     os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -177,7 +220,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
                 " Variable embedding_lookup"
             ),
         },
-        OF_MODULE,
+        _ELSEWHERE,
     )
 
 

@@ -185,6 +185,19 @@ class DistributaryWarning(UserWarning):
     """Something works, but more slowly or differently than you probably expect."""
 
 
+def check_type(what: str, value: object, kind: Any, expected: str) -> None:
+    """Raises `InvalidTypeError` if an argument is not of a type.
+
+    Args:
+        what: Function and name of the argument.
+        value: The argument.
+        kind: Type, or union of types.
+        expected: What it should be, for people.
+    """
+    if not isinstance(value, kind):
+        raise InvalidTypeError(f"{what} is {shown(value)}, expected {expected}.")
+
+
 def shown(value: Any) -> str:
     """Returns a value for a message: its `repr` if that is short, and no items of arrays."""
     kind = type(value)

@@ -5,21 +5,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import final
 
-from distributary.errors import InvalidTypeError, InvalidValueError
-
-__all__ = [
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "InputOptions",
-    "InputReplicationMode",
-    "RecoveryOptions",
-    "ReduceOp",
-    "RunOptions",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "XLAOptions",
-]
-
+from distributary.errors import InvalidTypeError, InvalidValueError, check_type
 
 _MIN_HEARTBEAT_TIMEOUT_SECONDS = 3
 
@@ -227,11 +213,8 @@ class InputOptions:
     experimental_per_replica_buffer_size: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.experimental_replication_mode, InputReplicationMode):
-            raise InvalidTypeError(
-                "InputOptions: experimental_replication_mode is"
-                f" {self.experimental_replication_mode!r}, expected an InputReplicationMode."
-            )
+        what, mode = "InputOptions: experimental_replication_mode", InputReplicationMode
+        check_type(what, self.experimental_replication_mode, mode, "an InputReplicationMode")
         if self.experimental_place_dataset_on_device:
             raise InvalidValueError(
                 "InputOptions: experimental_place_dataset_on_device=True is not possible, because"

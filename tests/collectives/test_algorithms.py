@@ -97,6 +97,9 @@ def test_a_subclass_may_use_collectives_on_its_own_component(strategy_of):
 
     assert [r.values[0] for r in result] == [3.0, -1.0]
     assert v.numpy() == 3.0
+    assert strategy.reduce("SUM", dist.PerReplica([1.0, 3.0]), axis=None) == 3.0
+    with pytest.raises(TypeError, match="abstract class CrossDeviceOps"):
+        dist.CrossDeviceOps()
 
 
 def test_a_subclass_may_combine_all_values_of_a_call_itself():
@@ -122,11 +125,6 @@ def test_a_subclass_may_combine_all_values_of_a_call_itself():
     assert calls == [(dist.ReduceOp.MEAN, 2, 3)]
 
 
-def test_the_base_class_is_abstract():
-    with pytest.raises(TypeError, match="abstract class CrossDeviceOps"):
-        dist.CrossDeviceOps()
-
-
 def test_accumulation_function_gets_the_replicas_in_order(strategy_of):
     def first_minus_the_rest(parts):
         return parts[0] - parts[1] - parts[2]
@@ -140,8 +138,5 @@ def test_accumulation_function_gets_the_replicas_in_order(strategy_of):
     )
 
     assert result.values == (5.0, 5.0, 5.0)
-
-
-def test_accumulation_function_must_be_callable():
     with pytest.raises(TypeError, match="accumulation_fn is 3, expected a function"):
         dist.ReductionToOneDevice(accumulation_fn=3)

@@ -45,32 +45,17 @@ def test_sum_and_mean_of_every_dtype(on_replicas):
             np.testing.assert_allclose(mean, total / num_replicas, rtol=rtol)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"a": 1.0, "b": [2.0, (3.0,)]},
-        (1.0, [2.0]),
-        [],
-        {},
-    ],
-)
-def test_nests_keep_their_structure(value, strategy_of):
+def test_nests_keep_their_structure_and_operations_have_names(strategy_of):
+    value = {"a": 1.0, "b": [2.0, (3.0,)], "c": [], "d": {}}
+
     def step(x):
-        return _all_reduce("SUM", jax.tree.map(lambda leaf: leaf * x, value))
+        scaled = jax.tree.map(lambda leaf: leaf * x, value)
+        return [_all_reduce(op, scaled) for op in ("sum", "Sum", "SUM", dist.ReduceOp.SUM)]
 
-    result = strategy_of(2).run(step, (jnp.float32(1.0),))
+    results = strategy_of(2).run(step, (jnp.float32(1.0),))
 
-    doubled = jax.tree.map(lambda leaf: leaf.values[1], result, is_leaf=_is_per_replica)
-    assert doubled == jax.tree.map(lambda leaf: 2 * leaf, value)
-
-
-def _is_per_replica(leaf):
-    return isinstance(leaf, dist.PerReplica)
-
-
-@pytest.mark.parametrize("op", ["sum", "Sum", "SUM", dist.ReduceOp.SUM])
-def test_operation_by_name(op, on_replicas):
-    assert on_replicas(lambda x: _all_reduce(op, x), [1.0, 2.0]) == (3.0, 3.0)
+    for component in strategy_of(2).experimental_local_results(results):
+        assert component == [jax.tree.map(lambda leaf: 2 * leaf, value)] * 4
 
 
 def test_replica_order_does_not_matter_for_the_result_every_replica_gets(on_replicas):
@@ -104,52 +89,36 @@ def test_several_in_a_row_and_of_results(on_replicas):
     assert on_replicas(step, [1.0, 2.0])[1] == (4.5, 6.0)
 
 
-# MEAN
+_HIGH = {
+    "float16": 60000.0,
+    "bfloat16": 3e38,
+    "float32": 3e38,
+    "int8": 127,
+    "uint8": 255,
+    "int32": 2**31 - 1,
+    "uint32": 2**32 - 1,
+}
+# Components of three replicas and their mean.
+MEANS = {
+    **{name: ([np.asarray(x, jnp.dtype(name))] * 3, x) for name, x in _HIGH.items()},
+    "negative": ([np.int32(x) for x in (-7, 2, -4)], -3.0),
+    "lowest": ([np.int32(-(2**31))] * 3, -(2.0**31)),
+    "small half": ([np.float16(6e-8)] * 3, np.float16(6e-8)),
+    "small": ([np.float32(1e-37)] * 3, 1e-37),
+    "not a number": ([np.float32(x) for x in (np.nan, 1, 1)], np.nan),
+    "infinite": ([np.float32(x) for x in (np.inf, 1, 1)], np.inf),
+}
 
 
-def test_mean_does_not_overflow(on_replicas):
-    high = {
-        "float16": 60000.0,
-        "bfloat16": 3e38,
-        "float32": 3e38,
-        "int8": 127,
-        "uint8": 255,
-        "int32": 2**31 - 1,
-        "uint32": 2**32 - 1,
-    }
-    components = [{dtype: jnp.asarray(value, dtype) for dtype, value in high.items()}] * 3
+def test_means_neither_overflow_nor_get_lost(on_replicas):
+    components = [{name: values[i] for name, (values, _) in MEANS.items()} for i in range(3)]
 
     (means, *_) = on_replicas(lambda x: _all_reduce("MEAN", x), components)
 
-    for dtype, mean in means.items():
-        expected = np.asarray(components[0][dtype], np.float64)
-        np.testing.assert_allclose(np.asarray(mean, np.float64), expected, rtol=1e-6)
-
-
-def test_mean_of_negative_integers(on_replicas):
-    components = [jnp.array([-7, -(2**31), 5]), jnp.array([2, -(2**31), -5])]
-
-    (mean, _) = on_replicas(lambda x: _all_reduce("MEAN", x), components)
-
-    np.testing.assert_array_equal(mean, [-2.5, -(2.0**31), 0.0])
-
-
-def test_mean_of_small_floats_is_not_lost(on_replicas):
-    (mean, *_) = on_replicas(
-        lambda x: _all_reduce("MEAN", x),
-        [{"half": jnp.float16(6e-8), "single": jnp.float32(1e-37)}] * 3,
-    )
-
-    assert mean["half"] == jnp.float16(6e-8)
-    np.testing.assert_allclose(mean["single"], 1e-37, rtol=1e-6)
-
-
-def test_nan_and_infinity_pass_through(on_replicas):
-    (mean, _) = on_replicas(
-        lambda x: _all_reduce("MEAN", x), [jnp.array([jnp.nan, jnp.inf]), jnp.array([1.0, 1.0])]
-    )
-
-    np.testing.assert_array_equal(mean, [np.nan, np.inf])
+    for name, (values, mean) in MEANS.items():
+        expected = np.asarray(mean, values[0].dtype if name in _HIGH else np.float64)
+        found = np.asarray(means[name], np.float64)
+        np.testing.assert_allclose(found, expected.astype(np.float64), rtol=1e-6, err_msg=name)
 
 
 # What cannot be reduced
@@ -189,17 +158,6 @@ def test_unknown_operations(op, error, message, strategy_of):
 
 
 # Gradients, as in tf.distribute
-
-
-@pytest.mark.parametrize("gradient_of", [_tape_gradient, _jax_gradient], ids=["tape", "jax.grad"])
-@pytest.mark.parametrize(("op", "expected"), [("SUM", (4.0, 8.0)), ("MEAN", (2.0, 4.0))])
-def test_gradient_of_a_reduction_is_the_reduced_upstream_gradient(
-    op, expected, gradient_of, on_replicas
-):
-    def step(x):
-        return gradient_of(lambda x: _all_reduce(op, x * x), x)
-
-    assert on_replicas(step, [1.0, 2.0]) == expected
 
 
 @pytest.mark.parametrize("gradient_of", [_tape_gradient, _jax_gradient], ids=["tape", "jax.grad"])

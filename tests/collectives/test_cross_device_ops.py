@@ -53,12 +53,10 @@ def _compiled(strategy, options=None):
 
 ALGORITHMS = {
     "default": (None, None),
-    "one pack": (lambda: dist.NcclAllReduce(), None),
     "two packs": (lambda: dist.NcclAllReduce(num_packs=2), None),
     "no packing": (lambda: dist.NcclAllReduce(num_packs=0), None),
     "hierarchical": (lambda: dist.HierarchicalCopyAllReduce(), None),
     "one device": (lambda: dist.ReductionToOneDevice(), None),
-    "accumulate": (lambda: dist.ReductionToOneDevice(accumulation_fn=sum), None),
     "ring": (None, dist.experimental.CommunicationOptions(implementation="ring")),
     "by bytes": (None, dist.experimental.CommunicationOptions(bytes_per_pack=40)),
 }
@@ -97,11 +95,12 @@ def test_every_algorithm_sums_and_averages(name, num_replicas):
     ("name", "expected"),
     [
         ("default", ["all-reduce"]),
-        ("one pack", ["all-reduce"]),
         ("two packs", ["all-reduce"] * 2),
         ("no packing", ["all-reduce"] * 4),
         ("by bytes", ["all-reduce"] * 2),
         ("one device", ["all-gather"]),
+        # The scalar is too small to be scattered.
+        ("ring", ["all-gather", "all-reduce", "reduce-scatter"]),
     ],
 )
 def test_the_algorithm_decides_the_compiled_collectives(name, expected):
@@ -110,34 +109,22 @@ def test_the_algorithm_decides_the_compiled_collectives(name, expected):
 
     found = [kind for kind, _ in _compiled(strategy, options)]
 
-    if name == "one device":
+    if name in ("one device", "ring"):  # XLA may combine what it gathers and scatters
         assert set(found) == set(expected)
+        assert found.count("all-reduce") == expected.count("all-reduce")
     else:
         assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("no packing", [17, 1, 8, 3]), ("by bytes", [17, 1, 8, 3])]
-)
-def test_what_is_last_travels_first(name, expected):
+@pytest.mark.parametrize("name", ["no packing", "by bytes"])
+def test_what_is_last_travels_first(name):
     make_ops, options = ALGORITHMS[name]
     strategy = _strategy(2, make_ops and make_ops())
 
     text = strategy.extended.lower(_step(options), _inputs(strategy)).as_text()
 
     shapes = re.findall(r"\}\) : \(tensor<((?:\d+x)*)f32>\) -> ", text)
-    assert [math.prod(map(int, shape.split("x")[:-1])) for shape in shapes] == expected
-
-
-def test_ring_is_a_reduce_scatter_and_an_all_gather():
-    _, options = ALGORITHMS["ring"]
-
-    found = [kind for kind, _ in _compiled(_strategy(2), options)]
-
-    assert found.count("reduce-scatter") >= 1
-    assert found.count("all-gather") >= 1
-    # The scalar is too small to be scattered.
-    assert found.count("all-reduce") == 1
+    assert [math.prod(map(int, shape.split("x")[:-1])) for shape in shapes] == [17, 1, 8, 3]
 
 
 def test_hierarchical_reduces_inside_groups_and_then_across():
@@ -153,28 +140,10 @@ def test_hierarchical_reduces_inside_groups_and_then_across():
     ]
 
 
-class _Doubling(dist.CrossDeviceOps):
-    """Twice the sum, so that its use shows in the numbers."""
-
-    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
-        return 2.0 * sum(per_replica_value.values)
-
-
-def test_a_subclass_is_used_inside_and_outside_of_run():
-    strategy = _strategy(2, _Doubling())
-    (x, *_) = _inputs(strategy)
-
-    inside = strategy.run(lambda v: dist.get_replica_context().all_reduce("sum", v), args=(x,))
-
-    np.testing.assert_array_equal(inside.values[0], np.full(3, 6.0))
-    np.testing.assert_array_equal(strategy.reduce("sum", x, axis=None), np.full(3, 6.0))
-
-
-@pytest.mark.parametrize("kind", [dist.NcclAllReduce, dist.HierarchicalCopyAllReduce])
 @pytest.mark.parametrize("num_packs", [-1, 1.5, True])
-def test_wrong_numbers_of_packs_are_refused(kind, num_packs):
+def test_wrong_numbers_of_packs_are_refused(num_packs):
     with pytest.raises(ValueError, match=f"num_packs is {num_packs}"):
-        kind(num_packs=num_packs)
+        dist.NcclAllReduce(num_packs=num_packs)
 
 
 @pytest.mark.parametrize(

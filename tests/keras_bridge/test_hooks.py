@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.devices._versions import missing_names
+from distributary.devices import missing_names
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge import _hooks, connect
 from distributary.keras_bridge._keras_private import find

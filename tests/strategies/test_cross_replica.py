@@ -58,6 +58,7 @@ REDUCTIONS = {
         1 + 0.5j,
         "complex64",
     ),
+    "mean of large floats": (lambda: _per_replica(3e38, 3e38), MEAN, None, 3e38, "float32"),
     "vectors": (lambda: _per_replica([1.0, 2.0], [3.0, 4.0]), SUM, None, [4, 6], "float32"),
     "sum of an axis": (lambda: _per_replica([1.0, 2.0], [3.0, 4.0]), SUM, 0, 10, "float32"),
     "mean of an axis": (lambda: _per_replica([1.0, 2.0], [3.0, 4.0]), MEAN, 0, 2.5, "float32"),
@@ -137,22 +138,6 @@ def test_reduce_combines_the_replicas(way):
         *_, expected, dtype = REDUCTIONS[name]
         np.testing.assert_allclose(result, expected, rtol=1e-6, err_msg=name)
         assert result.dtype == jnp.dtype(dtype), name
-
-
-def test_mean_of_large_floats_does_not_overflow(strategy_of):
-    assert strategy_of(2).reduce(MEAN, _per_replica(3e38, 3e38), axis=None) == np.float32(3e38)
-
-
-def test_components_and_values_may_be_nests(strategy):
-    value = dist.PerReplica([{"x": jnp.ones(2), "y": 1.0}, {"x": jnp.ones(2), "y": 3.0}])
-
-    result = strategy.reduce(MEAN, value, axis=None)
-    gathered = strategy.gather({"flags": _per_replica([True], [False]), "plain": 3}, axis=0)
-
-    np.testing.assert_array_equal(result["x"], [1, 1])
-    assert float(result["y"]) == 2.0
-    np.testing.assert_array_equal(gathered["flags"], [True, False])
-    assert gathered["plain"] == 3
 
 
 def test_slices_of_different_lengths_are_concatenated(strategy_of):
@@ -235,6 +220,12 @@ def test_one_device_gives_the_value_back(strategy):
     np.testing.assert_array_equal(strategy.reduce(MEAN, jnp.ones(2), axis=None), [1, 1])
     assert float(strategy.reduce("mean", jnp.array([1.0, 3.0]), axis=0)) == 2.0
     np.testing.assert_array_equal(strategy.gather(jnp.ones(2), axis=0), [1, 1])
+    value = [jnp.ones(1), 2]
+    assert strategy.experimental_local_results(value) == (value,)
+    made = strategy.experimental_distribute_values_from_function(
+        lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
+    )
+    assert made == (0, 1)
 
 
 # gather
@@ -252,16 +243,28 @@ GATHERS = {
 }
 
 
-@pytest.mark.parametrize("call", ["gather", "function"])
-@pytest.mark.parametrize(("components", "axis", "expected"), GATHERS.values(), ids=GATHERS)
-def test_gather_concatenates_in_replica_order(components, axis, expected, call, strategy):
-    def gather(x):
-        return strategy.gather(x, axis=axis)
+def test_gather_concatenates_in_replica_order(strategy):
+    def gather_all(values):
+        return {name: strategy.gather(values[name], GATHERS[name][1]) for name in GATHERS}
 
-    result = (gather if call == "gather" else dist.function(gather))(_per_replica(*components))
+    values = {name: _per_replica(*components) for name, (components, *_) in GATHERS.items()}
 
-    np.testing.assert_array_equal(result, expected)
-    assert (result.dtype == jnp.bool_) == (np.asarray(expected).dtype == bool)
+    for results in (gather_all(values), dist.function(gather_all)(values)):
+        for name, (_, _, expected) in GATHERS.items():
+            np.testing.assert_array_equal(results[name], expected, err_msg=name)
+            assert (results[name].dtype == jnp.bool_) == (np.asarray(expected).dtype == bool)
+
+
+def test_components_and_values_may_be_nests(strategy):
+    value = dist.PerReplica([{"x": jnp.ones(2), "y": 1.0}, {"x": jnp.ones(2), "y": 3.0}])
+
+    result = strategy.reduce(MEAN, value, axis=None)
+    gathered = strategy.gather({"flags": _per_replica([True], [False]), "plain": 3}, axis=0)
+
+    np.testing.assert_array_equal(result["x"], [1, 1])
+    assert float(result["y"]) == 2.0
+    np.testing.assert_array_equal(gathered["flags"], [True, False])
+    assert gathered["plain"] == 3
 
 
 @pytest.mark.parametrize(
@@ -311,13 +314,6 @@ def test_local_results(strategy):
     ]
 
 
-@pytest.mark.parametrize("strategy", [dist.get_strategy, lambda: dist.OneDeviceStrategy("CPU:0")])
-def test_local_results_of_one_device_are_the_value(strategy):
-    value = [jnp.ones(1), 2]
-
-    assert strategy().experimental_local_results(value) == (value,)
-
-
 # experimental_distribute_values_from_function
 
 
@@ -338,27 +334,14 @@ def test_values_from_function_are_made_once_per_replica(strategy_of):
     assert [float(x) for x in value["y"][0].values] == [1.5] * 4
 
 
-def test_values_from_function_may_differ_in_shape_or_be_nothing(strategy_of):
-    values = strategy_of(2).experimental_distribute_values_from_function(
+def test_values_from_function_may_differ_in_shape_or_be_nothing(strategy):
+    values = strategy.experimental_distribute_values_from_function(
         lambda context: (np.ones(context.replica_id_in_sync_group), None, "a")
     )
 
     assert [c.shape for c in values[0].values] == [(0,), (1,)]
-    assert values[1].values == (None, None)
-    assert values[2].values == ("a", "a")
-
-
-def test_values_from_function_agree_in_structure(strategy_of):
+    assert [value.values for value in values[1:]] == [(None, None), ("a", "a")]
     with pytest.raises(ValueError, match=r"replica 1 .*structures must agree"):
-        strategy_of(2).experimental_distribute_values_from_function(
+        strategy.experimental_distribute_values_from_function(
             lambda context: [1] * context.replica_id_in_sync_group
         )
-
-
-@pytest.mark.parametrize("strategy", [dist.get_strategy, lambda: dist.OneDeviceStrategy("CPU:0")])
-def test_values_from_function_on_one_device_are_plain(strategy):
-    value = strategy().experimental_distribute_values_from_function(
-        lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
-    )
-
-    assert value == (0, 1)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import distributary as dist
 from distributary.devices import make_mesh
 from distributary.errors import (
+    ClusterError,
     ContextError,
     DeviceError,
     InvalidTypeError,
@@ -241,8 +242,28 @@ def test_the_devices_are_those_of_the_assignment():
 def test_only_a_resolver_says_which_task_this_is():
     cluster = dist.cluster_resolver.ClusterSpec({"worker": ["10.0.0.1:1"]})
 
-    with pytest.raises(InvalidTypeError, match=r"got ClusterSpec.*expected a ClusterResolver"):
+    with pytest.raises(InvalidTypeError, match=r"is ClusterSpec.*expected a ClusterResolver"):
         dist.config.experimental_connect_to_cluster(cluster)
+
+
+@pytest.mark.parametrize(
+    "connect",
+    [
+        dist.MultiWorkerMirroredStrategy,
+        dist.TPUStrategy,
+        dist.config.experimental_connect_to_cluster,
+    ],
+)
+def test_a_task_beside_the_workers_does_not_connect(connect):
+    cluster = dist.cluster_resolver.ClusterSpec(
+        {"worker": ["10.0.0.1:1", "10.0.0.2:1"], "evaluator": ["10.0.0.3:1"]}
+    )
+    resolver = dist.cluster_resolver.SimpleClusterResolver(
+        cluster, task_type="evaluator", task_id=0
+    )
+
+    with pytest.raises(ClusterError, match=r"is evaluator.*does not train with the workers"):
+        connect(resolver)
 
 
 def test_without_a_tpu_it_says_what_it_looked_for():

@@ -59,12 +59,6 @@ def test_a_device_of_another_process_is_refused(text):
         canonical_name(text)
 
 
-@pytest.mark.parametrize("value", [0, None, b"CPU:0", ["CPU:0"]])
-def test_a_value_that_is_neither_string_nor_device_is_refused(value):
-    with pytest.raises(DeviceError, match="expected a device string"):
-        resolve_device(value)
-
-
 def test_devices_are_named_by_their_position():
     device = jax.local_devices(backend="cpu")[3]
 
@@ -87,11 +81,6 @@ def test_an_index_beyond_the_devices_is_refused_with_the_call_that_makes_it():
         r" .*set_logical_cpu_devices\(12\) at the top of the program",
     ):
         resolve_device("CPU:11")
-
-
-def test_the_call_makes_enough_devices_for_the_whole_list():
-    with pytest.raises(DeviceError, match=r"'/cpu:8'.*set_logical_cpu_devices\(16\)"):
-        resolve_device("/cpu:8", num_cpu_devices_wanted=16)
 
 
 @pytest.mark.skipif(jax.config.jax_platforms != "cpu", reason="the machine may have the device")

@@ -8,6 +8,8 @@ import pytest
 from distributary.devices import REPLICA_AXIS, host_groups, make_mesh, replica_devices
 from distributary.errors import DeviceError
 
+_DEVICE = jax.local_devices(backend="cpu")[1]
+
 
 def test_none_takes_every_device_of_the_best_kind():
     assert replica_devices(None) == tuple(jax.local_devices())
@@ -31,6 +33,8 @@ def test_any_sequence_of_devices_is_a_list(make):
     ("devices", "message"),
     [
         ([], "devices is an empty list.*pass None"),
+        (_DEVICE, re.escape(f"pass [{_DEVICE!r}]")),
+        ([_DEVICE, "CPU:1"], "Replicas 0 and 1 are both on CPU:1"),
         ("CPU:0", re.escape("devices is 'CPU:0', expected a list") + ".*" + r"\['CPU:0'\]"),
         (4, re.escape("devices is 4 (int), expected a list") + ".*'GPU:0', 'GPU:1'"),
         ({"CPU:0"}, re.escape("devices is {'CPU:0'} (set), expected a list")),
@@ -47,20 +51,6 @@ def test_any_sequence_of_devices_is_a_list(make):
 def test_a_list_that_names_no_distinct_devices_of_one_kind_is_refused(devices, message):
     with pytest.raises(DeviceError, match=message):
         replica_devices(devices)
-
-
-def test_a_device_and_its_string_are_the_same_device():
-    device = jax.local_devices(backend="cpu")[1]
-
-    with pytest.raises(DeviceError, match="Replicas 0 and 1 are both on CPU:1"):
-        replica_devices([device, "CPU:1"])
-
-
-def test_a_device_alone_is_no_list():
-    device = jax.local_devices(backend="cpu")[0]
-
-    with pytest.raises(DeviceError, match=re.escape(f"pass [{device!r}]")):
-        replica_devices(device)
 
 
 def test_the_mesh_has_one_axis_in_the_order_of_the_devices():

@@ -14,8 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import distributary as dist
-from distributary.devices import _jax_private, make_mesh, warn_of_untested
-from distributary.devices._versions import TESTED, _minor, missing_names
+from distributary.devices import (
+    TESTED,
+    _jax_private,
+    make_mesh,
+    missing_names,
+    warn_of_untested,
+)
 from distributary.errors import UnsupportedError
 
 _ROOT = Path(__file__).parents[2]
@@ -73,6 +78,10 @@ def test_pins_docs_and_warnings_name_the_same_versions(package, column):
     major, minor = _minor(max(tested, key=_minor))
     assert (major, minor + 1) == _minor(beyond)
     assert _minor(min(tested, key=_minor)) == _minor(oldest)
+
+
+def _minor(version):
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def test_this_version_of_jax_has_every_private_name():

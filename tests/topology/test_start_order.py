@@ -13,16 +13,6 @@ print(len(jax.local_devices()), os.environ.get("PJRT_NPROC"))
 """
 
 
-# Fails when JAX moves the private name behind `backends_started`.
-def test_backends_started_tells_without_starting(run_python):
-    program = """
-print(devices.backends_started(), devices.backends_started())
-jax.devices()
-print(devices.backends_started())
-"""
-    assert run_python(program).split() == ["False", "False", "True"]
-
-
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
@@ -87,33 +77,6 @@ print(names.count("tf_XLAEigen"))
     assert run_python(program) == "6"
 
 
-@pytest.mark.parametrize(
-    ("program", "error", "message"),
-    [
-        (
-            "jax.devices(); config.set_logical_cpu_devices(4)",
-            "BackendStartedError",
-            r"set_logical_cpu_devices\(4\): JAX has already started.* \(1\) .*NUM_CPU_DEVICES=4",
-        ),
-        (
-            "jax.devices(); devices.replica_devices(['CPU:0', 'CPU:3'])",
-            "DeviceError",
-            r"no device 'CPU:3': this process has CPU:0\..*config.set_logical_cpu_devices\(4\) at",
-        ),
-    ],
-)
-def test_more_devices_after_the_start_are_refused(run_python, program, error, message):
-    program = f"""
-from distributary.errors import DistributaryError
-
-try:
-    {program}
-except DistributaryError as error:
-    print(type(error).__name__, error)
-"""
-    assert re.match(f"{error} .*{message}", run_python(program))
-
-
 def test_a_small_pool_after_the_start_is_reported_once(run_python):
     program = """
 import warnings
@@ -141,7 +104,8 @@ def test_the_number_of_devices_that_jax_has_is_accepted():
 def test_another_number_of_devices_is_refused():
     jax.devices()
 
-    with pytest.raises(BackendStartedError, match=r"set_logical_cpu_devices\(4\).*\(8\) cannot"):
+    message = r"devices\(4\): JAX has already .*\(8\) cannot.*NUM_CPU_DEVICES=4"
+    with pytest.raises(BackendStartedError, match=message):
         set_logical_cpu_devices(4)
 
 

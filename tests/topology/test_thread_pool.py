@@ -2,8 +2,7 @@ import warnings
 
 import pytest
 
-from distributary.devices import SHARE_VARIABLE
-from distributary.devices._thread_pool import CpuThreads
+from distributary.devices import SHARE_VARIABLE, CpuThreads
 from distributary.errors import DistributaryWarning
 
 
@@ -83,6 +82,10 @@ def test_a_later_number_of_devices_replaces_an_earlier_one():
         sizes.append(environ.get("PJRT_NPROC"))
 
     assert sizes == ["16", "16", "8", "32", None]
+    threads.enlarge(8)
+    environ.clear()  # once JAX has started, the variable means nothing
+    with warnings.catch_warnings(action="error"):
+        threads.report(8, num_existing=8)
 
 
 def test_a_value_that_the_user_sets_later_is_the_users():
@@ -108,14 +111,3 @@ def test_a_value_that_the_user_sets_later_is_the_users():
 def test_a_pool_that_is_large_enough_is_not_reported(num_cores, environ, num_devices, num_existing):
     with warnings.catch_warnings(action="error"):
         CpuThreads(environ, lambda: num_cores).report(num_devices, num_existing=num_existing)
-
-
-def test_a_pool_that_was_prepared_is_not_reported():
-    environ: dict[str, str] = {}
-    threads = CpuThreads(environ, lambda: 2)
-    threads.enlarge(8)
-
-    environ.clear()  # once JAX has started, the variable means nothing
-
-    with warnings.catch_warnings(action="error"):
-        threads.report(8, num_existing=8)

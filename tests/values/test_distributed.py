@@ -53,13 +53,10 @@ def test_per_replica_shows_its_components(per_replica):
         "PerReplica:{\n  0: Array([0., 1.], dtype=float32),\n  1: Array([1., 2.], dtype=float32)\n}"
     )
     assert str(per_replica) == "PerReplica:{\n  0: [0. 1.],\n  1: [1. 2.]\n}"
-
-
-def test_components_of_a_step_lie_on_the_devices_of_their_replicas(strategy_of):
-    result = strategy_of(8).run(lambda: jnp.ones(2))
-
-    assert [c.devices() for c in result.values] == [{device} for device in jax.devices()]
-    assert result.values is result.values
+    assert per_replica == per_replica != dist.PerReplica(_components())
+    assert {per_replica: 1}[per_replica] == 1
+    nests = dist.PerReplica([{"x": jnp.ones(2), "y": 1}, {"x": jnp.ones(3), "y": 2}])
+    assert [(c["x"].shape, c["y"]) for c in nests.values] == [((2,), 1), ((3,), 2)]
 
 
 def _of_a_step(strategy):
@@ -110,12 +107,6 @@ def test_components_mix_in_arithmetic(make, kind):
     np.testing.assert_array_equal(first + jax.device_put(np.ones(2), jax.devices()[3]), [1, 2])
 
 
-def test_components_of_mirrored_mix_in_arithmetic(mirrored):
-    first, second = mirrored.values
-
-    np.testing.assert_array_equal(first + second, [2, 4])
-
-
 def test_random_keys_of_replicas_mix(strategy):
     keys = strategy.experimental_local_results(
         strategy.run(lambda: jax.random.fold_in(jax.random.key(0), _replica_id()))
@@ -131,14 +122,8 @@ def test_random_keys_of_replicas_mix(strategy):
     [
         (lambda x: x + 1.0, TypeError, "not a number"),
         (lambda x: 1.0 * x, TypeError, "not a number"),
-        (lambda x: f"{x:.3f}", TypeError, r"PerReplica is not a number.*reduce"),
         (lambda x: -x, TypeError, "not a number"),
-        (lambda x: x < x, TypeError, "not a number"),
-        (lambda x: x[0], TypeError, "not a number.*experimental_local_results"),
-        (list, TypeError, "not a number.*experimental_local_results"),
-        (bool, TypeError, "not a number"),
         (len, TypeError, r"no len\(\)"),
-        (float, TypeError, "PerReplica"),
         (operator.index, TypeError, "PerReplica"),
         (lambda x: x.shape, AttributeError, "'shape'"),
         (lambda x: x.numpy(), AttributeError, "'numpy'"),
@@ -155,16 +140,10 @@ def test_per_replica_is_opaque(use, error, message, per_replica):
         use(per_replica)
 
 
-def test_per_replica_is_an_object_like_any_other(per_replica):
-    assert per_replica == per_replica
-    assert per_replica != dist.PerReplica(_components())
-    assert {per_replica: 1}[per_replica] == 1
-
-
-def test_per_replica_captured_by_a_step_is_refused(per_replica, strategy_of):
+def test_per_replica_captured_by_a_step_is_refused(per_replica, strategy):
     for use in (lambda: jnp.asarray(per_replica), lambda: jnp.ones(2) * per_replica):
         with pytest.raises(ValueError, match=r"args, not through a closure"):
-            strategy_of(2).run(use)
+            strategy.run(use)
 
 
 def test_per_replica_is_a_pytree(per_replica):
@@ -189,13 +168,6 @@ def test_values_are_copied(duplicate, per_replica, mirrored):
         np.testing.assert_array_equal(result.values, value.values)
 
 
-def test_components_may_be_nests_and_differ_in_shape():
-    value = dist.PerReplica([{"x": jnp.ones(2), "y": 1}, {"x": jnp.ones(3), "y": 2}])
-
-    assert [c["x"].shape for c in value.values] == [(2,), (3,)]
-    assert [c["y"] for c in value.values] == [1, 2]
-
-
 @pytest.mark.parametrize("values", [[], (), 3, "ab", np.ones(2), None, {"a": 1}], ids=repr)
 def test_components_are_a_list_or_tuple(values):
     with pytest.raises(TypeError, match=r"PerReplica: got .*non-empty list or tuple"):
@@ -214,73 +186,61 @@ def test_components_looked_at_first_in_a_step_are_arrays(strategy):
     np.testing.assert_array_equal(second.values, np.full((2, 2), 3))
 
 
-def test_merged_components_are_of_use_in_every_trace(strategy_of):
+# Mirrored
+
+
+# IndexedSlices
+
+
+def test_merged_components_are_of_use_in_every_trace(strategy):
     def merge_fn(_, x):
+        add = lambda total, _: (total + x.values[1], None)
         gradient = jax.grad(lambda scale: scale * x.values[1])(1.0)
-        return (
-            gradient
-            + x.values[0]
-            + jax.lax.scan(lambda c, _: (c + x.values[1], None), 0.0, length=2)[0]
-        )
+        return gradient + x.values[0] + jax.lax.scan(add, 0.0, length=2)[0]
 
     def step():
-        context = dist.get_replica_context()
-        return context.merge_call(merge_fn, (context.replica_id_in_sync_group + 1.0,))
+        return dist.get_replica_context().merge_call(merge_fn, (_replica_id() + 1.0,))
 
-    assert [float(x) for x in strategy_of(2).run(step).values] == [7.0, 7.0]
+    assert [float(x) for x in strategy.run(step).values] == [7.0, 7.0]
 
 
 # Mirrored
 
 
-def test_mirrored_behaves_like_the_value_it_holds(mirrored):
+def test_mirrored_behaves_like_the_value_it_holds(mirrored, strategy):
     assert isinstance(mirrored, dist.DistributedValues)
     assert (mirrored.shape, mirrored.dtype, mirrored.ndim) == ((2,), jnp.float32, 1)
     assert len(mirrored) == 2
     assert [float(x) for x in mirrored] == [1.0, 2.0]
-    assert float(mirrored[1]) == 2.0
-    assert float(mirrored.sum()) == 3.0
-    np.testing.assert_array_equal(np.asarray(mirrored), [1, 2])
-    np.testing.assert_array_equal(mirrored.numpy(), [1, 2])
-    np.testing.assert_array_equal(jnp.asarray(mirrored), [1, 2])
-    np.testing.assert_array_equal(jnp.sum(jnp.asarray(mirrored)), 3)
+    assert (float(mirrored[1]), float(mirrored.sum())) == (2.0, 3.0)
+    for convert in (np.asarray, jnp.asarray, lambda x: x.numpy(), jax.jit(lambda x: x.value())):
+        np.testing.assert_array_equal(convert(mirrored), [1, 2])
+    assert repr(mirrored) == (
+        "Mirrored:{\n  0: Array([1., 2.], dtype=float32),\n  1: Array([1., 2.], dtype=float32)\n}"
+    )
+    np.testing.assert_array_equal(mirrored.values, [[1, 2], [1, 2]])
+    np.testing.assert_array_equal(sum(mirrored.values), [2, 4])
+    doubled = jax.tree.map(lambda x: x * 2, [mirrored])[0]
+    assert isinstance(doubled, dist.Mirrored)
+    for values in (doubled.values, strategy.run(lambda x: x * 2, (mirrored,)).values):
+        np.testing.assert_array_equal(values, [[2, 4], [2, 4]])
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = mirrored.no_such_name
     with pytest.raises(TypeError, match="unhashable"):
         hash(mirrored)
 
 
-def test_mirrored_has_a_component_per_replica(mirrored):
-    assert repr(mirrored) == (
-        "Mirrored:{\n  0: Array([1., 2.], dtype=float32),\n  1: Array([1., 2.], dtype=float32)\n}"
-    )
-    np.testing.assert_array_equal(mirrored.values, [[1, 2], [1, 2]])
-
-
-def test_components_of_mirrored_lie_on_the_devices_of_their_replicas(strategy_of):
+def test_components_lie_on_the_devices_of_their_replicas(strategy_of):
     strategy = strategy_of(4)
     with strategy.scope():
         v = dist.Variable([0.0, 0.0])
+    result = strategy.run(lambda: jnp.ones(2))
     updated = strategy.extended.update(v, lambda v: v.assign([1.0, 2.0]))
     broadcast = strategy.extended.broadcast_to(jnp.ones(2), v)
 
-    for value in (updated, broadcast):
+    for value in (result, updated, broadcast):
         assert [c.devices() for c in value.values] == [{d} for d in jax.devices()[:4]]
-
-
-def test_mirrored_is_a_pytree(mirrored):
-    doubled = jax.tree.map(lambda x: x * 2, [mirrored])[0]
-    jitted = jax.jit(lambda x: x.value() * 2)(mirrored)
-
-    assert isinstance(doubled, dist.Mirrored)
-    np.testing.assert_array_equal(doubled.values, [[2, 4], [2, 4]])
-    np.testing.assert_array_equal(jitted, [2, 4])
-
-
-def test_mirrored_is_the_same_on_all_replicas_of_a_step(mirrored, strategy):
-    result = strategy.run(lambda x: x * 2, (mirrored,))
-
-    np.testing.assert_array_equal(result.values, [[2, 4], [2, 4]])
+    assert result.values is result.values
 
 
 # IndexedSlices
@@ -295,9 +255,6 @@ def test_indexed_slices():
     assert isinstance(doubled, dist.IndexedSlices)
     assert doubled.dense_shape == (3, 1)
     assert repr(slices).startswith("IndexedSlices(values=Array([[1.]")
-
-
-def test_indexed_slices_check_themselves():
     with pytest.raises(ValueError, match=r"values has shape \(3, 1\) and indices \(2,\)"):
         dist.IndexedSlices(jnp.ones((3, 1)), jnp.array([0, 1]))
     with pytest.raises(ValueError, match=r"values has shape \(2, 1\) and indices \(2, 1\)"):

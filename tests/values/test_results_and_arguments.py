@@ -72,27 +72,17 @@ def test_results_are_merged_leaf_by_leaf(step, expected, expected_alone, strateg
         assert type(result) is type(should_be) or isinstance(result, (dist.PerReplica, jax.Array))
 
 
-def test_returned_variable_comes_back_itself(strategy, variable):
+def test_returned_variables_and_slices(strategy, variable):
     v = variable(1.0)
+    rows = lambda: dist.IndexedSlices(jnp.ones((1, 2)) * _replica_id(), jnp.array([3]), (5, 2))
 
-    result = strategy.run(lambda x: {"v": v, "argument": x}, (v,))
+    result = strategy.run(lambda x: {"v": v, "argument": x, "slices": rows()}, (v,))
 
-    assert result["v"] is v
-    assert result["argument"] is v
-
-
-def test_passed_array_comes_back_per_replica(strategy_of):
-    assert _plain(strategy_of(2).run(lambda x: x, (jnp.ones(2),))) == [[1, 1], [1, 1]]
-
-
-def test_returned_slices_are_per_replica(strategy_of):
-    result = strategy_of(2).run(
-        lambda: dist.IndexedSlices(jnp.ones((1, 2)) * _replica_id(), jnp.array([3]), (5, 2))
-    )
-
-    assert all(isinstance(c, dist.IndexedSlices) for c in result.values)
-    assert [float(c.values[0, 0]) for c in result.values] == [0.0, 1.0]
-    assert [c.dense_shape for c in result.values] == [(5, 2)] * 2
+    assert result["v"] is result["argument"] is v
+    slices = result["slices"].values
+    assert all(isinstance(c, dist.IndexedSlices) for c in slices)
+    assert [float(c.values[0, 0]) for c in slices] == [0.0, 1.0]
+    assert [c.dense_shape for c in slices] == [(5, 2)] * 2
 
 
 @pytest.mark.parametrize(
@@ -100,17 +90,16 @@ def test_returned_slices_are_per_replica(strategy_of):
     [({1, 2}, "a set"), (object(), "an object"), (range(3), "a range"), (Pair, "a type")],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-@pytest.mark.parametrize("call", ["run", "function"])
-def test_result_that_is_no_array_is_refused(result, named, call, strategy_of):
+def test_result_that_is_no_array_is_refused(result, named, strategy):
     def step():
         return [jnp.ones(1), result]
 
-    what = r"Strategy.run\(step\)" if call == "run" else "distributary.function"
-    with pytest.raises(InvalidTypeError, match=rf"{what}: the function returned .*{named}"):
-        if call == "run":
-            strategy_of(2).run(step)
-        else:
-            dist.function(step)()
+    for call, what in (
+        (lambda: strategy.run(step), r"Strategy.run\(step\)"),
+        (dist.function(step), "distributary.function"),
+    ):
+        with pytest.raises(InvalidTypeError, match=rf"{what}: the function returned .*{named}"):
+            call()
 
 
 # Arguments

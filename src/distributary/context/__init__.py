@@ -19,23 +19,3 @@ from distributary.context._stack import (
     register_default_mode,
     require_cross_replica,
 )
-
-__all__ = [
-    "Mode",
-    "ReplicaContext",
-    "StrategyScope",
-    "another_thread_in_scope",
-    "check_same_strategy",
-    "current_mode",
-    "default_mode",
-    "entered",
-    "experimental_set_strategy",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "in_default_context",
-    "in_global_view",
-    "register_default_mode",
-    "require_cross_replica",
-]

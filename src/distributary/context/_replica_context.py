@@ -5,12 +5,20 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from distributary._elsewhere import OF_REPLICA_CONTEXT
 from distributary._late import no_attribute
 from distributary.context._stack import current_mode, in_default_context
 from distributary.devices import Nest
 from distributary.errors import ContextError, InvalidTypeError, shown
 from distributary.options import CommunicationOptions, ReduceOp
+
+# What people look for in a replica context, and its name here.
+_ELSEWHERE = {
+    "replica_id rank id replica_id_in_sync get_rank": "Use replica_id_in_sync_group.",
+    "num_replicas world_size": "Use num_replicas_in_sync.",
+    "reduce psum pmean sum mean": 'Use all_reduce("SUM", value) or all_reduce("MEAN", value).',
+    "gather": "Use all_gather(value, axis=0).",
+    "device": "Use devices.",
+}
 
 
 @final
@@ -174,7 +182,7 @@ class ReplicaContext:
     if not TYPE_CHECKING:  # or type checkers accept any name
 
         def __getattr__(self, name: str) -> Any:
-            raise no_attribute("ReplicaContext", name, OF_REPLICA_CONTEXT, dir(type(self)))
+            raise no_attribute("ReplicaContext", name, _ELSEWHERE, dir(type(self)))
 
     def __repr__(self) -> str:
         return f"<ReplicaContext of {self._strategy!r}>"

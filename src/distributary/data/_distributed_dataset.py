@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from distributary._elsewhere import OF_DATASET
 from distributary._late import no_attribute
 from distributary.data._agreed_steps import AgreedSteps, Ready
 from distributary.data._contexts import DistributedInput
@@ -32,6 +31,14 @@ from distributary.values import PerReplica, same_structure, stack_components
 Array: TypeAlias = np.ndarray | jax.Array
 Given: TypeAlias = WorkerBatch | list[Nest]
 """A worker's data for a step: its rows of a global batch, or one element per replica."""
+
+# What people look for in a distributed dataset, and where it is.
+_ELSEWHERE = {
+    "batch map shuffle repeat take skip prefetch cache filter unbatch padded_batch": (
+        "Call it on the dataset before strategy.experimental_distribute_dataset(dataset)."
+    ),
+    "get_next": "Write iterator = iter(dataset), and next(iterator).",
+}
 
 
 class Placer(Protocol):
@@ -95,7 +102,7 @@ class DistributedDataset(DistributedInput):
     if not TYPE_CHECKING:  # or type checkers accept any name
 
         def __getattr__(self, name: str) -> Any:
-            raise no_attribute("A DistributedDataset", name, OF_DATASET, dir(type(self)))
+            raise no_attribute("A DistributedDataset", name, _ELSEWHERE, dir(type(self)))
 
     @property
     def cardinality(self) -> int:

@@ -256,11 +256,7 @@ def recorded_by(report: Callable[..., None]) -> Iterator[None]:
 
 def alias_of(array: jax.Array) -> jax.Array:
     """Returns another array object for the same memory."""
-    parts: Any = array
-    made: jax.Array = _array(
-        parts.aval, parts.sharding, parts._arrays, committed=parts._committed, _skip_checks=True
-    )
-    return made
+    return _in_same_memory(array)
 
 
 def uncommitted(array: jax.Array) -> jax.Array:
@@ -273,9 +269,13 @@ def uncommitted(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = uncommitted(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    parts: Any = array
+    return _in_same_memory(array, committed=False)
+
+
+def _in_same_memory(parts: Any, committed: bool | None = None) -> jax.Array:
+    committed = parts._committed if committed is None else committed
     made: jax.Array = _array(
-        parts.aval, parts.sharding, parts._arrays, committed=False, _skip_checks=True
+        parts.aval, parts.sharding, parts._arrays, committed=committed, _skip_checks=True
     )
     return made
 

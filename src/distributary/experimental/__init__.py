@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from distributary._elsewhere import OF_EXPERIMENTAL
 from distributary._late import late_names
 from distributary.data import ValueContext
 from distributary.options import CommunicationImplementation, CommunicationOptions
@@ -37,6 +36,13 @@ __all__ = [
     "ray_cluster",
 ]
 
+# Other names of `tf.distribute.experimental`.
+_ELSEWHERE = {
+    "CollectiveHints": "Use distributary.experimental.CommunicationOptions.",
+    "CollectiveCommunication": "Use distributary.experimental.CommunicationImplementation.",
+    "MirroredStrategy OneDeviceStrategy": "It is in distributary itself.",
+    "PreemptionWatcher": "Use distributary.experimental.PreemptionCheckpointHandler.",
+}
 
 # Imported on first use, because their modules take a while to import.
 if not TYPE_CHECKING:  # or type checkers accept any name
@@ -52,5 +58,5 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "distributary.tools.monitoring": "StatisticsLogger dashboard profile",
             "distributary.strategies": "MultiWorkerMirroredStrategy TPUStrategy",
         },
-        OF_EXPERIMENTAL,
+        _ELSEWHERE,
     )

@@ -20,25 +20,6 @@ if TYPE_CHECKING:
         shutdown_tpu_system,
     )
 
-__all__ = [
-    "MISSING",
-    "CentralStorageStrategy",
-    "DefaultStrategy",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "OneDeviceStrategy",
-    "RemoteSteps",
-    "Strategy",
-    "StrategyExtended",
-    "TPUStrategy",
-    "accept_any_strategy",
-    "check_job",
-    "experimental_connect_to_cluster",
-    "initialize_tpu_system",
-    "shutdown_tpu_system",
-    "unused_strategies",
-]
-
 
 # Imported on first use: most of them import the cluster resolvers, which few programs need.
 if not TYPE_CHECKING:  # or type checkers accept any name

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar, final
 
 import jax
 
-from distributary._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary._late import no_attribute
 from distributary.context import StrategyScope, require_cross_replica
 from distributary.data import InputContext, StepStatistics, ValueContext
@@ -21,6 +20,7 @@ from distributary.errors import (
     shown,
 )
 from distributary.options import InputOptions, ReduceOp, RunOptions
+from distributary.strategies._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._fitting_job import check_job
 from distributary.tracing import advise, is_recording, name_of, shorten
@@ -206,7 +206,10 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         Source: `tf.distribute.Strategy.run`.
         """
         if not isinstance(args, (list, tuple)):
-            raise _bad_args(fn, args)
+            raise InvalidValueError(
+                f"Strategy.run({name_of(fn)}): args is {shown(args)}, expected a list or tuple. For"
+                " one argument write args=(value,)."
+            )
         if not callable(fn):
             raise InvalidTypeError(
                 f"Strategy.run: fn is {shown(fn)}, expected a function. Pass the function and its"
@@ -397,10 +400,3 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._extended.describe()}>"
-
-
-def _bad_args(fn: object, args: object) -> InvalidValueError:
-    return InvalidValueError(
-        f"Strategy.run({name_of(fn)}): args is {shown(args)}, expected a list or tuple. For one"
-        " argument write args=(value,)."
-    )

@@ -55,9 +55,11 @@ from distributary.errors import (
     InvalidValueError,
     ReplicaMismatchError,
     UnsupportedError,
+    check_type,
     shown,
 )
 from distributary.job import consensus
+from distributary.launch import report_progress
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode, ReduceOp
 from distributary.strategies._broadcast import broadcast
 from distributary.strategies._cross_replica import CrossReplica, gather_nest
@@ -75,6 +77,7 @@ from distributary.values import (
     as_reduce_op,
     at_device,
     check_destinations,
+    check_pairs,
     colocated_with,
     default_cross_device_ops,
     local_results,
@@ -197,8 +200,6 @@ class StrategyExtended:
             for library in libraries():
                 library.strategy_created()
         if os.environ.get("DISTRIBUTARY_STATUS_FD") and not self.is_default:
-            from distributary.launch import report_progress
-
             report_progress(self)
 
     # Devices
@@ -262,10 +263,7 @@ class StrategyExtended:
         """True in the process that writes checkpoints."""
         return self.worker_number == 0
 
-    @property
-    def should_save_summary(self) -> bool:
-        """True in the process that writes summaries."""
-        return self.worker_number == 0
+    should_save_summary = should_checkpoint
 
     @contextmanager
     def experimental_logical_device(self, logical_device_id: int) -> Iterator[None]:
@@ -370,8 +368,7 @@ class StrategyExtended:
         Raises:
             InvalidTypeError: if `v` is not a variable.
         """
-        if not isinstance(v, Variable):
-            raise InvalidTypeError(f"variable_created_in_scope: {shown(v)} is not a Variable.")
+        check_type("variable_created_in_scope: v", v, Variable, "a Variable")
         return v.distribute_strategy is self._strategy
 
     @contextmanager
@@ -546,13 +543,7 @@ class StrategyExtended:
         """
         require_cross_replica(self._strategy, "batch_reduce_to")
         op = as_reduce_op(reduce_op, "reduce_to")
-        pairs = list(value_destination_pairs)
-        for pair in pairs:
-            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-                raise InvalidTypeError(
-                    f"batch_reduce_to: got {pair!r}, expected (value, destinations) pairs."
-                )
-            check_destinations(pair[1])
+        pairs = check_pairs("batch_reduce_to", value_destination_pairs)
         results = self.combine.reduce(op, [value for value, _ in pairs], None, options)
         return [
             self._at(result, destinations)
@@ -783,8 +774,7 @@ def _is_array_like(value: Any) -> bool:
 
 
 def _input_options(options: InputOptions | None) -> InputOptions:
-    if options is not None and not isinstance(options, InputOptions):
-        raise InvalidTypeError(f"options is {options!r}, expected distributary.InputOptions.")
+    check_type("options", options, InputOptions | None, "distributary.InputOptions")
     return options or InputOptions()
 
 

@@ -3,19 +3,15 @@
 import logging
 from typing import Any, final
 
-from distributary.cluster_resolver import (
-    ClusterResolver,
-    TFConfigClusterResolver,
-    multi_worker,
-)
+from distributary.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from distributary.context import get_replica_context
 from distributary.devices import devices_of_all_hosts, replica_devices
-from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
-from distributary.job import connect
+from distributary.errors import InvalidValueError, check_type
 from distributary.launch import refuse_job
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
 from distributary.strategies._job_devices import devices_of_all, extended_of_job
+from distributary.strategies._tpu_system import connect_workers
 
 _log = logging.getLogger(__name__)
 
@@ -66,29 +62,22 @@ class MultiWorkerMirroredStrategy(Strategy):
         experimental_shard_optimizer_state: bool = False,
     ) -> None:
         options = communication_options
-        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-            raise InvalidTypeError(
-                f"MultiWorkerMirroredStrategy: cluster_resolver is {cluster_resolver!r}, expected a"
-                " ClusterResolver such as distributary.cluster_resolver.TFConfigClusterResolver()."
-            )
-        if options is not None and not isinstance(options, CommunicationOptions):
-            raise InvalidTypeError(
-                f"MultiWorkerMirroredStrategy: communication_options is {options!r}, expected"
-                " distributary.experimental.CommunicationOptions."
-            )
+        check_type(
+            "MultiWorkerMirroredStrategy: cluster_resolver",
+            cluster_resolver,
+            ClusterResolver | None,
+            "a ClusterResolver such as distributary.cluster_resolver.TFConfigClusterResolver()",
+        )
+        check_type(
+            "MultiWorkerMirroredStrategy: communication_options",
+            options,
+            CommunicationOptions | None,
+            "distributary.experimental.CommunicationOptions",
+        )
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
-        compiled_for = devices_of_all_hosts()
-        if compiled_for is not None:
-            super().__init__(extended_of_job(self, None, compiled_for, options))
-            return
-        sharded = experimental_shard_optimizer_state
-        spec = self._cluster_resolver.cluster_spec()
-        if not spec:
-            super().__init__(extended_of_job(self, None, replica_devices(None), options, sharded))
-            return
-        resolver = self._cluster_resolver
-        place = multi_worker(spec, resolver.task_type, resolver.task_id)
-        if "ps" in spec.jobs:
+        devices = devices_of_all_hosts()  # of the machine for which the program is compiled
+        spec = self._cluster_resolver.cluster_spec() if devices is None else None
+        if spec and "ps" in spec.jobs:
             reason = (
                 f"MultiWorkerMirroredStrategy: the cluster has {spec.num_tasks('ps')} parameter"
                 " server(s), which this strategy does not use: every worker keeps the"
@@ -97,13 +86,13 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
             refuse_job(reason)
             raise InvalidValueError(reason)
-        if not place.in_collective_group:
-            raise ClusterError(
-                f"MultiWorkerMirroredStrategy: this process is {place.name}, which does not train"
-                f" with the workers. Use MirroredStrategy or OneDeviceStrategy in the {place.name}."
-            )
-        connect(place, options or CommunicationOptions())
-        super().__init__(extended_of_job(self, place, devices_of_all(place), options, sharded))
+        place = connect_workers(self._cluster_resolver, options)
+        if devices is None:
+            devices = replica_devices(None) if place is None else devices_of_all(place)
+        sharded = experimental_shard_optimizer_state
+        super().__init__(extended_of_job(self, place, devices, options, sharded))
+        if place is None:
+            return
         if self._extended.options.hierarchical:  # its groups of devices need their own connections
             self.run(_all_reduce_one)
         _log.info("Using %r as %s", self, place.name)

@@ -12,9 +12,9 @@ from distributary.cluster_resolver import ClusterResolver, MultiWorker, TPUClust
 from distributary.devices import DeviceAssignment, Topology, replica_devices
 from distributary.errors import (
     ContextError,
-    InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
+    check_type,
     shown,
 )
 from distributary.programs import constrained, spec_of_split
@@ -68,11 +68,8 @@ class TPUStrategy(Strategy):
         del experimental_spmd_xla_partitioning
         sharded = experimental_shard_optimizer_state
         assignment = experimental_device_assignment
-        if assignment is not None and not isinstance(assignment, DeviceAssignment):
-            raise InvalidTypeError(
-                f"TPUStrategy: experimental_device_assignment is {assignment!r}, expected a"
-                " DeviceAssignment."
-            )
+        what = "TPUStrategy: experimental_device_assignment"
+        check_type(what, assignment, DeviceAssignment | None, "a DeviceAssignment")
         resolver = tpu_cluster_resolver
         if resolver is None and assignment is not None and assignment.topology.num_tasks == 1:
             resolver = TPUClusterResolver("local")

@@ -9,7 +9,7 @@ from distributary.cluster_resolver import (
     multi_worker,
 )
 from distributary.devices import Topology, current_target, devices_of_all_hosts, replica_devices
-from distributary.errors import ClusterError, DeviceError, InvalidTypeError, pip_install
+from distributary.errors import ClusterError, DeviceError, check_type, pip_install
 from distributary.job import connect
 from distributary.options import CommunicationOptions
 from distributary.strategies._job_devices import devices_of_all
@@ -43,11 +43,12 @@ def experimental_connect_to_cluster(
 
     Source: `tf.config.experimental_connect_to_cluster`; there, one program controls all processes.
     """
-    if not isinstance(cluster_spec_or_resolver, ClusterResolver):
-        raise InvalidTypeError(
-            f"experimental_connect_to_cluster: got {cluster_spec_or_resolver!r}, expected a"
-            " ClusterResolver, which knows the cluster and which of its tasks this process is."
-        )
+    check_type(
+        "experimental_connect_to_cluster: cluster_spec_or_resolver",
+        cluster_spec_or_resolver,
+        ClusterResolver,
+        "a ClusterResolver, which knows the cluster and which of its tasks this process is",
+    )
     connect_workers(cluster_spec_or_resolver)
 
 
@@ -91,11 +92,8 @@ def resolver_or_local(resolver: ClusterResolver | None, who: str) -> tuple[Clust
         The resolver, and the reason why no cluster was found.
     """
     if resolver is not None:
-        if not isinstance(resolver, ClusterResolver):
-            raise InvalidTypeError(
-                f"{who}: the cluster resolver is {resolver!r}, expected a ClusterResolver such as"
-                " distributary.cluster_resolver.TPUClusterResolver()."
-            )
+        example = "a ClusterResolver such as distributary.cluster_resolver.TPUClusterResolver()"
+        check_type(f"{who}: the cluster resolver", resolver, ClusterResolver, example)
         return resolver, ""
     found = TPUClusterResolver()
     try:
@@ -105,7 +103,9 @@ def resolver_or_local(resolver: ClusterResolver | None, who: str) -> tuple[Clust
     return found, ""
 
 
-def connect_workers(resolver: ClusterResolver) -> MultiWorker | None:
+def connect_workers(
+    resolver: ClusterResolver, options: CommunicationOptions | None = None
+) -> MultiWorker | None:
     """Connects the processes of a cluster; returns None if this process is the only one."""
     if current_target() is not None:  # this process stands for all hosts of the target
         return None
@@ -115,10 +115,10 @@ def connect_workers(resolver: ClusterResolver) -> MultiWorker | None:
     place = multi_worker(spec, resolver.task_type, resolver.task_id)
     if not place.in_collective_group:
         raise ClusterError(
-            f"This process is {place.name}, which does not compute with the workers. Only they"
-            " connect to each other."
+            f"This process is {place.name}, which does not train with the workers: it cannot"
+            f" connect to them. Use MirroredStrategy or OneDeviceStrategy in the {place.name}."
         )
-    connect(place, CommunicationOptions())
+    connect(place, options or CommunicationOptions())
     return place
 
 

@@ -9,6 +9,7 @@ from distributary.values._cross_device_ops import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
+    check_pairs,
     default_cross_device_ops,
     reduce_nest,
 )

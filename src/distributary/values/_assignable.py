@@ -1,15 +1,13 @@
 """The methods that whole variables and variables in shards share."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+
+from distributary.values._distributed import ArrayInput
+from distributary.values._indexed_slices import IndexedSlices
 from distributary.values._operators import ArrayOperators
-
-if TYPE_CHECKING:
-    import jax
-
-    from distributary.values._distributed import ArrayInput
-    from distributary.values._indexed_slices import IndexedSlices
 
 
 class Assignable(ArrayOperators):
@@ -33,13 +31,13 @@ class Assignable(ArrayOperators):
         """Number of elements."""
         return math.prod(self._shape)
 
-    def read_value(self) -> "jax.Array":
+    def read_value(self) -> jax.Array:
         """Returns the same as `value()`."""
         return self.value()
 
     def assign(
         self,
-        value: "ArrayInput",
+        value: ArrayInput,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -72,7 +70,7 @@ class Assignable(ArrayOperators):
 
     def assign_add(
         self,
-        delta: "ArrayInput",
+        delta: ArrayInput,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -82,7 +80,7 @@ class Assignable(ArrayOperators):
 
     def assign_sub(
         self,
-        delta: "ArrayInput",
+        delta: ArrayInput,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -91,7 +89,7 @@ class Assignable(ArrayOperators):
         return self._change("assign_sub", delta, read_value)
 
     def scatter_add(
-        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Adds rows: `self[indices[i]] += values[i]`. Rows with equal indices add up.
 
@@ -118,37 +116,37 @@ class Assignable(ArrayOperators):
         return self._change("scatter_add", sparse_delta, True)
 
     def scatter_sub(
-        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Subtracts rows; otherwise like `scatter_add`."""
         return self._change("scatter_sub", sparse_delta, True)
 
     def scatter_mul(
-        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Multiplies rows; otherwise like `scatter_add`."""
         return self._change("scatter_mul", sparse_delta, True)
 
     def scatter_div(
-        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Divides rows; otherwise like `scatter_add`."""
         return self._change("scatter_div", sparse_delta, True)
 
     def scatter_min(
-        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Keeps the smaller of row and value; otherwise like `scatter_add`."""
         return self._change("scatter_min", sparse_delta, True)
 
     def scatter_max(
-        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Keeps the larger of row and value; otherwise like `scatter_add`."""
         return self._change("scatter_max", sparse_delta, True)
 
     def scatter_update(
-        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Sets rows; if indices are equal, any one wins. Otherwise like `scatter_add`."""
         return self._change("scatter_update", sparse_delta, True)
@@ -157,6 +155,6 @@ class Assignable(ArrayOperators):
         """Returns `shape`."""
         return self._shape
 
-    def _change(self, kind: str, value: "ArrayInput | IndexedSlices", read_value: bool) -> Any:
+    def _change(self, kind: str, value: ArrayInput | IndexedSlices, read_value: bool) -> Any:
         """Carries out the method `kind`, one of those above."""
         raise NotImplementedError

@@ -83,6 +83,15 @@ def initial_array(initial_value: ArrayInput | Callable[[], ArrayInput] | None, w
     return array_of(value, what)
 
 
+def checked_slices(what: str, slices: object) -> IndexedSlices:
+    """Returns the operand of a scatter method after checking its type."""
+    if isinstance(slices, IndexedSlices):
+        return slices
+    raise InvalidTypeError(
+        f"{what} needs distributary.IndexedSlices(values, indices), got {type(slices).__name__}."
+    )
+
+
 def check_has_value(what: str, value: Array | IndexedSlices) -> None:
     """Checks that no eager `jax.grad` or `jax.vmap` traces a value that a variable would keep.
 

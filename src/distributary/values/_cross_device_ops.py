@@ -72,7 +72,10 @@ class CrossDeviceOps(abc.ABC):
     ) -> list[Any]:
         """Combines several values, in one collective if possible; see `reduce`."""
         op = as_reduce_op(reduce_op, "CrossDeviceOps.batch_reduce")
-        pairs = _checked(value_destination_pairs)
+        pairs = [
+            (_components_of(value), destinations)
+            for value, destinations in check_pairs("batch_reduce", value_destination_pairs)
+        ]
         options = options or CommunicationOptions()
         values = [value for value, _ in pairs]
         if not values:
@@ -234,18 +237,18 @@ def _concatenate_slices(op: ReduceOp, parts: Sequence[IndexedSlices]) -> Indexed
     )
 
 
-def _checked(pairs: object) -> list[tuple[PerReplica, object]]:
-    """Returns pairs of a value and its destinations."""
+def check_pairs(what: str, pairs: object) -> Sequence[tuple[Any, Any]]:
+    """Returns pairs of a value and its destinations after checking them."""
     if not isinstance(pairs, (list, tuple)) or not all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
     ):
         raise InvalidTypeError(
-            f"batch_reduce: value_destination_pairs is {pairs!r}, expected a list of (value,"
+            f"{what}: value_destination_pairs is {pairs!r}, expected a list of (value,"
             " destinations) pairs."
         )
     for _, destinations in pairs:
         check_destinations(destinations)
-    return [(_components_of(value), destinations) for value, destinations in pairs]
+    return pairs
 
 
 def _alone(op: ReduceOp, leaf: jax.Array | IndexedSlices) -> jax.Array | IndexedSlices:

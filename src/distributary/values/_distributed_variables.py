@@ -224,6 +224,9 @@ class SyncOnReadVariable(DistributedVariable):
         )
 
 
+Variable._of_replicas = MirroredVariable, SyncOnReadVariable
+
+
 @final
 class VariableComponent(ArrayOperators):
     """One replica's copy of a variable at the time of reading. It cannot be assigned."""

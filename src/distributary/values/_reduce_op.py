@@ -97,9 +97,10 @@ def _prepare(op: ReduceOp, array: jax.Array, num_replicas: int) -> _Prepared:
 def _prepare_mean(array: jax.Array, num_replicas: int) -> _Prepared:
     dtype = array.dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
-        # Quotients and remainders are exact, and their sums do not overflow; int32, because the sum
-        # of the remainders may be too large for 8 bits.
-        parts = [array // num_replicas, (array % num_replicas).astype(jnp.int32)]
+        # Quotients and remainders are exact, and their sums do not overflow: quotients are rounded
+        # towards zero, and the sum of the remainders, too large for 8 bits, is int32.
+        count = jnp.asarray(num_replicas, dtype)
+        parts = [lax.div(array, count), lax.rem(array, count).astype(jnp.int32)]
 
         def mean(quotient: jax.Array, remainder: jax.Array) -> jax.Array:
             return quotient.astype(jnp.float32) + remainder.astype(jnp.float32) / num_replicas

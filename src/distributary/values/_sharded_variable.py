@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.tracing import current_scope
 from distributary.values._assignable import Assignable
-from distributary.values._conversion import SCATTER
+from distributary.values._conversion import SCATTER, checked_slices
 from distributary.values._distributed import ArrayInput
 from distributary.values._indexed_slices import IndexedSlices
 from distributary.values._operators import ArrayOperators
@@ -138,12 +138,8 @@ class ShardedVariable(Assignable):
             shard._change(kind, array[start:end], read_value)
         return self
 
-    def _scatter(self, kind: str, slices: object) -> "ShardedVariable":
-        if not isinstance(slices, IndexedSlices):
-            raise InvalidTypeError(
-                f"ShardedVariable {self._name!r}: {kind} needs distributary.IndexedSlices(values,"
-                f" indices), got {type(slices).__name__}."
-            )
+    def _scatter(self, kind: str, slices: Any) -> "ShardedVariable":
+        slices = checked_slices(f"ShardedVariable {self._name!r}: {kind}", slices)
         array_module: Any = np if current_scope() is None else jnp
         ids = array_module.asarray(slices.indices)
         for shard, start, end in self._ranges():

@@ -49,6 +49,7 @@ from distributary.values._conversion import (
     Change,
     check_has_value,
     check_member,
+    checked_slices,
     combine,
     initial_array,
     same_kind,
@@ -97,6 +98,8 @@ class Variable(Assignable):
 
     # False if `_value` is read from somewhere else and not stored here.
     _stores_array: ClassVar[bool] = True
+    # The classes of variables with a copy per replica, not and with ON_READ; both derive from this.
+    _of_replicas: "ClassVar[tuple[type[Variable], type[Variable]]]"
 
     _dtype: np.dtype[Any]
     _layout: VariableLayout
@@ -116,14 +119,8 @@ class Variable(Assignable):
             return new
         if not layout.mirrored:
             return super().__new__(cls)
-        # Imported here, as these classes derive from this one.
-        from distributary.values._distributed_variables import (
-            MirroredVariable,
-            SyncOnReadVariable,
-        )
-
         on_read = synchronization is VariableSynchronization.ON_READ
-        return super().__new__(SyncOnReadVariable if on_read else MirroredVariable)
+        return super().__new__(cls._of_replicas[on_read])
 
     def __init__(
         self,
@@ -137,10 +134,9 @@ class Variable(Assignable):
     ) -> None:
         self._name = "Variable" if name is None else str(name)
         what = f"Variable {self._name!r}"
-        if synchronization is None:
-            synchronization = VariableSynchronization.AUTO
-        if aggregation is None:
-            aggregation = VariableAggregation.NONE
+        if synchronization in (None, VariableSynchronization.AUTO):
+            synchronization = VariableSynchronization.ON_WRITE
+        aggregation = aggregation or VariableAggregation.NONE
         check_member(what, "synchronization", synchronization, VariableSynchronization)
         check_member(what, "aggregation", aggregation, VariableAggregation)
         self._layout = get_strategy().extended.variable_layout()
@@ -151,11 +147,7 @@ class Variable(Assignable):
                 " value per replica."
             )
         on_read = synchronization is VariableSynchronization.ON_READ
-        self._synchronization = (
-            VariableSynchronization.ON_WRITE
-            if synchronization is VariableSynchronization.AUTO
-            else synchronization
-        )
+        self._synchronization: VariableSynchronization = synchronization
         self._aggregation = aggregation
         self._trainable = (not on_read) if trainable is None else bool(trainable)
         _warn_if_scope_is_in_another_thread(what)
@@ -595,13 +587,9 @@ class Variable(Assignable):
             " scope of the strategy that uses it."
         )
 
-    def _convert_slices(self, what: str, slices: object) -> IndexedSlices:
+    def _convert_slices(self, what: str, slices: Any) -> IndexedSlices:
         """Returns the rows as arrays of the variable's dtype."""
-        if not isinstance(slices, IndexedSlices):
-            raise InvalidTypeError(
-                f"{what} needs distributary.IndexedSlices(values, indices), got"
-                f" {type(slices).__name__}."
-            )
+        slices = checked_slices(what, slices)
         values, ids = array_of(slices.values, what), array_of(slices.indices, what)
         if not self._shape or ids.ndim != 1 or values.shape != (ids.size, *self._shape[1:]):
             raise InvalidValueError(
