@@ -11,23 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from _harness import choose_steps, interleave
-from _peers import Peer, timed
-from _processes import FOLDER, Cluster, Process, environment, start
+from _processes import FOLDER, Cluster, environment
 
-__all__ = [
-    "FOLDER",
-    "PROGRAMS",
-    "Cluster",
-    "Peer",
-    "Process",
-    "choose_steps",
-    "environment",
-    "interleave",
-    "outputs_of_two",
-    "start",
-    "timed",
-]
+__all__ = ["FOLDER", "PROGRAMS", "Cluster", "environment", "outputs_of_two"]
 
 PROGRAMS = Path(__file__).parents[1] / "multiprocess" / "programs"
 

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from distributary.errors import ReplicaMismatchError
-from distributary.servers._certificates import Credentials, make_certificates
-from distributary.servers._grpc import GrpcLink, GrpcServer
-from distributary.servers._links import InProcessLink
-from distributary.servers._messages import Message
 from tests.servers.processes import Cluster
+from tests.servers.wire import (
+    Credentials,
+    GrpcLink,
+    GrpcServer,
+    InProcessLink,
+    Message,
+    make_certificates,
+)
 
 _PEER = Path(__file__).parent / "programs" / "peer.py"
 

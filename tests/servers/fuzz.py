@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.servers._messages import Message
-from distributary.servers._programs import export_jaxpr
+from tests.servers.wire import Message, export_function
 
 _KINDS_OF_ALL = ["alive", "hello", "identify", "nothing"]
 _KINDS = {
@@ -57,7 +56,8 @@ _FIELDS = {
 def strange_messages(task_type, num_messages, session):
     """Messages that a task can read, and that make no sense; most of a session."""
     generator = random.Random(2)
-    program = export_jaxpr(jax.make_jaxpr(lambda x: [jnp.sort(x)])(np.zeros(4))).content
+    aval = jax.ShapeDtypeStruct((4,), np.float32)
+    program = export_function(lambda x: [jnp.sort(x)], [aval], [None]).content
     sessions = [*[session] * 20, [1, "older"], [1, 2], "session", None]
     for _ in range(num_messages):
         names = generator.sample(sorted(_FIELDS), generator.randrange(len(_FIELDS) + 1))

@@ -13,8 +13,8 @@ from distributary.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy
 from distributary.errors import ClusterError, InvalidValueError
 from distributary.launch import free_addresses
-from distributary.servers._certificates import ROLES, Credentials, make_certificates
 from distributary.tools.cli import main
+from tests.servers.wire import ROLES, Credentials, make_certificates
 
 _VARIABLES = ("DISTRIBUTARY_CERTS", "DISTRIBUTARY_TOKEN", "TF_CONFIG")
 _SECRET, _OTHER_SECRET = "this is the secret of the job", "another job's secret"

@@ -1,6 +1,5 @@
 """Checkpoints that servers write and read."""
 
-import json
 import threading
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 import distributary as dist
 from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
-from distributary.checkpoint._commit import sealed
 from distributary.errors import CheckpointError, InvalidValueError, PSUnavailableError
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import MinSizePartitioner
@@ -284,13 +282,6 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
     (data,) = (p for p in tmp_path.rglob("ps-*") if row in p.read_bytes())
     data.write_bytes(data.read_bytes().replace(row, bytes(len(row))))
     with pytest.raises(CheckpointError, match=rf"ckpt-1 cannot be read: its file {data.name} is d"):
-        checkpoint.restore(path)
-    _check_equal(checkpoint.v, 2.0)
-    index = tmp_path / "ckpt-1" / "checkpoint.json"
-    content = json.loads(index.read_text().replace("ps-0", "../ckpt-1/ps-0"))
-    del content["crc32c"]
-    index.write_bytes(sealed(content))
-    with pytest.raises(CheckpointError, match=r"'\.\./ckpt-1/ps-0.*' is not the name of a file"):
         checkpoint.restore(path)
     _check_equal(checkpoint.v, 2.0)
 

@@ -94,22 +94,19 @@ def _every_third(kinds, fault):
 
 
 @pytest.mark.parametrize("fault", [lose_request, lose_reply, duplicate])
-@pytest.mark.parametrize(
-    "kinds", [("push", "read"), ("run",), ("update", "finish"), ("assign", "create")]
-)
-def test_messages_are_lost_and_doubled(kinds, fault, new_job):
+def test_messages_are_lost_and_doubled(fault, new_job):
     job = new_job()
-    job.cluster.fault = _every_third(kinds, fault)
-    if "assign" in kinds:
+
+    for kinds in (("assign", "create"), ("update", "finish"), ("push", "read"), ("run",)):
+        job.cluster.fault = _every_third(kinds, fault)
         for counter in job.counters:
             for _ in range(9):
                 counter.assign_add(1)
+        job.run(30)
         with job.strategy.scope():
             assert dist.Variable(3).numpy() == 3
-        assert job.counts() == [9, 9]
-    else:
-        job.run(30)
-        assert job.counts() == [30, 30]
+
+    assert job.counts() == [4 * 39] * 2
 
 
 def test_servers_forget_closures_that_have_ended(new_job):
@@ -419,26 +416,27 @@ def test_what_was_cancelled_is_not_applied_when_its_worker_goes_on(new_job):
     assert job.counts() == [11, 11]
 
 
-def test_fit_goes_on_when_workers_are_lost():
+def test_fit_applies_each_gradient_once_although_workers_are_lost():
     cluster = local_cluster(2, 2)
     strategy = ParameterServerStrategy(cluster)
-    x = np.random.default_rng(0).normal(size=(320, 4)).astype(np.float32)
+    x = np.ones((320, 1), np.float32)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        model.compile("adam", "mse")
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), layer])
+        model.compile(keras.optimizers.SGD(1.0), lambda y, p: -p)  # of which the gradient is -1
 
     class Kill(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch % 10 in (3, 6):
                 (cluster.kill if batch % 10 == 3 else cluster.restart)("worker 0")
 
-    model.fit(x, x.sum(1), batch_size=8, epochs=2, verbose=0, callbacks=[Kill()])
+    model.fit(x, x, batch_size=8, epochs=2, verbose=0, callbacks=[Kill()])
 
     found = ClusterCoordinator(strategy).statistics()
+    assert float(layer.kernel.numpy()[0, 0]) == 80
+    assert found.workers[0].num_losses > 0
     strategy._cluster.close()
     cluster.close()
-    assert [server.num_pushes for server in found.servers] == [80, 80]
-    assert found.workers[0].num_losses > 0
 
 
 @pytest.mark.parametrize("name", ["heartbeat_seconds", "max_closure_losses"])

@@ -84,48 +84,6 @@ def test_one_worker_trains_as_one_device_does(make_optimizer, in_run):
     np.testing.assert_allclose(accuracy.result(), logs["accuracy"][0], rtol=1e-6)
 
 
-def test_every_step_of_several_workers_counts_once():
-    """Updates of constant gradients do not depend on the order, so that a lost one shows."""
-
-    def built():
-        v = keras.Variable(np.zeros(3, "float32"), name="v")
-        u = keras.Variable(np.ones(2, "float32"), name="u")
-        optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.01)
-        optimizer.build([v, u])
-        return v, u, optimizer, keras.metrics.Mean()
-
-    gradients = [np.array([1, 2, 3], "float32"), np.array([4, 5], "float32")]
-    strategy = dist.ParameterServerStrategy(local_cluster(workers=3, ps=2))
-    with strategy.scope():
-        v, u, optimizer, mean = built()
-    coordinator = ClusterCoordinator(strategy)
-
-    def step(batch):
-        optimizer.apply([batch * g for g in gradients], [v, u])
-        mean.update_state(batch)
-
-    def closure(iterator):
-        batch = next(iterator)
-        return step(batch)
-
-    iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.float32(1)] * 60))
-    for _ in range(60):
-        coordinator.schedule(closure, args=(iterator,))
-    coordinator.join()
-
-    w, t, expected, _ = built()
-    for _ in range(60):
-        expected.apply(gradients, [w, t])
-    assert int(optimizer.iterations) == 60
-    assert float(mean.count) == 60
-    # Only the bias correction is the worker's, from the count that it has read.
-    for name in ("_momentums", "_velocities"):
-        for value, other in zip(getattr(optimizer, name), getattr(expected, name), strict=True):
-            np.testing.assert_allclose(value, other, rtol=1e-5)
-    np.testing.assert_allclose(v, w, rtol=0.1)
-    np.testing.assert_allclose(u, t, rtol=0.1)
-
-
 def test_variables_are_on_servers_and_slots_beside_them(tmp_path):
     model, optimizer, _, _ = _train(lambda: keras.optimizers.SGD(0.1, momentum=0.9))
     servers = {v.path: v._value._place[0] for v in model.trainable_variables}
@@ -148,20 +106,3 @@ def test_an_update_that_no_server_can_compute_is_refused(in_run):
         _train(
             lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), in_run=in_run
         )
-
-
-def test_a_closure_knows_its_worker():
-    strategy = dist.ParameterServerStrategy(local_cluster(workers=2, ps=1))
-    coordinator = ClusterCoordinator(strategy)
-    numbers = coordinator.create_per_worker_value(iter([np.float32(0), np.float32(10)]).__next__)
-
-    def closure(number):
-        return number, dist.coordinator.experimental_get_current_worker_index()
-
-    values = [coordinator.schedule(closure, args=(numbers,)) for _ in range(20)]
-    coordinator.join()
-    found = {(float(number), int(index)) for number, index in coordinator.fetch(values)}
-    # Whichever worker has made its value first.
-    assert len({number for number, _ in found}) == len({index for _, index in found}) == len(found)
-    with pytest.raises(dist.errors.ContextError, match="outside of a scheduled function"):
-        dist.coordinator.experimental_get_current_worker_index()

@@ -1,5 +1,7 @@
 """`fit`, `evaluate` and `predict` with parameter servers."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -112,25 +114,54 @@ def test_mixed_precision_and_logs_of_the_last_batch_are_those_of_one_device():
     np.testing.assert_allclose(model.get_weights()[0], expected.get_weights()[0], rtol=1e-2)
 
 
+_DECAY = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
+
+
 @pytest.mark.parametrize(
-    "optimizer",
+    ("optimizer", "ps"),
     [
-        lambda: keras.optimizers.Adafactor(0.01, gradient_accumulation_steps=2),
-        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
+        # Their variables need each other.
+        (lambda: keras.optimizers.Adafactor(0.01, gradient_accumulation_steps=2), 1),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)), 1),
+        (lambda: keras.optimizers.RMSprop(0.01, centered=True, momentum=0.5), 2),
+        (lambda: keras.optimizers.SGD(_DECAY, nesterov=True, momentum=0.5), 2),
     ],
-    ids=["accumulation", "loss scaling"],
+    ids=["accumulation", "loss scaling", "centered", "schedule"],
 )
-def test_one_server_updates_variables_that_need_each_other(optimizer):
+def test_servers_update_as_one_device_does(optimizer, ps):
     def fitted():
         model = _model()
         model.compile(optimizer(), "sparse_categorical_crossentropy")
         model.fit(X, Y, batch_size=35, epochs=2, shuffle=False, verbose=0)
         return model.get_weights()
 
-    with dist.ParameterServerStrategy(local_cluster(workers=1, ps=1)).scope():
+    with dist.ParameterServerStrategy(local_cluster(workers=1, ps=ps)).scope():
         own = fitted()
     for value, expected in zip(own, fitted(), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+
+
+class _Ending(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_fit_goes_on_from_its_backup(tmp_path):
+    options = {"batch_size": 35, "epochs": 4, "shuffle": False, "verbose": 0}
+    expected = _model()
+    expected.fit(X, Y, **options)
+
+    for callbacks in ([_Ending()], []):  # the second time, everything is new
+        with _strategy(1).scope():
+            model = _model()
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+        with contextlib.suppress(KeyboardInterrupt):
+            history = model.fit(X, Y, callbacks=[backup, *callbacks], **options)
+
+    assert history.epoch == [2, 3]
+    for value, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
 
 
 def test_several_workers_evaluate_and_predict_exactly():

@@ -16,10 +16,15 @@ import psutil
 import pytest
 
 from distributary.errors import ClusterError, ReplicaMismatchError
-from distributary.servers._grpc import GrpcLink, GrpcServer
-from distributary.servers._messages import Assembly, Message, decode, split
-from tests.servers.frames import damaged_frames
-from tests.servers.message_faults import duplicate, lose_reply, lose_request
+from tests.servers.wire import (
+    Assembly,
+    GrpcLink,
+    GrpcServer,
+    Message,
+    damaged_frames,
+    decode,
+    split,
+)
 
 _SECONDS = 60.0  # more than anything takes
 RNG = np.random.default_rng(0)
@@ -136,26 +141,6 @@ def test_a_chunk_in_the_middle_of_another_message_is_refused():
         assembly.add(other)
 
 
-@pytest.mark.parametrize(
-    ("fault", "handled", "arrives"),
-    [(lose_request, [2], False), (lose_reply, [1, 2], False), (duplicate, [1, 1, 2], True)],
-)
-def test_messages_can_be_lost_and_duplicated(
-    fault, handled, arrives, link_in_process, faults, service
-):
-    faults.append(fault)
-    future = link_in_process.start(Message("echo", {"i": 1}))
-
-    if arrives:
-        future.result(_SECONDS)
-    else:
-        with pytest.raises(ConnectionError, match=r"The connection to ps 0 was cut\."):
-            future.result(_SECONDS)
-
-    assert link_in_process.call(Message("echo", {"i": 2}), _SECONDS).fields == {"i": 2}
-    assert service.handled == handled
-
-
 def test_a_request_whose_caller_has_given_up_is_not_sent(link_in_process, faults, service):
     release = threading.Event()
     faults.append(lambda message, deliver: release.wait() and deliver(message))
@@ -214,43 +199,6 @@ def test_frozen_killed_and_restarted_processes(start_peer, connect):
     _, same_address = start_peer(address)
     assert same_address == address
     assert link.call(Message("echo", {"i": 2}), _SECONDS).fields == {"i": 2}
-
-
-def _forward(source, target, num_bytes):
-    """Passes bytes on until there are no more, or as many as given, and ends both connections."""
-    while num_bytes > 0 and (data := source.recv(min(num_bytes, 1 << 16))):
-        target.sendall(data)
-        num_bytes -= len(data)
-    for one in (source, target):
-        with contextlib.suppress(OSError):  # the other thread was first
-            one.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_connection_that_breaks_in_the_middle_of_a_message(service, serve, connect):
-    array = np.ones(1 << 22, np.uint8)
-    address = serve()
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        contextlib.ExitStack() as sockets,
-        concurrent.futures.ThreadPoolExecutor(4) as threads,
-    ):
-        link = connect(f"127.0.0.1:{listener.getsockname()[1]}")
-
-        def send(num_bytes_of_connection):
-            future = link.start(Message("double", {"i": num_bytes_of_connection}, [array]))
-            near = sockets.enter_context(listener.accept()[0])
-            far = sockets.enter_context(socket.create_connection(address.split(":")))
-            threads.submit(_forward, near, far, num_bytes_of_connection)
-            threads.submit(_forward, far, near, 1 << 30)
-            return future.result(_SECONDS)
-
-        with pytest.raises(ConnectionError):
-            send(2_500_000)
-        reply = send(1 << 30)
-        link.close()
-
-    np.testing.assert_array_equal(reply.arrays[0], 2 * array)
-    assert service.handled == [1 << 30]
 
 
 def _is_refused(chunks):

@@ -1,21 +1,19 @@
 """Programs travel, and only harmless ones that have arrived whole are run."""
 
+import hashlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from distributary.errors import InvalidValueError
-from distributary.servers._programs import (
-    Program,
-    ProgramCache,
-    export_divided,
-    export_jaxpr,
-)
+from tests.servers.wire import ProgramCache, export_divided, export_per_device
 
 
 def _sort():
-    return export_jaxpr(jax.make_jaxpr(lambda x: [jnp.sort(x)])(np.zeros(4, np.float32)))
+    closed = jax.make_jaxpr(lambda x: [jnp.sort(x)])(np.zeros(4, np.float32))
+    return export_per_device(closed, [False], num_devices=1)
 
 
 def test_a_program_runs_on_the_first_cpu_whatever_the_default_device_is():
@@ -48,10 +46,10 @@ def test_a_program_that_calls_unknown_code_is_refused():
         platforms=["cpu"],
         disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("cpu_reads_files")],
     )(np.zeros(4, np.float32))
-    program = Program.of(exported)
+    serialized = bytes(exported.serialize())
 
     with pytest.raises(InvalidValueError, match="calls 'cpu_reads_files', which is not among"):
-        ProgramCache().add(program.content)
+        ProgramCache().add(hashlib.sha256(serialized).digest() + serialized)
 
 
 @pytest.mark.parametrize("num_rows", [8, 7])

@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -25,13 +26,9 @@ from distributary.errors import (
     InvalidValueError,
 )
 from distributary.launch import LaunchOptions, free_addresses, run
-from distributary.servers._messages import Message
-from distributary.servers._plans import Update
-from distributary.servers._programs import export_function
-from distributary.servers._rows import UpdatedRows
-from distributary.servers._sessions import hello, new_session
 from tests.servers.conftest import Reply
 from tests.servers.fuzz import strange_messages
+from tests.servers.wire import Message, Update, UpdatedRows, export_function
 
 _JOB = Path(__file__).parent / "programs" / "job.py"
 _SECONDS = 60.0  # more than anything takes
@@ -40,6 +37,10 @@ _NUM_FUZZ_INPUTS = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "1000"))
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 3)).astype(np.float32)
 Y = (X @ np.array([1.0, -2.0, 3.0], np.float32)).astype(np.float32)
+
+
+def _new_session():
+    return [time.time_ns(), "a test"]
 
 
 @pytest.fixture
@@ -116,10 +117,10 @@ def _may_send(role, task_type):
 @pytest.mark.parametrize("task_type", ["worker", "ps"])
 @pytest.mark.parametrize("role", ["chief", "worker", "ps"])
 def test_every_message_is_for_its_roles(role, task_type, new_link):
-    session = new_session()
+    session = _new_session()
     fields = {"session": session, "seconds": 0}
     kinds = {"program", "shutdown", ""}.union(*_OF_CHIEF.values(), *_OF_WORKER.values())
-    new_link("chief", task_type).call(hello(session), _SECONDS)
+    new_link("chief", task_type).call(Message("hello", {"session": session}), _SECONDS)
 
     link = new_link(role, task_type)
     errors = {k: link.start(Message(k, fields)).exception(_SECONDS) for k in sorted(kinds)}
@@ -135,9 +136,9 @@ class _Session:
     """A session on ps 0, and its chief and worker."""
 
     def __init__(self, new_link):
-        self._id = new_session()
+        self._id = _new_session()
         self._links = {role: new_link(role) for role in ("chief", "worker")}
-        self._links["chief"].call(hello(self._id), _SECONDS)
+        self._links["chief"].call(Message("hello", {"session": self._id}), _SECONDS)
 
     def call(self, role, kind, arrays=(), blobs=(), **fields):
         message = Message(kind, {"session": self._id, **fields}, list(arrays), list(blobs))
@@ -206,8 +207,8 @@ def test_nothing_that_is_sent_does_harm(task_type, cluster, new_link):
     process = psutil.Process(cluster.processes[f"{task_type} 0"].pid)
     link = new_link("chief", task_type)
     with contextlib.closing(link):
-        session = new_session()
-        link.call(hello(session), _SECONDS)
+        session = _new_session()
+        link.call(Message("hello", {"session": session}), _SECONDS)
         for message in strange_messages(task_type, 200, session):  # whatever is allocated once
             link.start(message).exception(_SECONDS)
         bytes_before = process.memory_info().rss
@@ -224,11 +225,11 @@ def test_nothing_that_is_sent_does_harm(task_type, cluster, new_link):
 
 
 def test_a_task_ends_well_when_it_is_told_to(cluster, new_link, tmp_path):
-    session, path = new_session(), tmp_path / "waits"
+    session, path = _new_session(), tmp_path / "waits"
     maker = {"module": "__main__", "name": "wait", "args": [str(path)], "kwargs": {}}
     fields = {"session": session, "kind": "value", "number": 0, "maker": maker}
     link = new_link("chief", "worker")
-    link.call(hello(session), _SECONDS)
+    link.call(Message("hello", {"session": session}), _SECONDS)
     call = link.start(Message("source", fields))
     while not path.exists():
         assert not call.done(), call.exception()

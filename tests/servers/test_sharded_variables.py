@@ -168,54 +168,6 @@ def test_shards_train_as_the_whole_does(by_shard):
     assert 0 < max(sizes) <= 4
 
 
-def _embedding_model():
-    keras.utils.set_random_seed(0)
-    return keras.Sequential(
-        [
-            keras.Input((2,), dtype="int32"),
-            keras.layers.Embedding(50, 4, name="table"),
-            keras.layers.Flatten(),
-            keras.layers.Dense(1),
-        ]
-    )
-
-
-@pytest.mark.parametrize(
-    ("num_shards", "optimizer_class"), [(3, keras.optimizers.Adagrad), (1, keras.optimizers.Adam)]
-)
-def test_an_unmodified_keras_embedding(num_shards, optimizer_class):
-    labels = np.array([[1.0], [2.0]], np.float32)
-    mse = keras.losses.MeanSquaredError()
-    expected = _embedding_model()
-    expected.compile(optimizer_class(0.1), mse)
-    for ids in IDS:
-        expected.train_on_batch(ids, labels)
-    cluster = local_cluster(workers=1, ps=2)
-    sizes = spy(cluster)
-    partitioner = MinSizePartitioner(100, max_shards=num_shards)
-    strategy = dist.ParameterServerStrategy(cluster, partitioner)
-    with strategy.scope():
-        model, optimizer = _embedding_model(), optimizer_class(0.1)
-        optimizer.build(model.trainable_variables)
-
-    def step(ids):
-        with dist.GradientTape() as tape:
-            loss = mse(labels, model(ids, training=True))
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-        return loss
-
-    coordinator = ClusterCoordinator(strategy)
-    for ids in IDS:
-        coordinator.schedule(lambda ids: strategy.run(step, args=(ids,)), args=(ids,))
-        coordinator.join()
-
-    for own, other in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
-    for own, other in zip(optimizer.variables, expected.optimizer.variables, strict=True):
-        np.testing.assert_allclose(np.array(own), np.array(other), rtol=1e-4, atol=1e-6)
-    assert 0 < max(sizes) <= 8
-
-
 def test_lazy_updates_leave_other_rows_and_their_moments_alone():
     strategy = dist.ParameterServerStrategy(
         local_cluster(workers=1, ps=2), FixedShardsPartitioner(2), sparse_update="lazy"

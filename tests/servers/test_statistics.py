@@ -158,19 +158,6 @@ def test_metrics_are_read_over_http_at_one_port_after_the_other(new_job, monkeyp
         _get(port)
 
 
-def test_a_page_of_another_host_cannot_read_metrics(new_job, monkeypatch):
-    (address,) = free_addresses("127.0.0.1", 1)
-    monkeypatch.setenv("DISTRIBUTARY_METRICS_PORT", address.partition(":")[2])
-    new_job(1)
-    headers = {"Host": "attacker.example"}
-
-    with pytest.raises(urllib.error.HTTPError, match="403") as caught:
-        urllib.request.urlopen(
-            urllib.request.Request(f"http://{address}/metrics", headers=headers), timeout=_SECONDS
-        )
-    caught.value.close()
-
-
 @pytest.mark.parametrize("text", ["many", "-1", "65530"])
 def test_what_is_no_port_is_named(text, new_job, monkeypatch):
     monkeypatch.setenv("DISTRIBUTARY_METRICS_PORT", text)

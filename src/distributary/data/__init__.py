@@ -1,7 +1,5 @@
 """Datasets with the method names of tf.data, in NumPy, and their batches for replicas."""
 
-# ruff: noqa: F401 (names that are not in `__all__` are for other packages)
-
 from distributary.data._arguments import check_callable, checked_int, drawn_seed
 from distributary.data._batching import Batch, BatchedStream
 from distributary.data._contexts import (

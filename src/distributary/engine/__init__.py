@@ -1,9 +1,5 @@
 """One path for every step: from a function over a traced program to an executable."""
 
-# Not public: what it imports is what other packages use.
-# ruff: noqa: F401
-# mypy: implicit-reexport
-
 from distributary.engine._arguments import (
     is_dynamic,
     placed_struct_of,

@@ -1,9 +1,5 @@
 """Turns the jaxpr of a step into the program of all replicas."""
 
-# Not public: what it imports is what other packages use.
-# ruff: noqa: F401
-# mypy: implicit-reexport
-
 from distributary.programs._global import GlobalProgram
 from distributary.programs._joint import evaluate_jointly
 from distributary.programs._logical_devices import constrained, spec_of_split

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE
-from distributary.errors import ClusterError, InvalidValueError, MissingPackageError, pip_install
+from distributary.errors import ClusterError, InvalidValueError
+from distributary.servers._extras import import_extra
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 CERTIFICATES_VARIABLE: Final = "DISTRIBUTARY_CERTS"
 ROLES: Final = ("chief", "worker", "ps")
 
+_PURPOSE = "Making certificates needs the package cryptography"
 _CA_FILE = "ca.pem"
 _DOMAIN = ".distributary"
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -100,7 +102,7 @@ class Credentials:
                 f"{TOKEN_VARIABLE} has {len(secret)} characters, expected {_MIN_CHARACTERS} or"
                 " more. `openssl rand -hex 16` makes one; give all tasks of the job the same."
             )
-        _check_has_cryptography()
+        import_extra("cryptography", _PURPOSE)
         from cryptography.hazmat.primitives.asymmetric import ec
 
         # Slow on purpose: whoever sees a certificate can try secrets.
@@ -175,7 +177,7 @@ def make_certificates(
     """
     if num_days < 1:
         raise InvalidValueError(f"certs: the number of days is {num_days}, expected 1 or more.")
-    _check_has_cryptography()
+    import_extra("cryptography", _PURPOSE)
     from cryptography.hazmat.primitives.asymmetric import ec
 
     start = start or datetime.datetime.now(datetime.UTC) - _CLOCK_SKEW
@@ -188,16 +190,19 @@ def make_certificates(
         certificate_file, key_file = _files(role)
         contents[certificate_file] = _signed(role, key, ca_key, *times, names)
         contents[key_file] = _key_content(key)
-    return _write(folder, contents)
-
-
-def _check_has_cryptography() -> None:
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise MissingPackageError(
-            f"Making certificates needs the package cryptography: {pip_install('ps')}"
-        ) from None
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths = [folder / name for name in contents]
+    for path in paths:
+        # Checked before any file is written, so that every key still matches its certificate.
+        if path.exists():
+            raise FileExistsError(
+                f"{path} exists. All certificates of a job are made together: choose another"
+                " folder, or remove the old ones when no task needs them any more."
+            )
+    for path, content in zip(paths, contents.values(), strict=True):
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+    return paths
 
 
 def _signed(
@@ -266,22 +271,6 @@ def _general_name(host: str) -> "x509.GeneralName":
             " spaces, such as --hosts train.example.com 10.0.0.1."
         )
     return x509.DNSName(host)
-
-
-def _write(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    paths = [folder / name for name in contents]
-    for path in paths:
-        # Checked before any file is written, so that every key still matches its certificate.
-        if path.exists():
-            raise FileExistsError(
-                f"{path} exists. All certificates of a job are made together: choose another"
-                " folder, or remove the old ones when no task needs them any more."
-            )
-    for path, content in zip(paths, contents.values(), strict=True):
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-    return paths
 
 
 def _files(role: str) -> tuple[str, str]:

@@ -10,9 +10,9 @@
 
 the stages make
 
-1. `_traced`: a pure program of what the function reads, from w:f32[2,3] and x:f32[2,3] to the sum
-   and the new w.
-2. `_in_shards`: a program of what servers keep, from w0:f32[1,3], w1:f32[1,3] and x:f32[2,3] to the
+1. `trace` and `purify`: a pure program of what the function reads, from w:f32[2,3] and x:f32[2,3]
+   to the sum and the new w.
+2. `in_parts`: a program of what servers keep, from w0:f32[1,3], w1:f32[1,3] and x:f32[2,3] to the
    sum, the new w0 and the new w1.
 3. `split_over_servers`: a program of the worker, from x to the sum and the pushed values x[0:1] and
    x[1:2], and an update of each server, from its shard and a pushed value to its new shard.
@@ -42,7 +42,7 @@ from distributary.servers._nests import copy_of
 from distributary.servers._partitioners import Shard
 from distributary.servers._parts import in_parts
 from distributary.servers._per_device import per_device
-from distributary.servers._plans import Origin, Push, Update, WorkerPlan
+from distributary.servers._plans import Origin, Push, RowPlan, TablePart, Update, WorkerPlan
 from distributary.servers._programs import (
     Program,
     export_divided,
@@ -51,7 +51,6 @@ from distributary.servers._programs import (
 )
 from distributary.servers._rows import RowSplit, SparseUpdate, rows_of, rows_of_update
 from distributary.servers._split import ServerPart, ServerSplit, StepInput, split_over_servers
-from distributary.servers._table_rows import RowPlan, TablePart
 from distributary.tracing import (
     Array,
     Handle,
@@ -171,7 +170,8 @@ class ClosureTrace:
             if self._data_avals is not None:
                 avals = self._data_avals
                 element = jax.tree.map(lambda _: avals.pop(0), element)
-            columns, tree = jax.tree.flatten(element, is_leaf=_is_per_replica)
+            is_column = lambda own: isinstance(own, PerReplica)
+            columns, tree = jax.tree.flatten(element, is_leaf=is_column)
             handles = [_handles_of(column, f"{kind} {number}") for column in columns]
             self.sources.append(Source(kind, number, handles, tree, feed))
         source = self.sources[self.position]
@@ -194,10 +194,6 @@ class ClosureTrace:
     def leave(self, error: Exception) -> None:
         """Raises `error`, as a closure cannot fall back to running on the host."""
         raise error
-
-
-def _is_per_replica(value: object) -> bool:
-    return isinstance(value, PerReplica)
 
 
 def _handles_of(column: jax.ShapeDtypeStruct | PerReplica, name: str) -> list[Handle]:
@@ -269,87 +265,60 @@ def plan_of(
         InvalidTypeError: if the function returns something other than arrays.
         UnsupportedError: if its updates cannot be split over the servers.
     """
-    traced = _traced(function, avals, ClosureTrace(data_avals, source_of), num_replicas)
-    step = _in_shards(traced, shards_of)
+    closure = ClosureTrace(data_avals, source_of)
+    step, captures, rebuild = _traced(function, avals, closure, num_replicas, shards_of)
     split = split_over_servers(
-        step.jaxpr, step.inputs, step.state_of_output, step.constants, traced.num_devices
+        step.jaxpr, step.inputs, step.state_of_output, step.constants, step.num_devices
     )
     _check_sums(step, split)
-    rows, refusals = rows_of(split, step.handles.keys(), traced.num_devices)
+    rows = rows_of(split, step.handles.keys(), step.num_devices)
     updates = {
         server: _update_of(step, part, rows, sparse_update)
         for server, part in split.servers.items()
     }
-    worker, programs = _worker_plan(step, split, rows, updates)
+    worker, programs = _worker_plan(step, rows, updates)
     return Plan(
-        traced.sources,
+        closure.sources,
         worker,
         programs,
         # Copies, so that a worker that joins later gets the same values as the others.
-        [copy_of(capture) for capture in traced.captures],
+        [copy_of(capture) for capture in captures],
         {server: (update, program) for server, (update, program, _) in updates.items()},
-        {step.handles[i].name: why for i, why in refusals.items()},
+        {step.handles[i].name: why for i, why in rows.refusals.items()},
         [
             cell
             for handle in dict.fromkeys(step.handles.values())
             if (cell := handle.cell) is not None
         ],
-        traced.rebuild,
+        rebuild,
     )
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Traced:
-    """The first stage: a function as a program of arrays.
+class _Step:
+    """A program with an input and an output for every shard of a variable.
 
     Attributes:
-        jaxpr: The program, which each device runs. Its inputs are `captures`, then the values of
-            `handles`, then the arguments. Its outputs are the results, then the new values of
-            `written`.
-        captures: Arrays that the function has captured.
-        handles: What the function reads: variables, and data of the worker.
-        written: The variables that it changes.
-        avals: Shapes and dtypes of the arguments.
+        jaxpr: The program, which each device runs, without calls of functions.
+        constants: Values of its last inputs.
+        inputs: Its other inputs: captured arrays, shards of variables, data, arguments.
+        handles: The variable of each input that is state, by position.
+        state_of_output: For every output that is new state, the position of its old state. The
+            results, which come first, have None.
         num_results: Number of results.
         num_devices: Number of devices that run the program.
         num_shares: Number of devices over which XLA divides the program.
-        sources: The data of the worker.
-        rebuild: Converts the results into the return value of the function.
     """
 
-    jaxpr: Jaxpr
-    captures: list[Array]
-    handles: Sequence[Handle]
-    written: Sequence[Handle]
-    avals: Sequence[jax.ShapeDtypeStruct]
-    num_results: int
-    num_devices: int
-    num_shares: int
-    sources: list[Source]
-    rebuild: Callable[..., Nest]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The second stage: a program with an input and an output for every shard of a variable.
-
-    Attributes:
-        traced: The first stage.
-        jaxpr: The program, without calls of functions.
-        constants: Values of its last inputs.
-        inputs: Its other inputs.
-        handles: The variable of each input that is state, by position.
-        state_of_output: For every output that is new state, the position of its old state.
-    """
-
-    traced: _Traced
     jaxpr: Jaxpr
     constants: dict[Var, Array]
     inputs: list[StepInput]
     handles: dict[int, Handle]
     state_of_output: list[int | None]
+    num_results: int
+    num_devices: int
+    num_shares: int
 
     def origins(self, positions: Sequence[int]) -> list[Origin]:
         """Returns the origins of inputs."""
@@ -361,7 +330,9 @@ def _traced(
     avals: Sequence[jax.ShapeDtypeStruct],
     closure: ClosureTrace,
     num_replicas: int,
-) -> _Traced:
+    shards_of: Callable[[Handle], Sequence[Shard]],
+) -> tuple[_Step, list[Array], Callable[..., Nest]]:
+    """Returns the step of a function, the arrays it has captured, and what makes its result."""
     rebuilds: list[Callable[..., Nest]] = []
 
     def flat(*arrays: Array) -> list[Array]:
@@ -386,26 +357,11 @@ def _traced(
         is_split = [handle is not None and handle.per_replica for handle in of_inputs]
         jaxpr, consts = per_device(jaxpr, is_split, num_devices)
         captures = [*consts, *captures]
-    return _Traced(
-        jaxpr,
-        captures,
-        pure.handles,
-        pure.written,
-        avals,
-        pure.num_outs,
-        num_devices,
-        num_replicas if closure.divides_rows else 1,
-        closure.sources,
-        rebuilds[0],
-    )
-
-
-def _in_shards(traced: _Traced, shards_of: Callable[[Handle], Sequence[Shard]]) -> _Step:
-    data = _inputs_of_data(traced.sources)
-    inputs = [StepInput("constant", i) for i in range(len(traced.captures))]
+    data = _inputs_of_data(closure.sources)
+    inputs = [StepInput("constant", i) for i in range(len(captures))]
     handles: dict[int, Handle] = {}
     positions: dict[Handle, range] = {}
-    for handle in traced.handles:
+    for handle in pure.handles:
         start = len(inputs)
         if handle in data:
             inputs.append(data[handle])
@@ -416,16 +372,25 @@ def _in_shards(traced: _Traced, shards_of: Callable[[Handle], Sequence[Shard]]) 
                 StepInput("state", shard.number, handle.name, shard.server, shard.num_rows)
             )
         positions[handle] = range(start, len(inputs))
-    inputs += [StepInput("argument", i) for i in range(len(traced.avals))]
+    inputs += [StepInput("argument", i) for i in range(len(avals))]
     sizes = {h: [inputs[i].num_rows for i in own] for h, own in positions.items() if len(own) > 1}
-    first, num_results = len(traced.captures), traced.num_results
     jaxpr, constants = in_parts(
-        traced.jaxpr,
-        {i: sizes[h] for i, h in enumerate(traced.handles, first) if h in sizes},
-        {i: sizes[h] for i, h in enumerate(traced.written, num_results) if h in sizes},
+        jaxpr,
+        {i: sizes[h] for i, h in enumerate(pure.handles, len(captures)) if h in sizes},
+        {i: sizes[h] for i, h in enumerate(pure.written, pure.num_outs) if h in sizes},
     )
-    olds = [i for handle in traced.written for i in positions[handle]]
-    return _Step(traced, jaxpr, constants, inputs, handles, [*[None] * num_results, *olds])
+    olds = [i for handle in pure.written for i in positions[handle]]
+    step = _Step(
+        jaxpr,
+        constants,
+        inputs,
+        handles,
+        [*[None] * pure.num_outs, *olds],
+        pure.num_outs,
+        num_devices,
+        num_replicas if closure.divides_rows else 1,
+    )
+    return step, captures, rebuilds[0]
 
 
 def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, StepInput]:
@@ -454,69 +419,63 @@ def _check_sums(step: _Step, split: ServerSplit) -> None:
 
 
 def _update_of(
-    step: _Step, part: ServerPart, rows: RowSplit | None, sparse_update: SparseUpdate
+    step: _Step, part: ServerPart, rows: RowSplit, sparse_update: SparseUpdate
 ) -> tuple[Update, Program, list[int]]:
     """Returns the update of a server, its program, and the pushed values that it takes."""
-    pushes = {} if rows is None else rows.pushes
-    capacities = [] if rows is None else [space.capacity for space in rows.spaces]
-    update = rows_of_update(part, pushes, capacities, sparse_update)
+    capacities = [space.capacity for space in rows.spaces]
+    updated, run = rows_of_update(part, rows.pushes, capacities, sparse_update)
     avals = part.update.in_avals
     buckets: list[int | None] = [None] * len(avals)
-    for own in update.rows:
+    for own in updated:
         if not own.is_whole:
             for i in (*own.states, *(len(part.states) + i for i in own.pushes)):
                 buckets[i] = own.bucket
-    program = export_function(update.run, avals, buckets)
+    program = export_function(run, avals, buckets)
     states = [step.inputs[i].number for i in part.states]
     olds = [step.state_of_output[i] for i in part.outputs]
     outputs = [step.inputs[i].number for i in olds if i is not None]
-    return Update(program.name, states, outputs, update.rows), program, part.pushes
+    return Update(program.name, states, outputs, updated), program, part.pushes
 
 
 def _worker_plan(
-    step: _Step,
-    split: ServerSplit,
-    rows: RowSplit | None,
-    updates: Mapping[int, tuple[Update, Program, list[int]]],
+    step: _Step, rows: RowSplit, updates: Mapping[int, tuple[Update, Program, list[int]]]
 ) -> tuple[WorkerPlan, list[Program]]:
     """Returns what a worker does, and the programs that it needs for it."""
-    inputs = (rows or split).inputs
-    origins = step.origins(inputs)
+    origins = step.origins(rows.inputs)
     programs: list[Program] = []
     row_plan = None
-    if rows is not None:
-        num_lookups = sum(len(space.lookups) for space in rows.spaces)
+    if rows.spaces:
+        num_lookups = sum(len(at.modes) for space in rows.spaces for at in space.lookups)
         origins += [("rows", i) for i in range(len(rows.buffers))]
         origins += [("position", i) for i in range(num_lookups)]
         of_ids = step.origins(rows.ids_inputs)
         programs.append(_exported(rows.ids, of_ids, step, split_outputs=True))
         buffers = []
-        for buffer in rows.buffers:
-            parts = [(step.inputs[i], start) for i, start in buffer.parts]
+        for space, parts in rows.buffers:
+            states = [(step.inputs[i], start) for i, start in parts]
             tables = [
-                TablePart(own.server or 0, own.number, start, own.num_rows) for own, start in parts
+                TablePart(own.server or 0, own.number, start, own.num_rows) for own, start in states
             ]
-            buffers.append((buffer.space, tables))
+            buffers.append((space, tables))
         row_plan = RowPlan(programs[0].name, of_ids, rows.spaces, buffers)
-    if step.traced.num_shares > 1:
-        worker = (rows or split).worker
+    if step.num_shares > 1:
         has_rows = [
             kind in ("argument", "data", "replicas") and len(aval.shape) > 0
-            for (kind, _), aval in zip(origins, worker.in_avals, strict=True)
+            for (kind, _), aval in zip(origins, rows.worker.in_avals, strict=True)
         ]
-        program = export_divided(worker, has_rows, step.traced.num_shares)
+        program = export_divided(rows.worker, has_rows, step.num_shares)
     else:
-        program = _exported((rows or split).worker, origins, step, split_outputs=False)
+        program = _exported(rows.worker, origins, step, split_outputs=False)
     pulls: dict[int, list[int]] = {}
-    for own in [step.inputs[i] for i in inputs]:
+    for own in [step.inputs[i] for i in rows.inputs]:
         if own.server is not None:
             pulls.setdefault(own.server, []).append(own.number)
     pushes = [
         Push(server, update.name, values, update.rows)
         for server, (update, _, values) in updates.items()
     ]
-    num_results = step.traced.num_results
-    plan = WorkerPlan(program.name, origins, num_results, list(pulls.items()), pushes, row_plan)
+    of_servers = list(pulls.items()), pushes
+    plan = WorkerPlan(program.name, origins, step.num_results, *of_servers, row_plan)
     return plan, [program, *programs]
 
 
@@ -524,4 +483,4 @@ def _exported(
     closed: ClosedJaxpr, origins: Sequence[Origin], step: _Step, split_outputs: bool
 ) -> Program:
     is_split = [kind in ("replicas", "position") for kind, _ in origins]
-    return export_per_device(closed, is_split, step.traced.num_devices, split_outputs)
+    return export_per_device(closed, is_split, step.num_devices, split_outputs)

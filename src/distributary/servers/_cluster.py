@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -29,7 +29,7 @@ from distributary.options import RecoveryOptions
 from distributary.servers._copies import CopyOnServers
 from distributary.servers._links import InProcessLink, Link
 from distributary.servers._messages import JSON, Message
-from distributary.servers._partitioners import Shard
+from distributary.servers._partitioners import Shard, check_positive
 from distributary.servers._plans import Update
 from distributary.servers._programs import Program
 from distributary.servers._sessions import (
@@ -39,7 +39,6 @@ from distributary.servers._sessions import (
     SessionService,
     Task,
     call_all,
-    hello,
     new_session,
 )
 from distributary.servers._sources import as_maker
@@ -61,22 +60,18 @@ class Session:
         session: The id by which the tasks know the session.
 
     Attributes:
-        workers: The workers, by number.
-        servers: The servers, by number.
-        describe: Describes a function that makes data, so that workers can find it.
+        cluster: The tasks.
         at_rest: Returns a context in which no closure runs; it raises the error of an earlier
             closure.
         server_links: The links to the servers, by server number.
     """
 
     def __init__(self, cluster: "Cluster", options: RecoveryOptions, session: SessionId) -> None:
-        self.workers = cluster.workers
-        self.servers = cluster.servers
-        self.describe = cluster.describe
+        self.cluster = cluster
         self.options = options
         self.id = session
         self.server_links = [
-            SessionLink(server, session, is_server=True) for server in self.servers
+            SessionLink(server, session, is_server=True) for server in cluster.servers
         ]
         self._heartbeats: list[Heartbeat] = []
         self._on_end: Callable[[Exception], None] = lambda error: None
@@ -85,7 +80,7 @@ class Session:
         self._copy_numbers = itertools.count()
         self._known_updates: set[tuple[int, str]] = set()  # servers and the updates that they know
         self._finished = 0  # the last number that the servers have been told
-        self._next_server = itertools.cycle(range(len(self.servers)))
+        self._next_server = itertools.cycle(range(len(cluster.servers)))
         self._lock = threading.Lock()
 
     def watch(
@@ -104,7 +99,7 @@ class Session:
         self.at_rest = at_rest
         self._heartbeats = [
             Heartbeat(SessionLink(server, self.id, is_server=True), seconds, on_end)
-            for server in self.servers
+            for server in self.cluster.servers
         ]
 
     def add_updates(self, updates: Mapping[int, tuple[Update, Program]]) -> None:
@@ -160,30 +155,26 @@ class Session:
     def read(self, place: Shard, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         """Returns the value of a variable with this shape and dtype."""
         pieces = _pieces(shape, dtype)
-        if len(pieces) == 1:
-            return self._read(place, [])
-        return np.concatenate([self._read(place, [np.arange(*piece)]) for piece in pieces])
-
-    def _read(self, place: Shard, rows: list[np.ndarray]) -> np.ndarray:
-        message = Message("read", {"ids": [place.number]}, rows)
-        (value,) = self.server_links[place.server].call(message).arrays
-        return np.asarray(value)
+        rows = [[np.arange(*piece)] for piece in pieces] if len(pieces) > 1 else [[]]
+        values: list[np.ndarray] = []
+        for own in rows:
+            message = Message("read", {"ids": [place.number]}, own)
+            values += self.server_links[place.server].call(message).arrays
+        return np.concatenate(values) if len(values) > 1 else np.asarray(values[0])
 
     def assign(self, place: Shard, operation: str, value: np.ndarray) -> None:
         """Changes a variable by assign, assign_add or assign_sub; sends large values in pieces."""
         pieces = _pieces(value.shape, value.dtype)
         for start, end in pieces:
             fields: dict[str, JSON] = {"ids": [place.number], "operation": operation}
+            piece = value
             if len(pieces) > 1:
-                fields["start"] = start
-            piece = value[start:end] if len(pieces) > 1 else value
+                fields["start"], piece = start, value[start:end]
             self.server_links[place.server].call_once(Message("assign", fields, [piece]))
 
     def copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
         """Copies variables on their servers; see `RemoteStore`."""
-        copy = self._new_copy(variables)
-        copy.make()
-        return copy
+        return self._new_copy(variables).make()
 
     def load(
         self,
@@ -192,13 +183,11 @@ class Session:
         rows: Mapping[str, Sequence[SavedRows]],
     ) -> CopyOnServers:
         """Loads values from a checkpoint on the servers; see `RemoteStore`."""
-        copy = self._new_copy(variables)
-        copy.load(path, rows)
-        return copy
+        return self._new_copy(variables).load(path, rows)
 
     def _new_copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
         shards = {name: _shards_of(variable) for name, variable in variables.items()}
-        connect = lambda server: SessionLink(self.servers[server], self.id, is_server=True)
+        connect = lambda server: SessionLink(self.cluster.servers[server], self.id, is_server=True)
         return CopyOnServers(next(self._copy_numbers), shards, connect)
 
     def shards_of(self, handle: Handle) -> list[Shard]:
@@ -219,7 +208,7 @@ class Session:
         """
         return tuple(
             ServerStatistics(task.name, **link.call(Message("statistics")).fields)
-            for task, link in zip(self.servers, self.server_links, strict=True)
+            for task, link in zip(self.cluster.servers, self.server_links, strict=True)
         )
 
     def close(self) -> None:
@@ -231,6 +220,7 @@ class Session:
             link.close()
 
 
+@dataclass(eq=False, repr=False)
 class Cluster:
     """The tasks of a job that a coordinator can use.
 
@@ -241,17 +231,12 @@ class Cluster:
         describe: Describes a function that makes data, so that workers can find it.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[Task],
-        servers: Sequence[Task],
-        devices_per_worker: int,
-        describe: Callable[[Any], JSON],
-    ) -> None:
-        self.devices_per_worker = devices_per_worker
-        self.workers = workers
-        self.servers = servers
-        self.describe = describe
+    workers: Sequence[Task]
+    servers: Sequence[Task]
+    devices_per_worker: int
+    describe: Callable[[Any], JSON]
+
+    def __post_init__(self) -> None:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def open(self, options: RecoveryOptions) -> Session:
@@ -302,21 +287,12 @@ def _pieces(shape: tuple[int, ...], dtype: DTypeLike) -> list[tuple[int, int]]:
     return [(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows)]
 
 
-def check_numbers(function: str, **numbers: int) -> None:
-    """Checks the numbers of tasks and devices passed to a function.
-
-    Raises:
-        InvalidValueError: if a number is not positive.
-    """
-    for name, number in numbers.items():
-        if number < 1:
-            raise InvalidValueError(f"{function}: {name} is {number}, expected at least 1.")
-
-
 def _begin_session(task: Task, session: SessionId) -> SessionId | None:
     """Begins a session on a task; returns the newer session that the task has, if there is one."""
     with contextlib.closing(task.connect()) as link:
-        found: SessionId | None = link.call(hello(session)).fields.get("session")
+        found: SessionId | None = link.call(Message("hello", {"session": session})).fields.get(
+            "session"
+        )
     return found
 
 
@@ -458,7 +434,7 @@ def local_cluster(
         InvalidValueError: if a number is not positive.
         DeviceError: if JAX has already started with fewer CPU devices than one worker needs.
     """
-    check_numbers("local_cluster", workers=workers, ps=ps, devices_per_worker=devices_per_worker)
+    check_positive("local_cluster", workers=workers, ps=ps, devices_per_worker=devices_per_worker)
     return LocalCluster(_devices_of_workers(workers, devices_per_worker), ps)
 
 

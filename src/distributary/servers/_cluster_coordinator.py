@@ -25,7 +25,6 @@ from distributary.errors import (
     shown,
 )
 from distributary.servers._closures import Plan, plan_of
-from distributary.servers._cluster import Session
 from distributary.servers._messages import Message
 from distributary.servers._nests import (
     copy_of,
@@ -98,7 +97,13 @@ class ClusterCoordinator:
         add_plan = weakref.WeakMethod(self._add_plan)
         session, queue = self._cluster, self._queue
         workers = Workers(session, queue, lambda *args: add_plan()(*args))  # type: ignore[misc]
-        collect = lambda: _statistics(queue, workers, session)
+
+        def collect() -> CoordinatorStatistics:
+            counts = {f"num_{name}": number for name, number in queue.counts().items()}
+            return CoordinatorStatistics(
+                **counts, workers=workers.statistics(), servers=session.statistics()
+            )
+
         metrics = metrics_server(os.environ, lambda: lines_of("coordinator", collect()))
         strategy.extended.statistics_sources["coordinator"] = collect
 
@@ -233,13 +238,10 @@ class ClusterCoordinator:
         number = self._new_source("value", value_fn)
         if number is None:
             number = next(self._source_numbers)
-            values = [value_fn() for _ in self._cluster.workers]
+            values = [value_fn() for _ in self._cluster.cluster.workers]
+            fields = {"kind": "value", "number": number}
             messages = [
-                Message(
-                    "source",
-                    {"kind": "value", "number": number, "nest": nest_of(value)},
-                    leaves_of(value),
-                )
+                Message("source", {**fields, "nest": nest_of(value)}, leaves_of(value))
                 for value in values
             ]
             self._workers.set_up(("source", number), messages)
@@ -255,13 +257,12 @@ class ClusterCoordinator:
     def _source_of(self, iterator: DatasetIterator) -> RemoteSource:
         """Returns the source that sends the elements of an iterator of this process to workers."""
         with self._tracing:
-            feed = self._shared.get(id(iterator))
-            if feed is None:
-                feed = self._shared[id(iterator)] = Feed(next(self._source_numbers), iterator)
+            new = Feed(next(self._source_numbers), iterator)
+            feed = self._shared.setdefault(id(iterator), new)
         return self._fed(feed)
 
     def _fed(self, feed: Feed) -> RemoteSource:
-        return RemoteSource("fed", feed.number, feed.peek, feed)
+        return RemoteSource("fed", feed.number, lambda: feed.seen, feed)
 
     def _of_workers(self, kind: str, number: int) -> RemoteSource:
         """Returns a source of data that the workers keep for as long as the source is in use."""
@@ -279,15 +280,15 @@ class ClusterCoordinator:
             while True:
                 keys.add(self._gone.popleft())
         if keys:
-            self._workers.setup.remove(keys)
+            self._workers.remove_setup(keys)
 
     def _new_source(self, kind: str, maker: object) -> int | None:
         """Makes the workers call `maker`; returns its number, or None if they do not have it."""
         self._forget()
         number = next(self._source_numbers)
         try:
-            fields = {"kind": kind, "number": number, "maker": self._cluster.describe(maker)}
-            message = Message("source", fields)
+            described = self._cluster.cluster.describe(maker)
+            message = Message("source", {"kind": kind, "number": number, "maker": described})
             reply = self._workers.set_up(("source", number), self._for_all(message))
             if reply.kind == "unknown maker":
                 raise UnknownMakerError(reply.fields["why"])
@@ -306,7 +307,7 @@ class ClusterCoordinator:
         return number
 
     def _for_all(self, message: Message) -> list[Message]:
-        return [message] * len(self._cluster.workers)
+        return [message] * len(self._cluster.cluster.workers)
 
     def _peek(self, kind: str, number: int) -> tuple[list[Any], Any]:
         """Returns the shapes and dtypes of a worker's next data, and their structure."""
@@ -357,8 +358,17 @@ class ClusterCoordinator:
             function.plans.append(plan)
         self._warn_of_refusals(plan.refusals)
         self._cluster.add_updates(plan.updates)
-        message = _message_of(function, plan, number)
-        self._workers.setup.add(("function", function.number), self._for_all(message))
+        leaves = [leaf for source in plan.sources for leaf in source.leaves]
+        fields = {
+            "function": function.number,
+            "sources": [(s.kind, s.number, len(s.leaves)) for s in plan.sources],
+            "shapes": shapes_of([*leaves, *function.avals]),
+            "plan": astuple(plan.worker),
+            "number": number,
+        }
+        programs = [program.content for program in plan.programs]
+        message = Message("plan", fields, plan.constants, programs)
+        self._workers.add_setup(("function", function.number), self._for_all(message))
 
     def _warn_of_refusals(self, refusals: Mapping[str, str]) -> None:
         for name in refusals.keys() - self._warned_of_rows:
@@ -370,13 +380,6 @@ class ClusterCoordinator:
                 DistributaryWarning,
                 stacklevel=user_stacklevel(),
             )
-
-
-def _statistics(queue: ClosureQueue, workers: Workers, session: Session) -> CoordinatorStatistics:
-    counts = {f"num_{name}": number for name, number in queue.counts().items()}
-    return CoordinatorStatistics(
-        **counts, workers=workers.statistics(), servers=session.statistics()
-    )
 
 
 _OF_WORKERS = (PerWorkerIterator, PerWorkerValues)
@@ -440,17 +443,3 @@ class _Function:
         """Returns the feeds whose data is sent with a closure that has these sources."""
         own = [sources[s.number] if s.kind == "bound" else s for s in self.plans[0].sources]
         return [source.feed for source in own if source.feed is not None]
-
-
-def _message_of(function: _Function, plan: Plan, number: int) -> Message:
-    """Returns the message that a worker needs before it can run a function with data of a plan."""
-    leaves = [leaf for source in plan.sources for leaf in source.leaves]
-    fields = {
-        "function": function.number,
-        "sources": [(s.kind, s.number, len(s.leaves)) for s in plan.sources],
-        "shapes": shapes_of([*leaves, *function.avals]),
-        "plan": astuple(plan.worker),
-        "number": number,
-    }
-    programs = [program.content for program in plan.programs]
-    return Message("plan", fields, plan.constants, programs)

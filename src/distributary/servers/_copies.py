@@ -45,7 +45,9 @@ class Copies:
         self._number = number
         self._state = state
         self._lock = lock
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, dict[int, Any]] = {}
+        self._files: dict[int, WrittenFile] = {}  # of the copies that have been written
+        self._writing = threading.Lock()
 
     def close(self) -> None:
         """Drops all copies."""
@@ -54,7 +56,7 @@ class Copies:
     def _on_copy(self, message: Message) -> None:
         with self._lock:
             arrays = {number: frozen(array) for number, array in self._variables(message).items()}
-        self._copies[message.fields["copy"]] = _Copy(arrays)
+        self._copies[message.fields["copy"]] = arrays
 
     def _on_load(self, message: Message) -> None:
         path = Path(message.fields["path"])
@@ -68,17 +70,17 @@ class Copies:
         arrays = {number: np.empty(old.shape, old.dtype) for number, old in variables.items()}
         rows = [[SavedRows(*part) for part in parts] for parts in message.fields["rows"]]
         read_rows(path, list(arrays.values()), rows)
-        self._copies[message.fields["copy"]] = _Copy(arrays)
+        self._copies[message.fields["copy"]] = arrays
 
     def _on_save(self, message: Message) -> Message:
         path, token = Path(message.fields["path"]), message.fields["token"]
-        copy = self._copy(message)
-        with copy.lock:  # a repeated message waits until the first one is done
-            if copy.file is None:
+        copy, arrays = message.fields["copy"], self._copy(message)
+        with self._writing:  # a repeated message waits until the first one is done
+            if copy not in self._files:
                 self._check_token(path, token)
-                arrays = {str(number): np.asarray(a) for number, a in copy.arrays.items()}
-                copy.file = write_arrays(path / _file(self._number), arrays)
-        return Message("ok", {"file": astuple(copy.file)})
+                named = {str(number): np.asarray(array) for number, array in arrays.items()}
+                self._files[copy] = write_arrays(path / _file(self._number), named)
+        return Message("ok", {"file": astuple(self._files[copy])})
 
     def _check_token(self, path: Path, token: str) -> None:
         """Checks by a token that the coordinator itself has written to the folder."""
@@ -94,33 +96,26 @@ class Copies:
             )
 
     def _on_adopt(self, message: Message) -> None:
-        arrays = self._copy(message).arrays
+        arrays = self._copy(message)
         with self._lock:
             for number, array in arrays.items():
-                is_table = _is_table(self._state[number])
+                is_table = isinstance(self._state[number], np.ndarray)
                 self._state[number] = array if is_table else jnp.asarray(array)
 
     def _on_drop(self, message: Message) -> None:
-        self._copies.pop(message.fields["copy"], None)
+        for kept in (self._copies, self._files):
+            kept.pop(message.fields["copy"], None)
 
     def _variables(self, message: Message) -> dict[int, Any]:
         return {number: self._state[number] for number in message.fields["ids"]}
 
-    def _copy(self, message: Message) -> "_Copy":
+    def _copy(self, message: Message) -> dict[int, Any]:
         copy = self._copies.get(message.fields["copy"])
         if copy is None:
             raise InvalidValueError(
                 f"ps {self._number} has no copy {message.fields['copy']} of variables."
             )
         return copy
-
-
-@final
-class _Copy:
-    def __init__(self, arrays: dict[int, Any]) -> None:
-        self.arrays = arrays
-        self.lock = threading.Lock()
-        self.file: WrittenFile | None = None  # None until it is written
 
 
 @final
@@ -141,14 +136,17 @@ class CopyOnServers:
     ) -> None:
         self._number = number
         self._shards = shards
-        servers = {server for own in shards.values() for server, _, _ in own}
-        self._links = {server: connect(server) for server in sorted(servers)}
+        self._ids: dict[int, list[int]] = {}
+        for own in shards.values():
+            for server, number, _ in own:
+                self._ids.setdefault(server, []).append(number)
+        self._links = {server: connect(server) for server in sorted(self._ids)}
 
-    def make(self) -> None:
+    def make(self) -> "CopyOnServers":
         """Makes the servers copy the current values of the variables."""
-        self._begin("copy", {server: {} for server in self._links})
+        return self._begin("copy", {})
 
-    def load(self, path: Path, rows: Mapping[str, Sequence[SavedRows]]) -> None:
+    def load(self, path: Path, rows: Mapping[str, Sequence[SavedRows]]) -> "CopyOnServers":
         """Makes the servers read values from a checkpoint; see `RemoteStore.load`."""
         wanted: dict[int, list[JSON]] = {server: [] for server in self._links}
         for name, own in self._shards.items():
@@ -157,7 +155,8 @@ class CopyOnServers:
                 found = rows_between(rows[name], start, start + num_rows)
                 wanted[server].append([astuple(part) for part in found])
                 start += num_rows
-        self._begin("load", {i: {"path": str(path), "rows": own} for i, own in wanted.items()})
+        fields = {i: {"path": str(path), "rows": own} for i, own in wanted.items()}
+        return self._begin("load", fields)
 
     def save(self, path: Path) -> Mapping[str, Sequence[SavedRows]]:
         """Makes the servers write the copy to a folder; see `RemoteCopy`.
@@ -190,7 +189,7 @@ class CopyOnServers:
 
     def adopt(self) -> None:
         """Assigns the copy to the variables; see `RemoteCopy`."""
-        self._call("adopt", {server: {} for server in self._links})
+        self._call("adopt", {})
 
     def drop(self) -> None:
         """Drops the copy; see `RemoteCopy`."""
@@ -199,21 +198,23 @@ class CopyOnServers:
                 link.call(Message("drop", {"copy": self._number}))
             link.close()
 
-    def _begin(self, kind: str, fields: Mapping[int, dict[str, JSON]]) -> None:
-        """Sends each server the numbers of its variables, and other fields."""
-        ids: dict[int, list[int]] = {server: [] for server in self._links}
-        for own in self._shards.values():
-            for server, number, _ in own:
-                ids[server].append(number)
+    def _begin(self, kind: str, fields: Mapping[int, dict[str, JSON]]) -> "CopyOnServers":
         try:
-            self._call(kind, {i: {**own, "ids": ids[i]} for i, own in fields.items()})
+            self._call(kind, fields)
         except BaseException:
             self.drop()
             raise
+        return self
 
     def _call(self, kind: str, fields: Mapping[int, dict[str, JSON]]) -> dict[int, Message]:
-        """Sends a message to each server, all at the same time, and returns the replies."""
-        messages = {i: Message(kind, {**own, "copy": self._number}) for i, own in fields.items()}
+        """Sends a message to each server, all at the same time, and returns the replies.
+
+        The message has the numbers of the server's variables, and its `fields`.
+        """
+        messages = {
+            i: Message(kind, {"copy": self._number, "ids": ids, **fields.get(i, {})})
+            for i, ids in self._ids.items()
+        }
         return call_all(self._links, messages)
 
 
@@ -223,8 +224,4 @@ def _file(server: int) -> str:
 
 def frozen(array: Any) -> Any:
     """Returns an array that will not change. On a server, only tables change in place."""
-    return array.copy() if _is_table(array) else array
-
-
-def _is_table(array: object) -> bool:
-    return isinstance(array, np.ndarray)
+    return array.copy() if isinstance(array, np.ndarray) else array

@@ -5,17 +5,15 @@ import ipaddress
 import os
 import re
 import threading
-import time
 import urllib.parse
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from ipaddress import IPv4Address, IPv6Address
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE, join_address
-from distributary.errors import ClusterError, MissingPackageError, pip_install
+from distributary.errors import ClusterError
 from distributary.job import bound_address
 from distributary.servers._certificates import (
     CERTIFICATES_VARIABLE,
@@ -23,6 +21,7 @@ from distributary.servers._certificates import (
     name_of_role,
     role_of_names,
 )
+from distributary.servers._extras import import_extra
 from distributary.servers._links import (
     Connection,
     ConnectionLostError,
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     import grpc
 
 
+_PURPOSE = "Parameter servers in several processes need grpcio"
 _SERVICE, _TALK = "distributary.Link", "Talk"
 # gRPC has one code for all failures to connect.
 _REFUSED = os.strerror(errno.ECONNREFUSED)
@@ -102,7 +102,7 @@ class GrpcLink(Link):
         credentials: Credentials | None = None,
     ) -> None:
         super().__init__(f"{task} at {address}")
-        self._grpc = _import_grpc()
+        self._grpc = import_extra("grpc", _PURPOSE)
         self._address = address
         self._role = task.partition(" ")[0]
         self._credentials = credentials
@@ -192,7 +192,7 @@ class GrpcServer:
         max_links: int = 256,
         insecure: bool = False,
     ) -> None:
-        self._grpc = _import_grpc()
+        self._grpc = import_extra("grpc", _PURPOSE)
         self._service = service
         self._is_insecure = credentials is None
         try:
@@ -224,7 +224,15 @@ class GrpcServer:
             (self._grpc.method_handlers_generic_handler(_SERVICE, methods),)
         )
         try:
-            port = self._listen(join_address(str(ip_address), port), credentials)
+            listening_at = join_address(str(ip_address), port)
+            if credentials is None:
+                port = self._server.add_insecure_port(listening_at)
+            else:
+                pair = (credentials.key, credentials.certificate)
+                of_server = self._grpc.ssl_server_credentials(
+                    [pair], credentials.ca, require_client_auth=True
+                )
+                port = self._server.add_secure_port(listening_at, of_server)
         except RuntimeError as error:
             raise ClusterError(
                 f"Cannot listen at {address}: {error}. Is the port in use, or the address that of"
@@ -241,15 +249,6 @@ class GrpcServer:
         """
         self._server.stop(None).wait(seconds)
         self._threads.join(seconds)
-
-    def _listen(self, address: str, credentials: Credentials | None) -> int:
-        if credentials is None:
-            return self._server.add_insecure_port(address)
-        pair = (credentials.key, credentials.certificate)
-        return self._server.add_secure_port(
-            address,
-            self._grpc.ssl_server_credentials([pair], credentials.ca, require_client_auth=True),
-        )
 
     def _talk(self, chunks: Iterator[bytes], context: "grpc.ServicerContext") -> Iterator[bytes]:
         """Serves one link, in a thread of its own."""
@@ -288,7 +287,7 @@ class _Threads(Executor):
     """An executor with a daemon thread per link, so that a process ends without its peers."""
 
     def __init__(self) -> None:
-        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._futures: weakref.WeakSet[Future[Any]] = weakref.WeakSet()  # of those that run
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         future: Future[Any] = Future()
@@ -299,16 +298,13 @@ class _Threads(Executor):
             except Exception as error:
                 future.set_exception(error)
 
-        thread = threading.Thread(target=run, name="distributary server", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        self._futures.add(future)
+        threading.Thread(target=run, name="distributary server", daemon=True).start()
         return future
 
     def join(self, seconds: float | None) -> None:
-        """Waits until all threads have ended, or for at most `seconds` in total."""
-        end = None if seconds is None else time.monotonic() + seconds
-        for thread in list(self._threads):
-            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+        """Waits until all functions have returned, or for at most `seconds`."""
+        wait(list(self._futures), seconds)
 
 
 def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:
@@ -324,13 +320,3 @@ def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:
         raise ValueError("it is not host:port")
     _, found = bound_address(host, port)
     return host, ipaddress.ip_address(found[0]), port
-
-
-def _import_grpc() -> ModuleType:
-    try:
-        import grpc
-    except ImportError:
-        raise MissingPackageError(
-            f"Parameter servers in several processes need grpcio: {pip_install('ps')}"
-        ) from None
-    return grpc

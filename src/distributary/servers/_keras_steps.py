@@ -48,8 +48,6 @@ class ServerSteps:
             )
         self._trainer = trainer
         self._kind = kind
-        self._strategy = strategy
-        num_replicas = strategy.num_replicas_in_sync
         self._step = ModelStep(trainer, kind, strategy)
         self._coordinator = ClusterCoordinator(strategy)
         self._counts = strategy.extended.step_counts
@@ -60,17 +58,14 @@ class ServerSteps:
         self._outputs: Any = None  # structure of the predictions
 
         def on_batch(batch: Any) -> Any:
-            if num_replicas == 1:
+            if isinstance(batch, PerWorkerIterator):
+                batch = next(batch)
+            if strategy.num_replicas_in_sync == 1:
                 return strategy.run(self._step, args=(batch,))
             share_rows()
             return self._step(_whole(batch))
 
-        def on_next_batch(batches: Any) -> Any:
-            return on_batch(next(batches))
-
-        # The coordinator identifies functions by object, so keep these two.
-        self._on_batch = on_batch
-        self._on_next_batch = on_next_batch
+        self._on_batch = on_batch  # kept, because the coordinator knows functions by object
 
     def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
         """Schedules `steps_per_execution` steps, or fewer at the end of the data.
@@ -101,10 +96,8 @@ class ServerSteps:
             self._set_logs(last.fetch())
 
     def _schedule(self, iterator: Any, batch: object) -> RemoteValue:
-        if isinstance(iterator, WorkerBatches):
-            value = self._coordinator.schedule(self._on_next_batch, args=(iterator.of_workers,))
-        else:
-            value = self._coordinator.schedule(self._on_batch, args=(batch,))
+        given = iterator.of_workers if isinstance(iterator, WorkerBatches) else batch
+        value = self._coordinator.schedule(self._on_batch, args=(given,))
         self._counts.num_examples += num_rows(batch)
         if self._kind != "predict":
             self._running.append(value)
@@ -162,7 +155,7 @@ def _whole(nest: object) -> Any:
     """Joins the parts of all replicas along dim 0, in every array of a nest."""
 
     def whole(leaf: Any) -> Any:
-        if not _is_per_replica(leaf):
+        if not isinstance(leaf, PerReplica):
             return leaf
         if leaf.form == "stacked":  # XLA sees through this, so rows stay where they are
             return jnp.reshape(leaf.payload, (-1, *leaf.payload.shape[2:]))
@@ -172,15 +165,11 @@ def _whole(nest: object) -> Any:
 
 
 def _spec_of_whole(leaf: Any) -> Any:
-    if not _is_per_replica(leaf):
+    if not isinstance(leaf, PerReplica):
         return leaf
     first = leaf.values[0]
     size = sum(own.shape[0] for own in leaf.values)
     return jax.ShapeDtypeStruct((size, *first.shape[1:]), first.dtype)
-
-
-def _is_per_replica(leaf: object) -> bool:
-    return isinstance(leaf, PerReplica)
 
 
 @final
@@ -197,7 +186,7 @@ class _Prediction:
 
 
 @final
-class WorkerBatches:
+class WorkerBatches(Iterator[Any]):
     """A stand-in for batches that the workers read themselves.
 
     Args:
@@ -208,9 +197,6 @@ class WorkerBatches:
 
     def __init__(self, of_workers: PerWorkerIterator) -> None:
         self.of_workers = of_workers
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         return map_leaves(_spec_of_whole, self.of_workers.element_spec)

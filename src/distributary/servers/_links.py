@@ -373,22 +373,15 @@ def _again(error: Exception) -> Exception:
     return type(error)(*error.args)
 
 
-def _is_made_of_a_text(cls: object) -> bool:
-    if not (isinstance(cls, type) and issubclass(cls, Exception)) or issubclass(cls, Warning):
-        return False
-    try:
-        cls("text")
-    except TypeError:
-        return False
-    return True
-
-
+_BUILTINS = vars(builtins).values()
+# Exceptions that nobody raises, or that are not made of a text.
+_OF_NO_TEXT = (
+    *(Warning, ExceptionGroup),
+    *(UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError),
+)
 # Without ConnectionLostError and DeadlineError: if a service raises them, it is for another link.
 _EXCEPTIONS: Final = {
     cls.__name__: cls
-    for cls in (
-        *(getattr(errors, name) for name in errors.__all__ if name != "DistributaryWarning"),
-        WireError,
-        *filter(_is_made_of_a_text, vars(builtins).values()),
-    )
+    for cls in (*(getattr(errors, name) for name in errors.__all__), WireError, *_BUILTINS)
+    if isinstance(cls, type) and issubclass(cls, Exception) and not issubclass(cls, _OF_NO_TEXT)
 }

@@ -95,14 +95,25 @@ def encode(message: Message) -> list[Buffer]:
             limits.
     """
     arrays = [_native(array) for array in message.arrays]
-    header = _header(message, arrays)
+    where = f"The message {message.kind!r}"
+    content_of_header = {
+        "kind": message.kind,
+        "fields": message.fields,
+        "arrays": [(_NAMES[array.dtype], array.shape) for array in arrays],
+        "blobs": [len(blob) for blob in message.blobs],
+    }
+    try:
+        header = _ENCODER.encode(content_of_header).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(
+            f"The fields of a message {message.kind!r} are not JSON: {error}"
+        ) from error
     # As bytes, because a memoryview cannot hold bfloat16.
     contents: list[Buffer] = [array.reshape(-1).view(np.uint8).data for array in arrays]
     contents += message.blobs
     sizes = [len(content) for content in contents]
     num_bytes = _PREFIX.size + len(header)
     num_bytes += _padding(num_bytes) + sum(size + _padding(size) for size in sizes)
-    where = f"The message {message.kind!r}"
     _check_limit(where, "bytes of JSON", len(header), MAX_HEADER_BYTES)
     _check_limit(where, "arrays and blobs", len(sizes), MAX_BUFFERS)
     _check_limit(where, "bytes", num_bytes, MAX_MESSAGE_BYTES)
@@ -128,7 +139,38 @@ def decode(buffer: Buffer) -> Message:
         WireError: if the buffer holds anything other than one message within the limits.
     """
     view = memoryview(buffer).cast("B").toreadonly()
-    kind, fields, arrays, blob_sizes, start = _read_header(view)
+    if len(view) < _PREFIX.size:
+        raise WireError(f"A message has {len(view)} bytes, expected {_PREFIX.size} or more.")
+    magic, version, header_bytes, num_bytes = _PREFIX.unpack_from(view)
+    if magic != _MAGIC:
+        raise WireError(
+            f"A message begins with {magic!r}, expected {_MAGIC!r}: the sender is not distributary."
+        )
+    if version != _VERSION:
+        raise WireError(
+            f"A message has version {version} of the protocol, this process speaks {_VERSION}."
+            " Install the same version of distributary for all tasks."
+        )
+    _check_limit("A message", "bytes of JSON", header_bytes, MAX_HEADER_BYTES)
+    _check_limit("A message", "bytes", len(view), MAX_MESSAGE_BYTES)
+    end = _PREFIX.size + header_bytes
+    if num_bytes != len(view) or end > num_bytes:
+        raise WireError(
+            f"A message says that it has {num_bytes} bytes, of which {end} of the header, but"
+            f" {len(view)} came."
+        )
+    try:
+        header: Any = _DECODER.decode(str(view[_PREFIX.size : end], "utf-8"))
+        kind, fields = header["kind"], header["fields"]
+        if not (isinstance(kind, str) and isinstance(fields, dict)):
+            raise TypeError("kind or fields have another type")
+        arrays = [(_DTYPES[name], _shape(shape)) for name, shape in header["arrays"]]
+        blob_sizes = [_size(size) for size in header["blobs"]]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise WireError(
+            f"The header of a message cannot be read: {type(error).__name__}: {error}"[:500]
+        ) from error
+    start = end + _padding(end)
     num_buffers = len(arrays) + len(blob_sizes)
     _check_limit("A message", "arrays and blobs", num_buffers, MAX_BUFFERS)
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in arrays] + blob_sizes
@@ -260,63 +302,6 @@ def _native(array: np.ndarray) -> np.ndarray:
         )
     # Not np.ascontiguousarray, which turns a scalar into a vector.
     return np.asarray(array, dtype, order="C")
-
-
-def _header(message: Message, arrays: Sequence[np.ndarray]) -> bytes:
-    header = {
-        "kind": message.kind,
-        "fields": message.fields,
-        "arrays": [(_NAMES[array.dtype], array.shape) for array in arrays],
-        "blobs": [len(blob) for blob in message.blobs],
-    }
-    try:
-        return _ENCODER.encode(header).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise WireError(
-            f"The fields of a message {message.kind!r} are not JSON: {error}"
-        ) from error
-
-
-def _read_header(
-    view: memoryview,
-) -> tuple[str, dict[str, JSON], list[tuple[np.dtype, tuple[int, ...]]], list[int], int]:
-    """Reads kind, fields, dtypes and shapes of arrays, sizes of blobs, and where the data begins.
-
-    Raises:
-        WireError: if the header is malformed.
-    """
-    if len(view) < _PREFIX.size:
-        raise WireError(f"A message has {len(view)} bytes, expected {_PREFIX.size} or more.")
-    magic, version, header_bytes, num_bytes = _PREFIX.unpack_from(view)
-    if magic != _MAGIC:
-        raise WireError(
-            f"A message begins with {magic!r}, expected {_MAGIC!r}: the sender is not distributary."
-        )
-    if version != _VERSION:
-        raise WireError(
-            f"A message has version {version} of the protocol, this process speaks {_VERSION}."
-            " Install the same version of distributary for all tasks."
-        )
-    _check_limit("A message", "bytes of JSON", header_bytes, MAX_HEADER_BYTES)
-    _check_limit("A message", "bytes", len(view), MAX_MESSAGE_BYTES)
-    end = _PREFIX.size + header_bytes
-    if num_bytes != len(view) or end > num_bytes:
-        raise WireError(
-            f"A message says that it has {num_bytes} bytes, of which {end} of the header, but"
-            f" {len(view)} came."
-        )
-    try:
-        header: Any = _DECODER.decode(str(view[_PREFIX.size : end], "utf-8"))
-        kind, fields = header["kind"], header["fields"]
-        if not (isinstance(kind, str) and isinstance(fields, dict)):
-            raise TypeError("kind or fields have another type")
-        arrays = [(_DTYPES[name], _shape(shape)) for name, shape in header["arrays"]]
-        blob_sizes = [_size(size) for size in header["blobs"]]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise WireError(
-            f"The header of a message cannot be read: {type(error).__name__}: {error}"[:500]
-        ) from error
-    return kind, fields, arrays, blob_sizes, end + _padding(end)
 
 
 def _shape(shape: object) -> tuple[int, ...]:

@@ -65,7 +65,8 @@ class FixedShardsPartitioner(Partitioner):
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._num_shards = _positive("FixedShardsPartitioner", "num_shards", num_shards)
+        check_positive("FixedShardsPartitioner", num_shards=num_shards)
+        self._num_shards = num_shards
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Returns `min(num_shards, shape[axis])` for `axis`, and 1 for the others."""
@@ -92,10 +93,11 @@ class MinSizePartitioner(Partitioner):
     def __init__(
         self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
     ) -> None:
-        name = "MinSizePartitioner"
-        self._min_shard_bytes = _positive(name, "min_shard_bytes", min_shard_bytes)
-        self._max_shards = _positive(name, "max_shards", max_shards)
-        self._bytes_per_string = _positive(name, "bytes_per_string", bytes_per_string)
+        check_positive("MinSizePartitioner", min_shard_bytes=min_shard_bytes, max_shards=max_shards)
+        check_positive("MinSizePartitioner", bytes_per_string=bytes_per_string)
+        self._min_shard_bytes = min_shard_bytes
+        self._max_shards = max_shards
+        self._bytes_per_string = bytes_per_string
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Returns `ceil(size / min_shard_bytes)` or `max_shards` if less for `axis`, else 1."""
@@ -125,10 +127,12 @@ class MaxSizePartitioner(Partitioner):
     def __init__(
         self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
     ) -> None:
-        name = "MaxSizePartitioner"
-        self._max_shard_bytes = _positive(name, "max_shard_bytes", max_shard_bytes)
-        self._max_shards = None if max_shards is None else _positive(name, "max_shards", max_shards)
-        self._bytes_per_string = _positive(name, "bytes_per_string", bytes_per_string)
+        limit = {} if max_shards is None else {"max_shards": max_shards}
+        check_positive("MaxSizePartitioner", max_shard_bytes=max_shard_bytes, **limit)
+        check_positive("MaxSizePartitioner", bytes_per_string=bytes_per_string)
+        self._max_shard_bytes = max_shard_bytes
+        self._max_shards = max_shards
+        self._bytes_per_string = bytes_per_string
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Returns the number of shards that `max_shard_bytes` requires for `axis`, 1 elsewhere."""
@@ -162,14 +166,20 @@ def _element_bytes(dtype: DTypeLike, bytes_per_string: int) -> int:
     return bytes_per_string if numpy_dtype.kind in "OSTU" else numpy_dtype.itemsize
 
 
-def _positive(partitioner: str, name: str, number: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise InvalidTypeError(
-            f"{partitioner}: {name} is {number!r} ({type(number).__name__}), expected an int."
-        )
-    if number < 1:
-        raise InvalidValueError(f"{partitioner}: {name} is {number}, expected 1 or more.")
-    return number
+def check_positive(caller: str, **numbers: int) -> None:
+    """Checks numbers that are arguments.
+
+    Raises:
+        InvalidTypeError: if a number is not an int.
+        InvalidValueError: if a number is not positive.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise InvalidTypeError(
+                f"{caller}: {name} is {number!r} ({type(number).__name__}), expected an int."
+            )
+        if number < 1:
+            raise InvalidValueError(f"{caller}: {name} is {number}, expected 1 or more.")
 
 
 def num_shards_of(partitioner: Callable[..., Any], shape: Sequence[int], dtype: DTypeLike) -> int:

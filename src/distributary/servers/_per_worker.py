@@ -1,7 +1,9 @@
 """Datasets and values of which every worker has its own."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -129,6 +131,7 @@ def closure_number() -> Any:
 
 
 @final
+@dataclass(eq=False)
 class RemoteSource:
     """A handle to data of which every worker has its own.
 
@@ -142,31 +145,24 @@ class RemoteSource:
         feed: The feed that makes the data, if the coordinator sends it.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        number: int,
-        peek: Callable[[], tuple[list[Any], Any]],
-        feed: "Feed | None" = None,
-    ) -> None:
-        self.kind = kind
-        self.number = number
-        self.feed = feed
-        self._peek = peek
-        self._seen: tuple[list[Any], Any] | None = None
-        self._signature: Any = None
+    kind: str
+    number: int
+    peek: Callable[[], tuple[list[Any], Any]]
+    feed: "Feed | None" = None
 
-    @property
+    @functools.cached_property
+    def _seen(self) -> tuple[list[Any], Any]:
+        return self.peek()
+
+    @functools.cached_property
     def signature(self) -> Any:
         """Key that is equal for two sources if one trace of a function serves both."""
-        if self._signature is None:
-            specs, tree = self._look()
-            self._signature = self.kind, tuple([(s.shape, s.dtype) for s in specs]), tree
-        return self._signature
+        specs, tree = self._seen
+        return self.kind, tuple([(s.shape, s.dtype) for s in specs]), tree
 
     def bound(self, place: int) -> "RemoteSource":
         """Returns the source that stands in a trace for all sources with this signature."""
-        return RemoteSource("bound", place, self._look)
+        return RemoteSource("bound", place, lambda: self._seen)
 
     def take(self) -> Any:
         """Returns the data as tracers, inside a function that is being traced."""
@@ -181,13 +177,8 @@ class RemoteSource:
     @property
     def element_spec(self) -> Any:
         """Shapes and dtypes of the first worker's next data, as of the first time it was asked."""
-        specs, tree = self._look()
+        specs, tree = self._seen
         return jax.tree.unflatten(tree, specs)
-
-    def _look(self) -> tuple[list[Any], Any]:
-        if self._seen is None:
-            self._seen = self._peek()
-        return self._seen
 
 
 @final
@@ -204,7 +195,6 @@ class Feed:
         self.number = number
         self._dataset = dataset
         self._iterators: dict[int, Peekable] = {}
-        self._seen: tuple[list[Any], Any] | None = None
         self._lock = threading.Lock()
 
     def next(self, worker: int) -> list[np.ndarray]:
@@ -215,13 +205,12 @@ class Feed:
         """
         return leaves_of(self._iterator(worker).next())
 
-    def peek(self) -> tuple[list[Any], Any]:
-        """Returns the shapes and dtypes of the first batch it sees, and its structure."""
-        if self._seen is None:
-            with outside_of_trace():
-                element = self._iterator(0).peek()
-            self._seen = structs_of(shapes_of(leaves_of(element))), jax.tree.structure(element)
-        return self._seen
+    @functools.cached_property
+    def seen(self) -> tuple[list[Any], Any]:
+        """The shapes and dtypes of the first batch that was looked at, and its structure."""
+        with outside_of_trace():
+            element = self._iterator(0).peek()
+        return structs_of(shapes_of(leaves_of(element))), jax.tree.structure(element)
 
     def _iterator(self, worker: int) -> "Peekable":
         of_all = isinstance(self._dataset, DatasetIterator)

@@ -58,24 +58,19 @@ class RoleCheck:
             Exception: any error that the service raises.
         """
         roles = SENDERS[self._task_type].get(message.kind)
+        rule, part = "", ""
         if roles is None:
-            raise self._refusal(message, peer, f"which nobody may send to a {self._task_type}")
-        if peer.role not in roles | _LOCAL:
-            senders = " and the ".join(sorted(roles))
-            raise self._refusal(message, peer, f"which only the {senders} may send")
-        if _ONCE in message.fields and peer.role not in _CHIEF | _LOCAL:
-            raise self._refusal(
-                message, peer, "which only the chief may send", f" with the field {_ONCE!r}"
-            )
+            rule = f"which nobody may send to a {self._task_type}"
+        elif peer.role not in roles | _LOCAL:
+            rule = f"which only the {' and the '.join(sorted(roles))} may send"
+        elif _ONCE in message.fields and peer.role not in _CHIEF | _LOCAL:
+            rule, part = "which only the chief may send", f" with the field {_ONCE!r}"
+        if rule:
+            kind = message.kind[:_MAX_CHARACTERS]
+            raise PermissionError(f"{self._name} got {kind!r}{part} from {peer.identity}, {rule}.")
         if message.kind == IDENTIFY:
-            fields = {"task": self._name, "versions": package_versions(), "devices": _num_devices()}
+            started = backends_started()
+            num = len(local_devices_of("CPU")) if started else requested_cpu_devices()
+            fields = {"task": self._name, "versions": package_versions(), "devices": num}
             return Message("ok", fields)
         return self._service.handle(message, peer)
-
-    def _refusal(self, message: Message, peer: Peer, rule: str, part: str = "") -> PermissionError:
-        kind = message.kind[:_MAX_CHARACTERS]
-        return PermissionError(f"{self._name} got {kind!r}{part} from {peer.identity}, {rule}.")
-
-
-def _num_devices() -> int:
-    return len(local_devices_of("CPU")) if backends_started() else requested_cpu_devices()

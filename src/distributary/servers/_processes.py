@@ -174,7 +174,16 @@ def _identify(links: dict[Peer, Link], replies: dict[Peer, dict[str, Any]], seco
             calls, max(0.0, end - time.monotonic()), concurrent.futures.FIRST_COMPLETED
         )
         if not done:
-            raise ClusterError(_missing([*calls.values()], reasons, seconds))
+            listing = "".join(
+                f"\n  {peer}: {reasons.get(peer, 'no answer')}"
+                for peer in sorted(calls.values(), key=str)
+            )
+            raise ClusterError(
+                f"ParameterServerStrategy: after {seconds:g} s, there is no connection to"
+                f"{listing}\nStart a process with Server(cluster_resolver).join() at each address,"
+                f" and let the chief connect to it; {CONNECT_VARIABLE} sets how many seconds the"
+                " chief waits for them."
+            )
         for call in done:
             peer = calls.pop(call)
             try:
@@ -203,14 +212,3 @@ def _check(peer: Peer, fields: dict[str, Any]) -> None:
         raise ClusterError(
             f"{peer} has {', '.join(different)}. Install the same versions for all tasks."
         )
-
-
-def _missing(peers: list[Peer], reasons: dict[Peer, Exception], seconds: float) -> str:
-    listing = "".join(
-        f"\n  {peer}: {reasons.get(peer, 'no answer')}" for peer in sorted(peers, key=str)
-    )
-    return (
-        f"ParameterServerStrategy: after {seconds:g} s, there is no connection to{listing}\n"
-        "Start a process with Server(cluster_resolver).join() at each address, and let the chief"
-        f" connect to it; {CONNECT_VARIABLE} sets how many seconds the chief waits for them."
-    )

@@ -34,18 +34,6 @@ class Program:
     name: str
     content: bytes
 
-    @classmethod
-    def of(cls, exported: jax.export.Exported) -> "Program":
-        """Returns the program of an exported function."""
-        serialized = bytes(exported.serialize())
-        digest = hashlib.sha256(serialized).digest()
-        return cls(digest.hex(), digest + serialized)
-
-
-def export_jaxpr(closed: ClosedJaxpr) -> Program:
-    """Exports a closed jaxpr as a program from a flat list of arrays to another."""
-    return export_function(_function_of(closed), closed.in_avals, [None] * len(closed.in_avals))
-
 
 def export_per_device(
     closed: ClosedJaxpr, is_split: Sequence[bool], num_devices: int, split_outputs: bool = False
@@ -55,14 +43,14 @@ def export_per_device(
     Args:
         closed: The closed jaxpr that each device runs.
         is_split: For every input, whether each device has its own, a row of `[device, *shape]`.
-        num_devices: Number of devices. With one, the result is that of `export_jaxpr`.
+        num_devices: Number of devices. With one, `is_split` is ignored.
         split_outputs: Whether each device has its own outputs, which become such rows.
     """
+    of_one: Callable[..., list[Any]] = jaxpr_as_fun(rewritten_for_cpus(closed))
     if num_devices == 1:
-        return export_jaxpr(closed)
+        return export_function(of_one, closed.in_avals, [None] * len(closed.in_avals))
     mesh = make_abstract_mesh(num_devices)
     specs = tuple([P(REPLICA_AXIS) if split else P() for split in is_split])
-    of_one = _function_of(closed)
 
     def run(*inputs: Any) -> list[Any]:
         own = [x[0] if split else x for x, split in zip(inputs, is_split, strict=True)]
@@ -113,11 +101,6 @@ def export_divided(closed: ClosedJaxpr, has_rows: Sequence[bool], num_devices: i
     return _exported(jitted, closed.in_avals)
 
 
-def _function_of(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
-    run: Callable[..., list[Any]] = jaxpr_as_fun(rewritten_for_cpus(closed))
-    return run
-
-
 def export_function(
     run: Callable[..., list[Any]], avals: Sequence[Any], buckets: Sequence[int | None]
 ) -> Program:
@@ -149,7 +132,7 @@ def export_function(
 
 def _exported(jitted: jax.stages.Wrapped, structs: Sequence[jax.ShapeDtypeStruct]) -> Program:
     try:
-        return Program.of(jax.export.export(jitted, platforms=["cpu"])(*structs))
+        serialized = bytes(jax.export.export(jitted, platforms=["cpu"])(*structs).serialize())
     except NotImplementedError as error:
         if "callback" not in str(error):
             raise
@@ -158,6 +141,8 @@ def _exported(jitted: jax.stages.Wrapped, structs: Sequence[jax.ShapeDtypeStruct
             f" workers get programs and no Python code ({error}). Return the values that you want"
             " to print, and fetch them."
         ) from error
+    digest = hashlib.sha256(serialized).digest()
+    return Program(digest.hex(), digest + serialized)
 
 
 @final

@@ -50,12 +50,8 @@ class RemoteValue:
         """Returns whether `get` and `fetch` would return or raise without waiting."""
         return self._ready.is_set()
 
-    def _set(self, value: Nest) -> None:
-        self._value = value
-        self._ready.set()
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
+    def _end(self, value: Nest, error: BaseException | None = None) -> None:
+        self._value, self._error = value, error
         self._ready.set()
 
     def __repr__(self) -> str:
@@ -180,38 +176,33 @@ class ClosureQueue:
     def succeed(self, closure: Closure, value: Nest) -> None:
         """Notes that a closure has returned `value`."""
         with self._lock:
-            if closure not in self._running:  # after `end`
-                return
-            closure.result._set(value)
-            self._counts["done"] += 1
-            if progress.is_watched:
-                progress.add(1, 0)
-            self._stop([closure])
-            self._finish(closure)
+            if self._stop([closure]):
+                closure.result._end(value)
+                self._counts["done"] += 1
+                if progress.is_watched:
+                    progress.add(1, 0)
+                self._finish(closure)
 
     def fail(self, closure: Closure, error: BaseException) -> None:
         """Notes that a closure has raised an error."""
         with self._lock:
-            if closure not in self._running:
-                return
-            closure.result._fail(error)
-            self._counts["failed"] += 1
-            self._is_unsettled |= bool(closure.lost)
-            self._set_error(error)
-            self._stop([closure])
-            self._finish(closure)
+            if self._stop([closure]):
+                closure.result._end(None, error)
+                self._counts["failed"] += 1
+                self._is_unsettled |= bool(closure.lost)
+                self._set_error(error)
+                self._finish(closure)
 
     def put_back(self, closures: Sequence[Closure]) -> None:
         """Puts closures that were running back to the front of the queue, for any worker."""
         with self._lock:
-            closures = [closure for closure in closures if closure in self._running]
+            closures = self._stop(closures)
             if self._error is None:
                 self._queued.extendleft(reversed(closures))
                 self._has_work.notify(len(closures))
             else:
                 self._is_unsettled = True
                 self._cancel(closures, self._error)
-            self._stop(closures)
 
     def lose(self, closures: Sequence[Closure], worker: str, error: BaseException) -> None:
         """Puts back closures that were running when their worker was lost.
@@ -293,14 +284,17 @@ class ClosureQueue:
                 f"This closure was not run, because another one failed: {cause!r}"
             )
             error.__cause__ = cause
-            closure.result._fail(error)
+            closure.result._end(None, error)
             self._counts["cancelled"] += 1
             self._finish(closure)
 
-    def _stop(self, closures: Sequence[Closure]) -> None:
-        self._running.difference_update(closures)
+    def _stop(self, closures: Sequence[Closure]) -> list[Closure]:
+        """Returns those of the closures that were running, which none is after `end`."""
+        stopped = [closure for closure in closures if closure in self._running]
+        self._running.difference_update(stopped)
         if not self._running:
             self._has_ended.notify_all()
+        return stopped
 
     def _finish(self, closure: Closure) -> None:
         self._ended.add(closure.number)

@@ -12,12 +12,14 @@ from types import ModuleType
 from typing import Any, Final, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE, ClusterSpec
-from distributary.errors import ClusterError, MissingPackageError, pip_install
+from distributary.errors import ClusterError
 from distributary.launch import free_addresses
 from distributary.options import RecoveryOptions
 from distributary.servers._certificates import CERTIFICATES_VARIABLE
-from distributary.servers._cluster import Cluster, Session, check_numbers
+from distributary.servers._cluster import Cluster, Session
+from distributary.servers._extras import import_extra
 from distributary.servers._messages import JSON
+from distributary.servers._partitioners import check_positive
 from distributary.servers._processes import CONNECT_VARIABLE, connect, connect_seconds, tasks_of
 from distributary.servers._server import Server
 from distributary.servers._sources import UnknownMakerError, as_maker
@@ -31,12 +33,7 @@ class RayCluster(Cluster):
     """A cluster of Ray actors, made by `ray_cluster`."""
 
     def __init__(
-        self,
-        num_workers: int,
-        num_servers: int,
-        worker_options: Mapping[str, Any],
-        ps_options: Mapping[str, Any],
-        insecure: bool,
+        self, numbers: Mapping[str, int], given: Mapping[str, Mapping[str, Any]], insecure: bool
     ) -> None:
         self._ray = ray = _import_ray()
         environ = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
@@ -51,22 +48,19 @@ class RayCluster(Cluster):
             "scheduling_strategy": _here(ray) if is_local else "SPREAD",
         }
         options_of = {
-            "ps": {**options, "num_cpus": 0, **ps_options},
-            "worker": {**options, "num_cpus": 1, **worker_options},
+            task_type: {**options, "num_cpus": int(task_type == "worker"), **own}
+            for task_type, own in given.items()
         }
         name = f"distributary {secrets.token_hex(4)}"
         self._makers = ray.remote(RayMakers).options(name=name, num_cpus=0).remote()
         actor = ray.remote(RayTask)
         self._actors = {
             (task_type, i): actor.options(**options_of[task_type]).remote(task_type, i)
-            for task_type, number in (("ps", num_servers), ("worker", num_workers))
+            for task_type, number in numbers.items()
             for i in range(number)
         }
         try:
-            addresses = self._addresses("127.0.0.1" if is_local else None, connect_seconds(environ))
-            cluster: dict[str, dict[int, str]] = {"ps": {}, "worker": {}}
-            for (task_type, i), address in addresses.items():
-                cluster[task_type][i] = address
+            cluster = self._addresses("127.0.0.1" if is_local else None, connect_seconds(environ))
             for one in self._actors.values():
                 one.run.remote(cluster, environ, insecure, name)
             self._wait = functools.partial(connect, tasks_of(ClusterSpec(cluster)), environ)
@@ -90,7 +84,7 @@ class RayCluster(Cluster):
             for actor in (self._makers, *self._actors.values()):
                 self._ray.kill(actor)
 
-    def _addresses(self, host: str | None, seconds: float) -> dict[tuple[str, int], str]:
+    def _addresses(self, host: str | None, seconds: float) -> dict[str, dict[int, str]]:
         """Waits until Ray has started all tasks, and returns an address for each."""
         calls = {task: actor.address.remote(host) for task, actor in self._actors.items()}
         _, late = self._ray.wait([*calls.values()], num_returns=len(calls), timeout=seconds)
@@ -101,13 +95,14 @@ class RayCluster(Cluster):
                 f" are {self._ray.available_resources()}; worker_options and ps_options say what"
                 " every task asks for."
             )
-        addresses = {}
-        for task, call in calls.items():
+        addresses: dict[str, dict[int, str]] = {"ps": {}, "worker": {}}
+        for (task_type, i), call in calls.items():
             try:
-                addresses[task] = self._ray.get(call)
+                addresses[task_type][i] = self._ray.get(call)
             except self._ray.exceptions.RayError as error:
-                name = "{} {}".format(*task)
-                raise ClusterError(f"ray_cluster: {name} could not be started: {error}") from error
+                raise ClusterError(
+                    f"ray_cluster: {task_type} {i} could not be started: {error}"
+                ) from error
         return addresses
 
     def __repr__(self) -> str:
@@ -149,8 +144,9 @@ def ray_cluster(
             are no certificates.
         MissingPackageError: if ray is not installed.
     """
-    check_numbers("ray_cluster", workers=workers, ps=ps)
-    return RayCluster(workers, ps, worker_options or {}, ps_options or {}, insecure)
+    check_positive("ray_cluster", workers=workers, ps=ps)
+    options = {"ps": ps_options or {}, "worker": worker_options or {}}
+    return RayCluster({"ps": ps, "worker": workers}, options, insecure)
 
 
 class RayTask:
@@ -238,8 +234,4 @@ def _here(ray: ModuleType) -> Any:
 
 
 def _import_ray() -> ModuleType:
-    try:
-        import ray
-    except ImportError:
-        raise MissingPackageError(f"ray_cluster needs Ray: {pip_install('ray')}") from None
-    return ray
+    return import_extra("ray", "ray_cluster needs Ray", "ray")

@@ -32,7 +32,7 @@ The stages of `rows_of`:
 
 1. `RowFlow` finds tables, and `_flow_of_worker` refuses those of which something needs all rows;
 2. `_Spaces` groups tables that are looked up by the same numbers;
-3. `_worker_with_rows` evaluates the program once more, with rows in the place of tables;
+3. `_Spaces.worker_with_rows` evaluates the program once more, with rows in the place of tables;
 4. `closed_part` cuts out the program of the numbers.
 
 `rows_of_update` examines a server's update in the same way: does it treat every row by itself, and
@@ -52,7 +52,7 @@ both hold, so the server runs it on the 3 rows that are pushed:
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -87,14 +87,13 @@ class Lookup:
     Attributes:
         start: The row of the space that is row 0 of the part.
         size: Number of rows of the part.
-        is_clipped: Whether a number out of range means the nearest row; else it means none.
-        is_again: Whether its numbers are those of the lookup before it, which is clipped.
+        modes: For every way in which the numbers are used, whether a number out of range means the
+            nearest row; else it means none. The first way has all rows of the second.
     """
 
     start: int
     size: int
-    is_clipped: bool
-    is_again: bool
+    modes: list[bool]
 
 
 @final
@@ -103,8 +102,8 @@ class RowSpace:
     """Rows that several tables have in common; a step works on some of them, given by number.
 
     Attributes:
-        lookups: The numbers of the rows that a step takes. Leaving out lookups with `is_again`,
-            they are, over all spaces, in the order of the outputs of `RowSplit.ids`.
+        lookups: The numbers of the rows that a step takes, over all spaces in the order of the
+            outputs of `RowSplit.ids`.
         capacity: Largest number of rows that a step works on.
     """
 
@@ -114,35 +113,25 @@ class RowSpace:
 
 @final
 @dataclass(frozen=True, slots=True)
-class RowBuffer:
-    """Rows of a table as an input of the worker; the table may lie on several servers.
-
-    Attributes:
-        space: Number of the space.
-        parts: Positions of the table's states among the inputs of the step, each with its first
-            row.
-    """
-
-    space: int
-    parts: list[tuple[int, int]]
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class RowSplit:
     """The work of a worker on rows instead of tables.
 
     Attributes:
         worker: Closed jaxpr like `ServerSplit.worker`. Its inputs are those of the step at
-            `inputs`, the rows `[capacity, *row]` of every one of `buffers`, and for every lookup
-            the positions of its numbers among the rows, int32 in the shape of the numbers.
+            `inputs`, the rows `[capacity, *row]` of every one of `buffers`, and for every mode of
+            every lookup the positions of its numbers among the rows, int32 in the shape of the
+            numbers.
         inputs: Positions among the inputs of the step.
         ids: Closed jaxpr from the inputs of the step at `ids_inputs` to the numbers `[..., 1]` of
             the lookups.
         ids_inputs: Positions among the inputs of the step.
-        spaces: The spaces that `buffers` and `pushes` refer to.
-        buffers: The tables.
+        spaces: The spaces that `buffers` and `pushes` refer to; none if the worker takes no rows.
+        buffers: For every table of which the worker takes rows, its space, and the positions of its
+            states among the inputs of the step, each with its first row: a table may lie on several
+            servers.
         pushes: The pushed values that are rows; by their number, the space and the first row.
+        refusals: For every variable that is looked up but travels as a whole, by its position among
+            the inputs of the step, the reason.
     """
 
     worker: ClosedJaxpr
@@ -150,8 +139,9 @@ class RowSplit:
     ids: ClosedJaxpr
     ids_inputs: list[int]
     spaces: list[RowSpace]
-    buffers: list[RowBuffer]
+    buffers: list[tuple[int, list[tuple[int, int]]]]
     pushes: dict[int, SpaceRow]
+    refusals: dict[int, str]
 
 
 @final
@@ -186,40 +176,19 @@ class UpdatedRows:
         return bucket_of(min(self.size, self.capacity))
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class RowUpdate:
-    """The work of a server on pushed rows.
-
-    Attributes:
-        rows: The variables that rows are pushed for.
-        run: The update, as a function of flat arrays. The states and pushes in `rows` have only
-            some of their rows, unless `is_whole`.
-    """
-
-    rows: list[UpdatedRows]
-    run: Callable[..., list[Array]]
-
-
 def bucket_of(num_rows: int) -> int:
     """Returns the number of rows to pad to, one of few, so that few programs are compiled."""
     return max(_MIN_BUCKET, 1 << max(0, num_rows - 1).bit_length())
 
 
-def rows_of(
-    split: ServerSplit, states: Collection[int], num_devices: int = 1
-) -> tuple[RowSplit | None, dict[int, str]]:
-    """Finds tables of which a worker needs only rows.
+def rows_of(split: ServerSplit, states: Collection[int], num_devices: int = 1) -> RowSplit:
+    """Returns the worker's part of a step, with rows of those tables of which it needs no others.
 
     Args:
         split: The step.
         states: Positions of variables among the inputs of the step.
         num_devices: Number of devices of a worker. Each of them looks up rows by numbers of its
             own, and has the rows of all.
-
-    Returns:
-        The worker's part with rows, or None if there are none; and for every variable that is
-        looked up but travels as a whole, by its position, the reason.
     """
     jaxpr = split.worker.jaxpr
     position = dict(zip(jaxpr.invars, split.inputs, strict=True))
@@ -227,27 +196,26 @@ def rows_of(
     num_results = len(jaxpr.outvars) - split.num_pushes
     flow = _flow_of_worker(jaxpr, tables, num_results)
     spaces = _Spaces(jaxpr, flow, num_devices)
-    refusals = {position[v]: why for v, why in spaces.refusals.items() if v in tables}
-    if not spaces.spaces:
-        return None, refusals
-
     first_rows = {v: first for v in tables if (first := spaces.first_row(v)) is not None}
     groups = _joined_tables(jaxpr, first_rows)
     plain = [v for v in jaxpr.invars if v not in first_rows]
-    worker = _worker_with_rows(split.worker, flow, spaces, plain, groups, num_devices)
+    worker = split.worker
+    if spaces.spaces:
+        worker = spaces.worker_with_rows(worker, plain, groups)
     consts = dict(zip(jaxpr.constvars, split.worker.consts, strict=True))
     ids = closed_part(jaxpr.invars, spaces.ids, jaxpr.eqns, consts)
     buffers = []
     for group in groups:
         parts = [(position[v], first_rows[v][1]) for v in group]
-        buffers.append(RowBuffer(first_rows[group[0]][0], sorted(parts, key=lambda part: part[1])))
+        buffers.append((first_rows[group[0]][0], sorted(parts, key=lambda part: part[1])))
     pushes = {
         i: first
         for i, v in enumerate(jaxpr.outvars[num_results:])
         if isinstance(v, Var) and v not in flow.same and (first := spaces.first_row(v)) is not None
     }
     inputs, ids_inputs = ([position[v] for v in own] for own in (plain, ids.jaxpr.invars))
-    return RowSplit(worker, inputs, ids, ids_inputs, spaces.spaces, buffers, pushes), refusals
+    refusals = {position[v]: why for v, why in spaces.refusals.items() if v in tables}
+    return RowSplit(worker, inputs, ids, ids_inputs, spaces.spaces, buffers, pushes, refusals)
 
 
 def _flow_of_worker(jaxpr: Jaxpr, tables: Collection[Var], num_results: int) -> RowFlow:
@@ -287,51 +255,12 @@ def _joined_tables(jaxpr: Jaxpr, tables: Iterable[Var]) -> list[list[Var]]:
     return [list(group) for group in {id(group): group for group in group_of.values()}.values()]
 
 
-def _worker_with_rows(
-    worker: ClosedJaxpr,
-    flow: RowFlow,
-    spaces: "_Spaces",
-    plain: Sequence[Var],
-    groups: Sequence[Sequence[Var]],
-    num_devices: int,
-) -> ClosedJaxpr:
-    """Returns the program of a worker with rows in the place of tables; see `RowSplit.worker`.
-
-    Args:
-        worker: The program with tables.
-        flow: Its tables.
-        spaces: The numbers of the rows that it looks up.
-        plain: The inputs that stay.
-        groups: The inputs that are tables; those that are joined are together one input.
-        num_devices: Number of devices that run the program.
-    """
-    jaxpr = worker.jaxpr
-
-    def run(*arrays: Array) -> list[Array]:
-        left = iter(arrays)
-        values = dict(zip(jaxpr.constvars, worker.consts, strict=True))
-        values.update((v, next(left)) for v in plain)
-        for group in groups:
-            values.update(dict.fromkeys(group, next(left)))
-        return _evaluated(jaxpr, flow, values, spaces.capacities(), spaces.positions_of(left))
-
-    capacities = spaces.capacities()
-    shapes = [(aval_of(v).shape, aval_of(v).dtype) for v in plain]
-    for v, *_ in groups:
-        rows_shape = capacities[flow.find(v)[0]], *aval_of(v).shape[1:]
-        shapes.append((rows_shape, aval_of(v).dtype))
-    shapes += [(aval_of(v).shape, np.dtype(np.int32)) for v in spaces.ids_of_lookups]
-    structs = [jax.ShapeDtypeStruct(*one) for one in shapes]
-    made: ClosedJaxpr = jax.make_jaxpr(run, axis_env=[(REPLICA_AXIS, num_devices)])(*structs)
-    return made
-
-
 def rows_of_update(
     part: ServerPart,
     pushes: Mapping[int, SpaceRow],
     capacities: Sequence[int],
     sparse_update: SparseUpdate,
-) -> RowUpdate:
+) -> tuple[list[UpdatedRows], Callable[..., list[Array]]]:
     """Returns the work of a server when some of the pushed values are rows.
 
     Args:
@@ -340,6 +269,10 @@ def rows_of_update(
         capacities: The capacity of every space.
         sparse_update: "lazy" leaves rows alone that are not pushed. "exact" does so only if the
             update itself leaves them alone.
+
+    Returns:
+        The variables that rows are pushed for; and the update, as a function of flat arrays. The
+        states and pushes of these variables have only some of their rows, unless `is_whole`.
     """
     jaxpr = part.update.jaxpr
     states, given = jaxpr.invars[: len(part.states)], jaxpr.invars[len(part.states) :]
@@ -353,13 +286,16 @@ def rows_of_update(
         groups.setdefault(flow.find(v), []).append(v)
     rows: list[UpdatedRows] = []
     inputs_of: dict[Var, Var] = {}  # by table, an input with its rows
-    for (root, start), own in groups.items():
+    for (root, _), own in groups.items():
         outputs = [i for i, v in enumerate(jaxpr.outvars) if _is_of(flow, v, root)]
         olds = [(i, part.state_of_output[i]) for i in outputs]
         leaves_others = all(k is not None and numbers[i] is states[k] for i, k in olds)
+        members = [v for v in jaxpr.invars if _is_of(flow, v, root)]
         is_whole = not (
-            _can_be_rows(flow, part, root, start, outputs, pushed)
-            and (leaves_others or sparse_update == "lazy")
+            (leaves_others or sparse_update == "lazy")
+            and all(k is not None and states[k] in members for _, k in olds)
+            and {*pushed, *states}.issuperset(members)
+            and _needs_same_rows(flow, members, pushed)
         )
         if not is_whole:
             inputs_of[root] = own[0]
@@ -383,42 +319,22 @@ def rows_of_update(
         values.update(zip(jaxpr.constvars, part.update.consts, strict=True))
         return _evaluated(jaxpr, flow, values, sizes, {})
 
-    return RowUpdate(rows, run)
+    return rows, run
+
+
+def _needs_same_rows(flow: RowFlow, members: list[Var], pushed: Mapping[Var, SpaceRow]) -> bool:
+    """Returns whether the update of some rows of a table's variables needs only these rows."""
+    (root, start), *others = map(flow.find, members)
+    return (
+        flow.reason(root) is None
+        and len({pushed[v] for v in members if v in pushed}) == 1
+        and all(other == start for _, other in others)
+    )
 
 
 def _is_of(flow: RowFlow, atom: Atom, root: Var) -> bool:
     """Returns whether an atom belongs to a table."""
     return isinstance(atom, Var) and flow.find(atom)[0] is root
-
-
-def _can_be_rows(
-    flow: RowFlow,
-    part: ServerPart,
-    root: Var,
-    start: int,
-    outputs: Sequence[int],
-    pushed: Mapping[Var, SpaceRow],
-) -> bool:
-    """Returns whether a server can compute the update of some rows of a table from these rows.
-
-    Args:
-        flow: The tables of the update.
-        part: The work of the server.
-        root: The table.
-        start: The first row of what is pushed for it.
-        outputs: The outputs that belong to the table.
-        pushed: The inputs that are pushed rows.
-    """
-    jaxpr = part.update.jaxpr
-    states = jaxpr.invars[: len(part.states)]
-    members = [v for v in jaxpr.invars if _is_of(flow, v, root)]
-    olds = [part.state_of_output[i] for i in outputs]
-    return (
-        flow.reason(root) is None
-        and len({pushed[v] for v in members if v in pushed}) == 1
-        and all((v in pushed or v in states) and flow.find(v)[1] == start for v in members)
-        and all(k is not None and states[k] in members for k in olds)
-    )
 
 
 @final
@@ -477,11 +393,7 @@ class _Spaces:
         )
         if shifted not in self._made:
             self._made[shifted] = len(self.spaces), len(self.ids_of_lookups)
-            found = [
-                Lookup(start, size, is_clipped, is_again=i > 0)
-                for _, start, size, modes in shifted
-                for i, is_clipped in enumerate(modes)
-            ]
+            found = [Lookup(start, size, list(modes)) for _, start, size, modes in shifted]
             self.spaces.append(RowSpace(found, capacity))
             for use, *others in lookups.values():
                 self.ids.append(use.ids)
@@ -502,18 +414,38 @@ class _Spaces:
         space, first = self._of_root[root]
         return space, start - first
 
-    def capacities(self) -> dict[Var, int]:
-        """Returns the number of rows that a worker has of every table."""
-        return {root: self.spaces[space].capacity for root, (space, _) in self._of_root.items()}
-
-    def positions_of(self, arrays: Iterator[Array]) -> dict[int, Array]:
-        """Returns by equation the positions that it takes instead of numbers.
+    def worker_with_rows(
+        self, worker: ClosedJaxpr, plain: Sequence[Var], groups: Sequence[Sequence[Var]]
+    ) -> ClosedJaxpr:
+        """Returns the program of a worker with rows in the place of tables; see `RowSplit.worker`.
 
         Args:
-            arrays: The positions of every lookup.
+            worker: The program with tables.
+            plain: The inputs that stay.
+            groups: The inputs that are tables; those that are joined are together one input.
         """
-        positions = list(arrays)
-        return {eqn: positions[i] for eqn, i in self._lookup_of.items()}
+        jaxpr, find = worker.jaxpr, self._flow.find
+        capacities = {r: self.spaces[space].capacity for r, (space, _) in self._of_root.items()}
+
+        def run(*arrays: Array) -> list[Array]:
+            left = iter(arrays)
+            values = dict(zip(jaxpr.constvars, worker.consts, strict=True))
+            values.update((v, next(left)) for v in plain)
+            for group in groups:
+                values.update(dict.fromkeys(group, next(left)))
+            positions = list(left)  # of every lookup
+            positions_of = {eqn: positions[i] for eqn, i in self._lookup_of.items()}
+            return _evaluated(jaxpr, self._flow, values, capacities, positions_of)
+
+        shapes = [(aval_of(v).shape, aval_of(v).dtype) for v in plain]
+        for v, *_ in groups:
+            rows_shape = capacities[find(v)[0]], *aval_of(v).shape[1:]
+            shapes.append((rows_shape, aval_of(v).dtype))
+        shapes += [(aval_of(v).shape, np.dtype(np.int32)) for v in self.ids_of_lookups]
+        structs = [jax.ShapeDtypeStruct(*one) for one in shapes]
+        axes = [(REPLICA_AXIS, self._num_devices)]
+        made: ClosedJaxpr = jax.make_jaxpr(run, axis_env=axes)(*structs)
+        return made
 
     def _refusals(self, numbers_of: Mapping[RowUse, Any]) -> dict[Var, str]:
         """Returns the reasons, by variable, why a table that is looked up has no space.

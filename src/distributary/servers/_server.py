@@ -17,13 +17,8 @@ from distributary.cluster_resolver import ClusterResolver, ClusterSpec, multi_wo
 from distributary.devices import backends_started, prepare_local_devices
 from distributary.errors import ClusterError, ContextError, InvalidTypeError, InvalidValueError
 from distributary.launch import HttpServer
-from distributary.servers._certificates import (
-    Credentials,
-    credentials_of,
-    credentials_of_this_process,
-)
+from distributary.servers._certificates import credentials_of, credentials_of_this_process
 from distributary.servers._grpc import GrpcServer
-from distributary.servers._links import Service
 from distributary.servers._messages import JSON
 from distributary.servers._permissions import RoleCheck
 from distributary.servers._processes import connect_seconds, grpc_task, tasks_of
@@ -160,14 +155,23 @@ class Server:
             environ, lambda: lines_of(this.job_name, service.statistics())
         )
         try:
-            self._server = _listen(
-                RoleCheck(this.job_name, this.task_index, service),
-                self._address,
-                credentials,
-                max_links=max(_MIN_LINKS, _LINKS_PER_TASK * len(peers)),
-                insecure=self._insecure,
-                end=time.monotonic() + connect_seconds(environ),
-            )
+            end = time.monotonic() + connect_seconds(environ)
+            while self._server is None:
+                try:
+                    self._server = GrpcServer(
+                        RoleCheck(this.job_name, this.task_index, service),
+                        self._address,
+                        credentials,
+                        max_links=max(_MIN_LINKS, _LINKS_PER_TASK * len(peers)),
+                        insecure=self._insecure,
+                    )
+                except ClusterError as error:
+                    # Kubernetes publishes the name of a pod some time after the pod has started.
+                    is_early = isinstance(error.__cause__, socket.gaierror)
+                    if not is_early or time.monotonic() >= end:
+                        raise
+                    _log.info("%s", error)
+                    time.sleep(_POLL_SECONDS)
         except BaseException:
             if self._metrics is not None:
                 self._metrics.close()
@@ -207,27 +211,6 @@ class Server:
     def _address(self) -> str:
         this = self._server_def
         return this.cluster.task_address(this.job_name, this.task_index)
-
-
-def _listen(
-    service: Service,
-    address: str,
-    credentials: Credentials | None,
-    *,
-    max_links: int,
-    insecure: bool,
-    end: float,
-) -> GrpcServer:
-    while True:
-        try:
-            return GrpcServer(service, address, credentials, max_links=max_links, insecure=insecure)
-        except ClusterError as error:
-            # Kubernetes publishes the name of a pod some time after the pod has started.
-            is_early = isinstance(error.__cause__, socket.gaierror)
-            if not is_early or time.monotonic() >= end:
-                raise
-            _log.info("%s", error)
-        time.sleep(_POLL_SECONDS)
 
 
 def _server_def(

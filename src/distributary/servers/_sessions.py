@@ -29,7 +29,6 @@ SessionId: TypeAlias = list[Any]  # nanoseconds, random text: the larger one is 
 
 # How long to try to reach a server again; the second if its machine says that no process listens.
 _BREAK_SECONDS, _ENDED_SECONDS = 2.0, 0.1
-_PAUSE_SECONDS = 0.05  # before a call is repeated
 _END_SECONDS = 2.0  # for the thread of a closed link to end
 _UNKNOWN, _NEWER = "unknown session", "newer session"
 
@@ -83,22 +82,15 @@ def new_session(after: SessionId | None = None) -> SessionId:
     return [nanoseconds, secrets.token_hex(8)]
 
 
-def hello(session: SessionId) -> Message:
-    """Returns the message that begins a session, or resumes it after a connection has broken.
-
-    The reply has a text `incarnation`, which changes if the task has forgotten the session in the
-    meantime.
-    """
-    return Message("hello", {"session": session})
-
-
 @final
 class SessionService:
     """A task that makes a new service for every session, and serves only the newest.
 
     In addition to the messages of the service, it handles these. All contain the session:
 
-        hello              -> incarnation; begins a session
+        hello              begins a session, or resumes it after a connection has broken
+                           -> incarnation: a text that changes if the task has forgotten the
+                           session in the meantime
         alive   seconds    the reply comes after that many seconds, or when the session ends
 
     The replies `unknown session` and `newer session` refuse a message. A message with the field
@@ -122,7 +114,7 @@ class SessionService:
             InvalidValueError: for messages without a session.
         """
         asked: Any = message.fields.get("session")
-        if not _is_session(asked):
+        if not isinstance(asked, list) or [type(part) for part in asked] != [int, str]:
             raise InvalidValueError(
                 f"{self._name} got the message {message.kind!r} of session {asked!r}, expected"
                 " [nanoseconds, text]."
@@ -267,7 +259,6 @@ class SessionLink:
                 limit = _ENDED_SECONDS if isinstance(error, RefusedError) else _BREAK_SECONDS
                 if now - broken > limit:
                     raise self._lost(f"cannot be reached ({error})") from error
-            time.sleep(_PAUSE_SECONDS)
 
     def call_once(self, message: Message) -> Message:
         """Sends a request that is handled once, even if it is sent several times.
@@ -353,10 +344,3 @@ class Heartbeat:
         except Exception as error:
             if not self._stopped:
                 self._on_lost(error)
-
-
-def _is_session(value: object) -> bool:
-    match value:
-        case [int(), str()]:
-            return True
-    return False

@@ -82,16 +82,12 @@ class ScriptEndError(BaseException):
     """The end of a script that a worker runs for its definitions, where the chief's work begins."""
 
 
-class _ThreadState(threading.local):
-    is_reimporting = False
-
-
-_state = _ThreadState()
+_state = threading.local()
 
 
 def is_reimporting() -> bool:
     """Returns whether this thread is running the main script again, for its definitions."""
-    return _state.is_reimporting
+    return getattr(_state, "is_reimporting", False)
 
 
 def as_maker(value: object) -> Callable[[], Any]:

@@ -78,11 +78,6 @@ class StepInput:
     server: int | None = None
     num_rows: int = 0
 
-    @property
-    def is_data(self) -> bool:
-        """True for data of the worker."""
-        return self.kind in _DATA
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -150,22 +145,6 @@ class _Step:
     goals: list[int]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Equations:
-    """The equations of a step.
-
-    Attributes:
-        eqns: The equations of the step, then copies of the last operations that servers do.
-        is_update: For every equation, whether it may be a server's.
-        outputs: The outputs of the step, some of them made by the copies.
-    """
-
-    eqns: list[Equation]
-    is_update: list[bool]
-    outputs: list[Atom]
-
-
 def split_over_servers(
     jaxpr: Jaxpr,
     inputs: Sequence[StepInput],
@@ -181,9 +160,10 @@ def split_over_servers(
 
     If a value depends on data and was not pushed, only its last operation is the server's, with
     those operands that are computed from state alone: `v.assign_add(x)` and moving averages. The
-    other operands are pushed. Without such an operation the value is assigned as it is, and the
-    last worker wins. If there are several additions to the old state, also by several devices that
-    add to parts of it, the addition to the state is made the last one.
+    other operands are pushed, unless they are new state of the same server. Without such an
+    operation the value is assigned as it is, and the last worker wins. If there are several
+    additions to the old state, also by several devices that add to parts of it, the addition to the
+    state is made the last one.
 
     Args:
         jaxpr: The step, without markers of variables and without constants.
@@ -199,7 +179,7 @@ def split_over_servers(
     # Written out, so that an optimizer that is one function can be split over servers.
     jaxpr, constants = without_calls(jaxpr, constants)
     jaxpr = _with_sums_last(jaxpr, state_of_output)
-    is_data = [own.is_data for own in inputs]
+    is_data = [own.kind in _DATA for own in inputs]
     is_varying = [*is_data, *[False] * len(constants)]
     of_worker = is_in_first_stage(jaxpr, is_varying, max(2, num_devices))
     pairs = zip(jaxpr.invars, inputs, strict=False)
@@ -207,19 +187,28 @@ def split_over_servers(
     goals = [_WORKER if i is None else server_of[jaxpr.invars[i]] for i in state_of_output]
     step = _Step(jaxpr, constants, is_data, server_of, state_of_output, goals)
 
-    outputs, last = _last_operations(step, of_worker)
-    is_update = [*(not own for own in of_worker), *[True] * len(last)]
-    equations = _Equations([*jaxpr.eqns, *last], is_update, outputs)
-    at_server, at_worker = _tasks_of_equations(step, equations)
-    _check_updates(step, equations, at_server, inputs)
+    at_end = _last_operations(step, of_worker)
+    at_server, at_worker = _tasks_of_equations(step, of_worker, at_end)
+    pairs_of_eqns = zip(jaxpr.eqns, of_worker, strict=True)
+    updates = {v for eqn, early in pairs_of_eqns if not early for v in eqn.outvars}
+    for output, goal, i in zip(jaxpr.outvars, goals, state_of_output, strict=True):
+        if i is None or _hashable(output) not in updates:
+            continue
+        # Else it would be computed from old state, and overwrite what others have done.
+        if not any(output in eqn.outvars for eqn in at_server[goal]):
+            raise UnsupportedError(
+                f"The update of {inputs[i].name!r} needs variables on several servers, so no server"
+                " can compute it. Start one server, or use an optimizer that updates each variable"
+                " by itself; Adafactor, loss scaling and gradient accumulation do not."
+            )
 
     pushes: dict[Var, int] = {}
     overwritten: list[int] = []
     servers = {
-        server: _server_part(step, server, eqns, outputs, pushes, overwritten)
+        server: _server_part(step, server, eqns, pushes, overwritten)
         for server, eqns in at_server.items()
     }
-    worker, worker_inputs = _worker_part(step, at_worker, outputs, pushes)
+    worker, worker_inputs = _worker_part(step, at_worker, pushes)
     return ServerSplit(worker, worker_inputs, len(pushes), servers, overwritten)
 
 
@@ -228,108 +217,91 @@ def _with_sums_last(jaxpr: Jaxpr, state_of_output: Sequence[int | None]) -> Jaxp
 
     Devices add to `start_of_sum(v)`, whose sum over them is `v`.
     """
-    makers = _makers_of(jaxpr.eqns)
+    makers: dict[Var | None, Equation] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     outputs = list(jaxpr.outvars)
     eqns = list(jaxpr.eqns)
+
+    def added_to(
+        state: Var, atom: Atom, seen: set[tuple[Atom, bool]], of_devices: bool = False
+    ) -> tuple[Atom, Equation] | None:
+        """Returns what is added to the state to make an atom, and an equation that adds.
+
+        Args:
+            state: The state.
+            atom: The atom.
+            seen: The atoms that have been looked at.
+            of_devices: Whether it is the summand of one of several devices.
+        """
+        eqn = makers.get(_hashable(atom))
+        if eqn is None or (atom, of_devices) in seen:
+            return None
+        seen.add((atom, of_devices))
+        is_sum = is_sum_of_replicas(eqn)
+        others: list[Atom] = []
+        found = None
+        if (is_sum or eqn.primitive.name == "push") and len(eqn.invars) == 1:
+            found = added_to(state, eqn.invars[0], seen, of_devices or is_sum)
+        elif eqn.primitive.name in ("add", "add_any"):
+            for first, other in (eqn.invars, eqn.invars[::-1]):
+                start = makers.get(_hashable(first)) if of_devices else None
+                # Devices start from something else in the place of the state.
+                if start is not None and start.primitive is start_p:
+                    is_state = start.invars[0] is state
+                else:
+                    is_state = first is state and not of_devices
+                if is_state:
+                    return other, eqn
+                found, others = added_to(state, first, seen, of_devices), [other]
+                if found is not None:
+                    break
+        if found is None:
+            return None
+        new = Var(atom.aval)
+        eqns.append(eqn.replace(invars=[found[0], *others], outvars=[new]))
+        return new, found[1]
+
     for i, position in enumerate(state_of_output):
         state = None if position is None else jaxpr.invars[position]
         maker = makers.get(_hashable(outputs[i]))
         if state is None or maker is None or state in variables_of(maker.invars):
             continue
-        found = _Sum(makers, state, eqns).added_to(outputs[i])
+        found = added_to(state, outputs[i], set())
         if found is not None:
             new = outputs[i] = Var(outputs[i].aval)
             eqns.append(found[1].replace(invars=[state, found[0]], outvars=[new]))
     return jaxpr_of(jaxpr.invars, outputs, eqns, jaxpr.constvars)
 
 
-@final
-class _Sum:
-    """A search for what a step adds to the state of a variable.
-
-    Args:
-        makers: The equation that makes each variable.
-        state: The state.
-        eqns: Receives equations that add up what is added.
-    """
-
-    def __init__(
-        self, makers: Mapping[Var | None, Equation], state: Var, eqns: list[Equation]
-    ) -> None:
-        self._makers = makers
-        self._state = state
-        self._eqns = eqns
-        self._seen: set[tuple[Atom, bool]] = set()
-
-    def added_to(self, atom: Atom, of_devices: bool = False) -> tuple[Atom, Equation] | None:
-        """Returns what is added to the state to make an atom, and an equation that adds.
-
-        Args:
-            atom: The atom.
-            of_devices: Whether it is the summand of one of several devices.
-        """
-        eqn = self._makers.get(_hashable(atom))
-        if eqn is None or (atom, of_devices) in self._seen:
-            return None
-        self._seen.add((atom, of_devices))
-        is_sum = is_sum_of_replicas(eqn)
-        others: list[Atom] = []
-        found = None
-        if (is_sum or eqn.primitive.name == "push") and len(eqn.invars) == 1:
-            found = self.added_to(eqn.invars[0], of_devices or is_sum)
-        elif eqn.primitive.name in ("add", "add_any"):
-            for first, other in (eqn.invars, eqn.invars[::-1]):
-                if self._is_state(first, of_devices):
-                    return other, eqn
-                found, others = self.added_to(first, of_devices), [other]
-                if found is not None:
-                    break
-        if found is None:
-            return None
-        new = Var(atom.aval)
-        self._eqns.append(eqn.replace(invars=[found[0], *others], outvars=[new]))
-        return new, found[1]
-
-    def _is_state(self, atom: Atom, of_devices: bool) -> bool:
-        """Returns whether an atom is the state, or what devices start from in its place."""
-        if not of_devices:
-            return atom is self._state
-        eqn = self._makers.get(_hashable(atom))
-        return eqn is not None and eqn.primitive is start_p and eqn.invars[0] is self._state
-
-
-def _last_operations(step: _Step, of_worker: Sequence[bool]) -> tuple[list[Atom], list[Equation]]:
-    """Returns the outputs, and copies of the worker's equations that servers need for new state.
+def _last_operations(step: _Step, of_worker: Sequence[bool]) -> list[set[int]]:
+    """Returns for every equation the servers that compute it for new state, like the worker.
 
     For new state that depends on no data these are all its equations; else only the last operation,
-    with those operands that depend on no data.
+    and those that make its operands that depend on no data.
     """
-    eqns_of_step = step.jaxpr.eqns
-    makers = _makers_of(eqns_of_step)
-    own = {v for eqn, own in zip(eqns_of_step, of_worker, strict=True) if own for v in eqn.outvars}
+    eqns = step.jaxpr.eqns
+    number_of: dict[Var | None, int] = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     free = _servers_without_data(step)
-    outputs = list(step.jaxpr.outvars)
-    eqns: list[Equation] = []
-    for i, goal in enumerate(step.goals):
-        output = _hashable(outputs[i])
-        eqn = makers.get(output)
-        if goal == _WORKER or output is None or eqn is None or output not in own:
+    at_end: list[set[int]] = [set() for _ in eqns]
+    for output, goal in zip(step.jaxpr.outvars, step.goals, strict=True):
+        last = number_of.get(_hashable(output))
+        if goal == _WORKER or last is None or not of_worker[last]:
             continue
-        copies: dict[Var | None, Var] = {}
+        eqn = eqns[last]
         known = {v for v, servers in free.items() if servers <= {goal}}
-        if output in known:
-            eqns += _copied([output], makers, known, copies)
-            outputs[i] = copies[output]
-        elif (
-            len(eqn.outvars) == 1
-            and not eqn.effects
-            and not is_of_devices(eqn)
-            and any(free.get(v) == {goal} for v in variables_of(eqn.invars))
+        if _hashable(output) not in known and (
+            len(eqn.outvars) > 1
+            or eqn.effects
+            or is_of_devices(eqn)
+            or all(free.get(v) != {goal} for v in variables_of(eqn.invars))
         ):
-            eqns += _copied(eqn.invars, makers, known, copies)
-            new = outputs[i] = Var(eqn.outvars[0].aval)
-            eqns.append(_renamed(eqn, copies, [new]))
-    return outputs, eqns
+            continue
+        left = [last]
+        while left:
+            number = left.pop()
+            at_end[number].add(goal)
+            operands = variables_of(eqns[number].invars)
+            left += [number_of[v] for v in operands if v in known and v in number_of]
+    return at_end
 
 
 def _servers_without_data(step: _Step) -> dict[Var, set[int]]:
@@ -351,104 +323,43 @@ def _servers_without_data(step: _Step) -> dict[Var, set[int]]:
     return free
 
 
-def _copied(
-    atoms: Iterable[Atom],
-    makers: Mapping[Var | None, Equation],
-    known: set[Var],
-    copies: dict[Var | None, Var],
-) -> list[Equation]:
-    """Copies the equations that make atoms from `known` variables, with outputs of their own."""
-    eqns: list[Equation] = []
-    for v in variables_of(atoms):
-        eqn = makers.get(v)
-        if eqn is None or v not in known or v in copies:
-            continue
-        eqns += _copied(eqn.invars, makers, known, copies)
-        outvars = [Var(out.aval) for out in eqn.outvars]
-        eqns.append(_renamed(eqn, copies, outvars))
-        copies.update(zip(eqn.outvars, outvars, strict=True))
-    return eqns
-
-
-def _renamed(eqn: Equation, names: Mapping[Var | None, Var], outvars: list[Var]) -> Equation:
-    return eqn.replace(
-        invars=[names.get(_hashable(atom), atom) for atom in eqn.invars], outvars=outvars
-    )
-
-
 def _tasks_of_equations(
-    step: _Step, equations: _Equations
+    step: _Step, of_worker: Sequence[bool], at_end: Sequence[set[int]]
 ) -> tuple[dict[int, list[Equation]], list[Equation]]:
     """Returns the equations of every server that keeps changed state, and those of the worker.
 
     An update is a server's if only that server needs its result, or if it depends on the state of
     that server alone. The worker has the other equations, and those of a server whose result others
-    need, too.
+    need, too. In addition, servers have the equations of `_last_operations`.
     """
-    depends = _servers_of_inputs(step, equations)
-    reaches = _servers_of_outputs(step, equations)
-    at_server: dict[int, list[Equation]] = {goal: [] for goal in step.goals if goal != _WORKER}
-    at_worker: list[Equation] = []
-    for eqn, late in zip(equations.eqns, equations.is_update, strict=True):
-        to = set().union(*(reaches.get(v, ()) for v in eqn.outvars))
-        own = {s for s in to if late and (to == {s} or depends[eqn.outvars[0]] == {s})} - {_WORKER}
-        for server in own:
-            at_server[server].append(eqn)
-        if not own.issuperset(to) or not late:
-            at_worker.append(eqn)
-    return at_server, at_worker
-
-
-def _servers_of_inputs(step: _Step, equations: _Equations) -> dict[Var, set[int]]:
-    """Returns by variable the servers whose state it depends on."""
+    eqns = step.jaxpr.eqns
     depends: dict[Var, set[int]] = {v: {owner} for v, owner in step.server_of.items()}
-    for eqn in equations.eqns:
+    for eqn in eqns:  # by variable, the servers whose state it depends on
         on = set().union(*(depends.get(v, ()) for v in variables_of(eqn.invars)))
         depends.update((v, on) for v in eqn.outvars)
-    return depends
-
-
-def _servers_of_outputs(step: _Step, equations: _Equations) -> dict[Var, set[int]]:
-    """Returns by variable the servers whose updates need it, and `_WORKER` if that does."""
+    # By variable, the servers whose updates need it, and `_WORKER` if that does.
     reaches: dict[Var, set[int]] = {}
-    for output, goal in zip(equations.outputs, step.goals, strict=True):
+    for output, goal in zip(step.jaxpr.outvars, step.goals, strict=True):
         for v in variables_of([output]):
             reaches.setdefault(v, set()).add(goal)
-    pairs = zip(reversed(equations.eqns), reversed(equations.is_update), strict=True)
-    for eqn, late in pairs:
-        to = set().union(*(reaches.get(v, ()) for v in eqn.outvars)) if late else {_WORKER}
+    at_server: dict[int, list[Equation]] = {goal: [] for goal in step.goals if goal != _WORKER}
+    at_worker: list[Equation] = []
+    for eqn, early, own in zip(eqns[::-1], of_worker[::-1], at_end[::-1], strict=True):
+        to = set().union(*(reaches.get(v, ()) for v in eqn.outvars))
+        servers = own.union(
+            () if early else (s for s in to if to == {s} or depends[eqn.outvars[0]] == {s})
+        )
+        for server in servers - {_WORKER}:
+            at_server[server].append(eqn)
+        if early or not to <= servers - {_WORKER}:
+            at_worker.append(eqn)
         for v in variables_of(eqn.invars):
-            reaches.setdefault(v, set()).update(to)
-    return reaches
-
-
-def _check_updates(
-    step: _Step,
-    equations: _Equations,
-    at_server: Mapping[int, Sequence[Equation]],
-    inputs: Sequence[StepInput],
-) -> None:
-    """Refuses an update that would be computed from old state and overwrite that of others."""
-    pairs = zip(equations.eqns, equations.is_update, strict=True)
-    updates = {v for eqn, late in pairs if late for v in eqn.outvars}
-    for output, goal, i in zip(equations.outputs, step.goals, step.state_of_output, strict=True):
-        if i is None or _hashable(output) not in updates:
-            continue
-        if not any(output in eqn.outvars for eqn in at_server[goal]):
-            raise UnsupportedError(
-                f"The update of {inputs[i].name!r} needs variables on several servers, so no server"
-                " can compute it. Start one server, or use an optimizer that updates each variable"
-                " by itself; Adafactor, loss scaling and gradient accumulation do not."
-            )
+            reaches.setdefault(v, set()).update(own, {_WORKER} if early else to)
+    return {server: eqns[::-1] for server, eqns in at_server.items()}, at_worker[::-1]
 
 
 def _server_part(
-    step: _Step,
-    server: int,
-    eqns: list[Equation],
-    outputs: Sequence[Atom],
-    pushes: dict[Var, int],
-    overwritten: list[int],
+    step: _Step, server: int, eqns: list[Equation], pushes: dict[Var, int], overwritten: list[int]
 ) -> ServerPart:
     """Returns the part of one server.
 
@@ -456,12 +367,11 @@ def _server_part(
         step: The step.
         server: Number of the server.
         eqns: Its equations.
-        outputs: The outputs of the step.
         pushes: Receives the variables that are pushed to the server, with their positions.
         overwritten: Receives the outputs that it does not compute; see `ServerSplit`.
     """
     own_outputs = [i for i, goal in enumerate(step.goals) if goal == server]
-    outvars = [outputs[i] for i in own_outputs]
+    outvars = [step.jaxpr.outvars[i] for i in own_outputs]
     made = {v for eqn in eqns for v in eqn.outvars}
     used = [*(atom for eqn in eqns for atom in eqn.invars), *outvars]
     needed = list(dict.fromkeys(variables_of(used)))
@@ -469,7 +379,7 @@ def _server_part(
     given = [v for v in needed if v not in made.union(states, step.constants)]
     for v in given:
         pushes.setdefault(v, len(pushes))
-    overwritten += [i for i in own_outputs if _hashable(outputs[i]) in given]
+    overwritten += [i for i in own_outputs if _hashable(step.jaxpr.outvars[i]) in given]
     olds = [step.jaxpr.invars[k] for i in own_outputs if (k := step.state_of_output[i]) is not None]
     return ServerPart(
         closed_part([*states, *given], outvars, eqns, step.constants),
@@ -481,10 +391,11 @@ def _server_part(
 
 
 def _worker_part(
-    step: _Step, eqns: Sequence[Equation], outputs: Sequence[Atom], pushes: Mapping[Var, int]
+    step: _Step, eqns: Sequence[Equation], pushes: Mapping[Var, int]
 ) -> tuple[ClosedJaxpr, list[int]]:
     """Returns the part of the worker, and the positions of its inputs among those of the step."""
-    results = [v for v, goal in zip(outputs, step.goals, strict=True) if goal == _WORKER]
+    pairs = zip(step.jaxpr.outvars, step.goals, strict=True)
+    results = [v for v, goal in pairs if goal == _WORKER]
     invars = [v for v in step.jaxpr.invars if v not in step.constants]
     worker = closed_part(invars, [*results, *pushes], eqns, step.constants, with_effects=True)
     position = {v: i for i, v in enumerate(step.jaxpr.invars)}
@@ -521,11 +432,6 @@ def closed_part(
     consts = {v: value for v, value in constants.items() if v in wanted}
     part = jaxpr_of([v for v in invars if v in wanted], outvars, kept[::-1], list(consts))
     return ClosedJaxpr(part, list(consts.values()))
-
-
-def _makers_of(eqns: Iterable[Equation]) -> dict[Var | None, Equation]:
-    """Returns the equation that makes each variable."""
-    return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
 def _hashable(atom: Atom) -> Var | None:

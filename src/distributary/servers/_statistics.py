@@ -14,11 +14,6 @@ from distributary.launch import Answer, HttpServer
 _log = logging.getLogger(__name__)
 
 METRICS_VARIABLE: Final = "DISTRIBUTARY_METRICS_PORT"
-# The totals of a worker in `WorkerStatistics`.
-_TOTALS: Final = (
-    *(f"{phase}_seconds" for phase in ("data", "pull", "compute", "push")),
-    *("received_bytes", "sent_bytes"),
-)
 _NUM_PORTS = 100  # one for each process of a job on this machine
 
 
@@ -104,7 +99,8 @@ class CoordinatorStatistics:
 
 def new_tally() -> "Counter[str]":
     """Returns the running totals of a worker: the seconds and bytes of `WorkerStatistics`."""
-    return Counter(dict.fromkeys(_TOTALS, 0))
+    names = [field.name for field in fields(WorkerStatistics)]
+    return Counter({name: 0 for name in names if name.endswith(("_seconds", "_bytes"))})
 
 
 @contextmanager

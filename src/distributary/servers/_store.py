@@ -11,17 +11,17 @@ import numpy as np
 from distributary.errors import InvalidValueError
 from distributary.servers._copies import Copies, frozen
 from distributary.servers._messages import Message, from_json
-from distributary.servers._plans import Update
-from distributary.servers._programs import ProgramCache
-from distributary.servers._rows import UpdatedRows
-from distributary.servers._sessions import Tenant
-from distributary.servers._table_rows import (
+from distributary.servers._plans import (
+    Update,
     bucket_sizes,
     check_rows,
     padded,
     rows_in_zeros,
     take_rows,
 )
+from distributary.servers._programs import ProgramCache
+from distributary.servers._rows import UpdatedRows
+from distributary.servers._sessions import Tenant
 
 
 @final
@@ -164,7 +164,7 @@ class ParameterServer(Tenant):
         rows_of_output: dict[int, np.ndarray] = {}
         for own, rows in zip(tables, numbers, strict=True):
             for i in own.states:
-                inputs[i] = take_rows(inputs[i], rows, sizes[own.bucket])
+                inputs[i] = padded(take_rows(inputs[i], rows), sizes[own.bucket])
             for i in (len(states) + i for i in own.pushes):
                 inputs[i] = (
                     rows_in_zeros(inputs[i], rows, own.size)

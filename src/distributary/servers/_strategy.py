@@ -30,6 +30,7 @@ from distributary.options import (
     RunOptions,
 )
 from distributary.servers._closures import current_trace
+from distributary.servers._cluster_coordinator import ClusterCoordinator
 from distributary.servers._partitioners import Shard, initial_shards, num_shards_of, sizes_of
 from distributary.servers._per_worker import closure_number
 from distributary.servers._processes import cluster_of
@@ -51,12 +52,6 @@ def _steps_of_model(model: Any, kind: str, strategy: Any) -> Callable[..., Any]:
     from distributary.servers._keras_steps import ServerSteps
 
     return ServerSteps(model, kind, strategy)
-
-
-def _per_worker_dataset(strategy: Any, dataset: Any) -> Any:
-    from distributary.servers._cluster_coordinator import ClusterCoordinator
-
-    return ClusterCoordinator(strategy).create_per_worker_dataset(dataset)
 
 
 @final
@@ -126,7 +121,8 @@ class ParameterServerStrategy(Strategy):
             else Placement.on_one_device(device)
         )
         extended = StrategyExtended(self, placement, kind_of_variables=_ServerVariable)
-        extended.remote_steps = RemoteSteps(_steps_of_model, closure_number, _per_worker_dataset)
+        per_worker = lambda own, data: ClusterCoordinator(own).create_per_worker_dataset(data)
+        extended.remote_steps = RemoteSteps(_steps_of_model, closure_number, per_worker)
         super().__init__(extended)
 
     @property
@@ -137,7 +133,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def num_workers(self) -> int:
         """Number of workers; each runs a step of its own at a time."""
-        return len(self._cluster.workers)
+        return len(self._cluster.cluster.workers)
 
     def run(
         self,
@@ -231,7 +227,7 @@ class ParameterServerStrategy(Strategy):
         return DistributedSource(dataset, self.num_replicas_in_sync, of_replicas, depth)
 
     def __repr__(self) -> str:
-        cluster, count = self._cluster, self.num_replicas_in_sync
+        cluster, count = self._cluster.cluster, self.num_replicas_in_sync
         devices = "" if count == 1 else f" with {count} devices each"
         return (
             f"<ParameterServerStrategy: {len(cluster.workers)} workers{devices},"

@@ -15,13 +15,12 @@ from distributary.servers._links import Peer, error_reply
 from distributary.servers._messages import JSON, Message, aligned_empty, from_json
 from distributary.servers._nests import leaves_of, nest_of, shapes_of
 from distributary.servers._per_worker import Peekable
-from distributary.servers._plans import Origin, Push, WorkerPlan
+from distributary.servers._plans import FoundRows, Origin, Push, WorkerPlan
 from distributary.servers._programs import ProgramCache
 from distributary.servers._sessions import SessionId, SessionLink, SessionService, Task, Tenant
 from distributary.servers._sources import UnknownMakerError
 from distributary.servers._statistics import new_tally, timed
 from distributary.servers._store import ParameterServer
-from distributary.servers._table_rows import FoundRows
 
 # Limits of one `run`, which can exceed them by one closure.
 _MAX_SECONDS = 0.1
@@ -37,14 +36,12 @@ class _Read:
 
     Attributes:
         ids: Numbers of the variables.
-        num_whole: Number of variables, the first ones, to read as a whole; of the others, rows.
-        rows: Numbers of the rows, for each of the others.
-        slices: Buffer of these rows, and their slice in it, for each of the others.
+        rows: Numbers of the rows to read of the last variables; the others are read as a whole.
+        slices: Buffer of these rows, and their slice in it, for each of the last variables.
         reply: Reply of the server, or None before it has come.
     """
 
     ids: list[int]
-    num_whole: int
     rows: list[np.ndarray] = field(default_factory=list)
     slices: list[tuple[int, slice]] = field(default_factory=list)
     reply: Message | None = None
@@ -303,7 +300,7 @@ class Worker(Tenant):
         step.given["constant"] = constants
         step.given["replicas"] = [data[i : i + self._num_devices] for i in range(len(data))]
         for server, ids in plan.pulls:
-            step.reads[server] = _Read(list(ids), len(ids))
+            step.reads[server] = _Read(list(ids))
         if plan.rows is not None:
             with timed(self._tally, "compute"):
                 numbers = self._programs.run(plan.rows.program, step.inputs_of(plan.rows.inputs))
@@ -312,7 +309,7 @@ class Worker(Tenant):
             for buffer, (space, parts) in enumerate(plan.rows.buffers):
                 for part in parts:
                     where, rows = step.found[space].part(part.start, part.size)
-                    read = step.reads.setdefault(part.server, _Read([], 0))
+                    read = step.reads.setdefault(part.server, _Read([]))
                     read.ids.append(part.number)
                     read.rows.append(rows)
                     read.slices.append((buffer, where))
@@ -358,8 +355,9 @@ class Worker(Tenant):
             arrays: list[Any] = own.reply.arrays
             if self._num_devices > 1:  # arrays from servers in this process are on one device
                 arrays = [*map(np.asarray, arrays)]
-            state.update(zip(own.ids[: own.num_whole], arrays, strict=False))
-            for (i, where), found in zip(own.slices, arrays[own.num_whole :], strict=True):
+            num_whole = len(own.ids) - len(own.rows)
+            state.update(zip(own.ids[:num_whole], arrays, strict=False))
+            for (i, where), found in zip(own.slices, arrays[num_whole:], strict=True):
                 if filled[i] is None:
                     assert rows is not None
                     capacity = rows.spaces[rows.buffers[i][0]].capacity
@@ -380,7 +378,7 @@ class Worker(Tenant):
                 arrays.append(rows)
                 for i in own.pushes:
                     arrays[i] = arrays[i][where]
-            read = reads.get(to.server, _Read([], 0))
+            read = reads.get(to.server, _Read([]))
             fields = {
                 # The closure lets the server apply it once; the version shows how stale it is.
                 "closure": step.closure,

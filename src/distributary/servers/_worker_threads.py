@@ -21,7 +21,7 @@ from distributary.servers._cluster import Session
 from distributary.servers._links import ConnectionLostError, DeadlineError, exception_of
 from distributary.servers._messages import Message
 from distributary.servers._queue import Closure, ClosureQueue
-from distributary.servers._sessions import Heartbeat, SessionLink, hello
+from distributary.servers._sessions import Heartbeat, SessionLink
 from distributary.servers._statistics import WorkerStatistics, new_tally
 
 #: The subject of a message: `("source", number)` or `("function", number)`.
@@ -47,7 +47,9 @@ class Workers:
             such a plan to the setup.
 
     Attributes:
-        setup: The messages that a worker needs before it can run closures.
+        setup: The messages that workers need before they can run closures, in the order of their
+            creation: by number their subject, and the message for each worker. Every change makes
+            another dict.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class Workers:
         self.session = session
         self.queue = queue
         self.add_plan = add_plan
-        self.setup = Setup()
+        self.setup: dict[int, tuple[Key, Sequence[Message]]] = {}
+        self._setup_lock = threading.Lock()
+        self._setup_numbers = itertools.count()
         self._changed = threading.Condition()
         self._none_since = time.monotonic()
-        self._drivers = [_Driver(i, self) for i in range(len(session.workers))]
+        self._drivers = [_Driver(i, self) for i in range(len(session.cluster.workers))]
         for driver in self._drivers:
-            driver.start()
+            start_thread(driver.drive, driver.stop, "distributary-driver")
 
     def set_up(self, key: Key, messages: Sequence[Message]) -> Message:
         """Tells one worker; if it replies "ok", the others are told before they run closures.
@@ -77,6 +81,18 @@ class Workers:
             Exception: the same errors as `call`.
         """
         return self._with_some(lambda connection: connection.set_up(key, messages))
+
+    def add_setup(self, key: Key, messages: Sequence[Message]) -> int:
+        """Adds a message for each worker to the setup; returns the number of the messages."""
+        with self._setup_lock:
+            number = next(self._setup_numbers)
+            self.setup = {**self.setup, number: (key, messages)}
+        return number
+
+    def remove_setup(self, keys: Collection[Key]) -> None:
+        """Removes the messages about subjects that are no longer used."""
+        with self._setup_lock:
+            self.setup = {n: own for n, own in self.setup.items() if own[0] not in keys}
 
     def call(self, message: Message) -> Message:
         """Sends a message to any one worker, and returns the reply.
@@ -143,47 +159,11 @@ class Workers:
 
 
 @final
-class Setup:
-    """The messages for workers, in the order of their creation, as long as their subject is used.
-
-    Safe to use from any thread.
-
-    Attributes:
-        version: Number that changes with every change.
-    """
-
-    def __init__(self) -> None:
-        self.version = 0
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._messages: dict[int, tuple[Key, Sequence[Message]]] = {}
-
-    def add(self, key: Key, messages: Sequence[Message]) -> int:
-        """Adds a message for each worker; returns the number of the messages."""
-        with self._lock:
-            number = next(self._numbers)
-            self._messages[number] = key, messages
-            self.version += 1
-        return number
-
-    def remove(self, keys: Collection[Key]) -> None:
-        """Removes the messages about subjects that are no longer used."""
-        with self._lock:
-            self._messages = {n: own for n, own in self._messages.items() if own[0] not in keys}
-            self.version += 1
-
-    def all(self) -> tuple[int, dict[int, tuple[Key, Sequence[Message]]]]:
-        """Returns the version, and its messages by number."""
-        with self._lock:
-            return self.version, dict(self._messages)
-
-
-@final
 class _Driver:
     """The thread that gives closures to one worker, and reconnects to it when it is lost."""
 
     def __init__(self, number: int, workers: Workers) -> None:
-        self.name = workers.session.workers[number].name
+        self.name = workers.session.cluster.workers[number].name
         self.error: Exception | None = None
         self.is_live = self.is_running = self.is_given_up = False
         self._number = number
@@ -202,10 +182,6 @@ class _Driver:
         assert self._connection is not None
         return self._connection
 
-    def start(self) -> None:
-        """Starts the thread."""
-        start_thread(self._drive, self._stop, "distributary-driver")
-
     def statistics(self) -> WorkerStatistics:
         """Returns the statistics of the worker."""
         if self.is_live:
@@ -218,12 +194,14 @@ class _Driver:
         sums.update(self._tally)
         return WorkerStatistics(self.name, state, self._num_losses, self._num_closures, **sums)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Ends the thread soon, as the program ends."""
         self._queue.end(CancelledError("The program ends."))
         if self._connection is not None:
             self._connection.close()
 
-    def _drive(self) -> None:
+    def drive(self) -> None:
+        """Runs closures until the queue is closed or the worker is given up."""
         try:
             self._drive_to_end()
         except Exception as error:  # such as CoordinatorReplacedError
@@ -367,7 +345,11 @@ class _Driver:
         num_bytes = 0
         for closure in itertools.takewhile(lambda c: c.function is function, closures):
             if closure.fed is None:
-                closure.fed = self._feed(closure)
+                try:
+                    feeds = function.feeds_of(closure.sources)
+                    closure.fed = [array for feed in feeds for array in feed.next(self._number)]
+                except Exception as error:
+                    closure.fed = error
             if isinstance(closure.fed, Exception):
                 if not leased:
                     raise closure.fed
@@ -378,13 +360,6 @@ class _Driver:
             if num_bytes > _MAX_LEASED_BYTES:
                 break
         return leased, arrays
-
-    def _feed(self, closure: Closure) -> list[Any] | Exception:
-        try:
-            feeds = closure.function.feeds_of(closure.sources)
-            return [array for feed in feeds for array in feed.next(self._number)]
-        except Exception as error:
-            return error
 
 
 @final
@@ -409,17 +384,17 @@ class _Connection:
 
     def __init__(self, number: int, workers: Workers, seconds: float) -> None:
         session = workers.session
-        task = session.workers[number]
+        task = session.cluster.workers[number]
         self._number = number
         self.known: dict[int, Key] = {}
-        self._version = -1  # of the setup, when the worker last got all of it
+        self._known_setup: Any = None  # the messages of the setup, all of which the worker has
         self.error: Exception | None = None
-        self._setup = workers.setup
+        self._workers = workers
         self._queue = workers.queue
         self._lock = threading.Lock()
         self._link = SessionLink(task, session.id)
         try:
-            reply = self._link.call(hello(session.id), seconds)
+            reply = self._link.call(Message("hello"), seconds)
         except BaseException:
             self._link.close()
             raise
@@ -442,7 +417,7 @@ class _Connection:
             self._send_setup()
             reply = self._link.call(messages[self._number])
             if reply.kind == "ok":
-                self.known[self._setup.add(key, messages)] = key
+                self.known[self._workers.add_setup(key, messages)] = key
             return reply
 
     def is_lost(self) -> bool:
@@ -461,9 +436,9 @@ class _Connection:
         self._link.close()
 
     def _send_setup(self) -> None:
-        if self._version == self._setup.version:
+        setup = self._workers.setup
+        if self._known_setup is setup:
             return
-        version, setup = self._setup.all()
         if gone := self.known.keys() - setup.keys():
             self._link.call(Message("forget", {"keys": [self.known[number] for number in gone]}))
             for number in gone:
@@ -478,4 +453,4 @@ class _Connection:
                     f" {reply.fields['why']}. Run the same script on all workers."
                 )
             self.known[number] = key
-        self._version = version
+        self._known_setup = setup

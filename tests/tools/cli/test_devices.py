@@ -65,24 +65,23 @@ def test_it_says_which_worker_this_is_and_connects_to_nobody(monkeypatch, capsys
     )
 
 
-def test_a_task_that_does_not_train_is_told_so(monkeypatch, capsys):
-    code, found = _found(monkeypatch, capsys, _config("evaluator", 0))
+@pytest.mark.parametrize(
+    ("task_type", "others", "task", "description"),
+    [
+        ("evaluator", {}, "evaluator", "evaluator, which does not train with the workers"),
+        ("worker", {"ps": ["10.0.0.5:1"]}, "worker 0", "use ParameterServerStrategy"),
+        ("ps", {"ps": ["10.0.0.5:1"]}, "ps 0", "use ParameterServerStrategy"),
+    ],
+)
+def test_a_task_of_another_strategy_is_told_so(
+    monkeypatch, capsys, task_type, others, task, description
+):
+    code, found = _found(monkeypatch, capsys, _config(task_type, 0, **others))
 
     assert code == 0
     several = found["strategies"]["MultiWorkerMirroredStrategy"]
-    assert (
-        several["description"] == "this process is evaluator, which does not train with the workers"
-    )
-
-
-@pytest.mark.parametrize("task_type", ["worker", "ps"])
-def test_a_cluster_with_parameter_servers_is_told_its_strategy(monkeypatch, capsys, task_type):
-    code, found = _found(monkeypatch, capsys, _config(task_type, 0, ps=["10.0.0.5:1"]))
-
-    assert code == 0
-    several = found["strategies"]["MultiWorkerMirroredStrategy"]
-    assert several["task"] == f"{task_type} 0"
-    assert several["description"].endswith("use ParameterServerStrategy")
+    assert several["task"] == task
+    assert several["description"].endswith(description)
 
 
 @pytest.mark.parametrize(

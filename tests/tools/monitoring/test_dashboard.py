@@ -28,11 +28,11 @@ _CHROMIUM_OPTIONS = """
 """
 
 
-def _get(url, path="/", host=None, method="GET"):
+def _get(url, path="/", method="GET"):
     place = urlsplit(url)
     connection = http.client.HTTPConnection(place.hostname, place.port, timeout=_SECONDS)
     try:
-        connection.request(method, path, headers={"Host": host or place.netloc})
+        connection.request(method, path)
         reply = connection.getresponse()
         return reply.status, dict(reply.getheaders()), reply.read()
     finally:
@@ -51,15 +51,6 @@ def test_the_page_is_one_file_that_asks_for_numbers_here_only(strategy_of):
     assert not re.search(rb"(src|href)=\"(?!data:,)|https?://(?!www\.w3\.org/2000/svg)", page)
     assert numbers["title"] == "MirroredStrategy, 2 replicas"
     assert numbers["tasks"][0]["devices"] == ["CPU:0", "CPU:1"]
-
-
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [("attacker.example", 403), ("", 403), ("localhost:1", 200), ("[::1]:80", 200)],
-)
-def test_a_name_that_is_not_this_machine_is_refused(strategy_of, host, status):
-    with dist.experimental.dashboard(strategy_of(1)) as dashboard:
-        assert _get(dashboard.url, "/stats.json", host=host or " ")[0] == status
 
 
 def test_samples_come_once(strategy_of):
@@ -214,38 +205,27 @@ def test_host_0_shows_the_tasks_of_all_hosts(launch, tmp_path):
         assert [process.wait(_SECONDS) for process in (first, second)] == [0, 0]
 
 
-def test_a_browser_shows_parameter_servers(launch, tmp_path):
-    process, url = launch("servers.py", "--workers", "1", "--ps", "1")
-    numbers = _wait_for(url, lambda n: _latest(n, "chief 0").get("coordinator/num_done") == 20)
-
-    try:
-        chief = _latest(numbers, "chief 0")
-        assert chief["coordinator/num_queued"] == 0
-        assert chief["coordinator/servers/0/num_pushes"] == 20
-        assert chief["coordinator/workers/0/num_closures"] == 20
-        text, charts = _seen_by_chromium(url, tmp_path)
-        assert text["number-steps"] == "20"
-        assert "Steps that wait for a worker, or run on one" in charts
-        assert re.search(r"worker 0\s+20\s", text["workers"])
-        assert re.search(r"ps 0\s+20\s", text["servers"])
-    finally:
-        (tmp_path / "seen").touch()
-        assert process.wait(_SECONDS) == 0
-
-
-def test_a_program_that_has_no_launcher_shows_its_coordinator():
+def test_a_browser_shows_parameter_servers(tmp_path):
     with dist.experimental.local_cluster(workers=1, ps=1) as cluster:
         strategy = dist.ParameterServerStrategy(cluster)
         with strategy.scope():
             variable = dist.Variable(np.zeros(3, np.float32))
         coordinator = dist.experimental.coordinator.ClusterCoordinator(strategy)
-        for _ in range(5):
-            coordinator.schedule(lambda: variable.assign_add(np.ones(3, np.float32)))
+        step = lambda: variable.assign_add(np.ones(3, np.float32))
+        for _ in range(20):
+            coordinator.schedule(step)
         coordinator.join()
         with dist.experimental.dashboard(strategy) as dashboard:
             numbers = _wait_for(dashboard.url, lambda numbers: numbers["next"] >= 1)
+            text, charts = _seen_by_chromium(dashboard.url, tmp_path)
 
-    assert _latest(numbers, "this process")["coordinator/num_done"] == 5
+    chief = _latest(numbers, "this process")
+    assert chief["coordinator/num_done"] == chief["coordinator/servers/0/num_pushes"] == 20
+    assert chief["coordinator/workers/0/num_closures"] == 20
+    assert text["number-steps"] == "20"
+    assert "Steps that wait for a worker, or run on one" in charts
+    assert re.search(r"worker 0\s+20\s", text["workers"])
+    assert re.search(r"ps 0\s+20\s", text["servers"])
 
 
 def test_a_chart_that_contains_one_round_number_shows_two_more(tmp_path):

@@ -64,6 +64,9 @@ def test_clients_that_never_end_a_request_delay_nobody_and_are_cut_off(monkeypat
         (b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\n", 501),
         (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\n\r\n", 403),
+        (b"GET / HTTP/1.1\r\nHost: \r\n\r\n", 403),
+        (b"GET / HTTP/1.0\r\nHost: localhost:1\r\n\r\n", 200),
+        (b"GET / HTTP/1.0\r\nHost: [::1]:80\r\n\r\n", 200),
         (b"GET / HTTP/1.1\r\nHost: attacker.example\r\nHost: localhost\r\n\r\n", 403),
     ],
 )

@@ -15,25 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary import (
-    autograph,
-    checkpoint,
-    cluster_resolver,
-    collectives,
-    config,
-    context,
-    data,
-    errors,
-    experimental,
-    gradients,
-    inputs,
-    keras_bridge,
-    options,
-    strategies,
-    tpu,
-    values,
-    variables,
-)
+import distributary.autograph as autograph
+import distributary.checkpoint as checkpoint
+import distributary.cluster_resolver as cluster_resolver
+import distributary.config as config
+import distributary.context as context
+import distributary.data as data
+import distributary.errors as errors
+import distributary.experimental as experimental
+import distributary.gradients as gradients
+import distributary.keras_bridge as keras_bridge
+import distributary.options as options
+import distributary.strategies as strategies
+import distributary.tpu as tpu
+import distributary.values as values
 from distributary.tensorflow import (
     _arrays,
     _checks,
@@ -150,7 +145,7 @@ def _root() -> Names:
 def _distribute() -> Names:
     return {
         **named(
-            collectives,
+            values,
             "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce ReductionToOneDevice",
         ),
         **named(
@@ -159,7 +154,7 @@ def _distribute() -> Names:
             " in_cross_replica_context",
         ),
         **named(experimental.coordinator, "ParameterServerStrategy Server"),
-        **named(inputs, "DistributedDataset DistributedIterator InputContext"),
+        **named(data, "DistributedDataset DistributedIterator InputContext"),
         **named(options, "InputOptions InputReplicationMode ReduceOp RunOptions"),
         **named(
             strategies,
@@ -352,7 +347,7 @@ MODULES: dict[str, Callable[[], Names]] = {
         **_nn.ACTIVATIONS,
         **operations(_nn),
         **named(_nn, "compute_average_loss scale_regularization_loss"),
-        "embedding_lookup": variables.embedding_lookup,
+        "embedding_lookup": values.embedding_lookup,
         "in_top_k": Operation(_math.in_top_k),
         "l2_normalize": Operation(_math.l2_normalize),
         "top_k": Operation(_math.top_k),

@@ -1,9 +1,5 @@
 """Rewrites of programs that XLA:CPU runs slowly."""
 
-# Not public: what it imports is what other packages use.
-# ruff: noqa: F401
-# mypy: implicit-reexport
-
 from distributary.programs.xla_cpu._exchanged_sums import with_exchanged_sums
 from distributary.programs.xla_cpu._partial_sums import with_partial_sums
 from distributary.programs.xla_cpu._rewrites import (

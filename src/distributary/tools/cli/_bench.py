@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distributary.tools import compilation, diagnosis, scaling
 from distributary.tools.cli._arguments import (
@@ -34,9 +33,6 @@ from distributary.tools.cli._arguments import (
     wholes,
     write_json,
 )
-
-if TYPE_CHECKING:
-    from distributary.tools.scaling import Network, Prediction, Program, Timing
 
 _MODULE = "distributary.tools.scaling._training_loop"
 _MODELS = ("mlp", "transformer")  # of scaling.MODELS
@@ -126,7 +122,7 @@ def _check(namespace: argparse.Namespace) -> None:
     check_script(namespace)
 
 
-def _program(namespace: argparse.Namespace, num_replicas: int) -> "Program":
+def _program(namespace: argparse.Namespace, num_replicas: int) -> "scaling.Program":
     if namespace.script is not None:
         arguments = tuple(namespace.arguments)
         return scaling.Program(namespace.script, arguments, namespace.module, namespace.step)
@@ -149,7 +145,7 @@ def _title(namespace: argparse.Namespace) -> str:
     return f"{namespace.model}, {namespace.batch} examples per replica"
 
 
-def _network(namespace: argparse.Namespace) -> "Network":
+def _network(namespace: argparse.Namespace) -> "scaling.Network":
     """Returns the network of the options; measures the missing values on loopback."""
     latency, rate = namespace.latency_us, namespace.gbit
     options = (latency, "the given latency"), (rate, "the given bandwidth")
@@ -163,7 +159,10 @@ def _network(namespace: argparse.Namespace) -> "Network":
 
 
 def _text(
-    title: str, timings: "Sequence[Timing]", network: "Network", predictions: "Sequence[Prediction]"
+    title: str,
+    timings: "Sequence[scaling.Timing]",
+    network: "scaling.Network",
+    predictions: "Sequence[scaling.Prediction]",
 ) -> str:
     last = timings[-1]
     heads = f"{'ms/step':>9} {'':>16} {'examples/s':>11} {'efficiency':>10}"
@@ -194,7 +193,7 @@ def _text(
     return "\n".join(lines)
 
 
-def _measured_line(timing: "Timing") -> str:
+def _measured_line(timing: "scaling.Timing") -> str:
     spread = f"({min(timing.block_seconds) * 1e3:.2f}-{max(timing.block_seconds) * 1e3:.2f})"
     reduced = "none"
     if timing.num_reductions:
@@ -205,11 +204,13 @@ def _measured_line(timing: "Timing") -> str:
     return f"{_line(timing.num_replicas, timing.seconds, spread, timing)}  {reduced}"
 
 
-def _predicted_line(prediction: "Prediction") -> str:
+def _predicted_line(prediction: "scaling.Prediction") -> str:
     return _line(prediction.num_hosts, prediction.seconds, "", prediction)
 
 
-def _line(number: int, seconds: float, spread: str, found: "Timing | Prediction") -> str:
+def _line(
+    number: int, seconds: float, spread: str, found: "scaling.Timing | scaling.Prediction"
+) -> str:
     rate, efficiency = found.examples_per_second, found.efficiency
     return (
         f"{number:>8} {seconds * 1e3:>9.2f} {spread:<16}"

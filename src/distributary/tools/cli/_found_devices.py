@@ -1,9 +1,6 @@
 """Finds the devices of this machine, and which of them each strategy would use."""
 
 import platform
-from typing import Any, TypeAlias
-
-import jax
 
 from distributary.cluster_resolver import TFConfigClusterResolver, multi_worker
 from distributary.devices import (
@@ -11,7 +8,6 @@ from distributary.devices import (
     cpu_threads_suffice,
     local_devices_of,
     num_cores,
-    short_name,
 )
 from distributary.errors import DistributaryError
 from distributary.job import package_versions
@@ -21,9 +17,8 @@ from distributary.strategies import (
     Strategy,
     accept_any_strategy,
 )
+from distributary.tools.diagnosis import Json, described_devices
 from distributary.values import default_cross_device_ops
-
-Json: TypeAlias = Any
 
 _GIB = 2**30
 
@@ -36,9 +31,7 @@ def find_devices() -> dict[str, Json]:
     num_cpu_devices = len(local_devices_of("CPU"))
     return {
         "versions": {"python": platform.python_version(), **package_versions()},
-        "devices": [
-            _device(device) for kind in ("GPU", "TPU", "CPU") for device in local_devices_of(kind)
-        ],
+        "devices": described_devices(),
         "cpu": {
             "cores": num_cores(),
             "devices": num_cpu_devices,
@@ -50,15 +43,6 @@ def find_devices() -> dict[str, Json]:
             "OneDeviceStrategy": _strategy(OneDeviceStrategy(devices[0])),
             "MultiWorkerMirroredStrategy": _multi_worker(devices[0].platform, len(devices)),
         },
-    }
-
-
-def _device(device: jax.Device) -> dict[str, Json]:
-    memory = device.memory_stats() or {}
-    return {
-        "name": short_name(device),
-        "kind": device.device_kind,
-        "memory_bytes": memory.get("bytes_limit"),
     }
 
 

@@ -20,9 +20,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from distributary import launch
 from distributary.cluster_resolver import TOKEN_VARIABLE
 from distributary.errors import DistributaryError, InvalidValueError, LaunchError
 from distributary.launch import HostOptions, LaunchOptions
+from distributary.tools import monitoring
 from distributary.tools.cli._arguments import (
     Parser,
     add_option,
@@ -90,11 +92,8 @@ def run(namespace: argparse.Namespace) -> int:
         options = options_of(namespace, os.environ)
     except DistributaryError as error:
         namespace.parser.error(str(error).removeprefix("launch: "))
-    from distributary.launch import run as run_job
-    from distributary.tools.monitoring import serve
-
     try:
-        return run_job(options, serve=serve)
+        return launch.run(options, serve=monitoring.serve)
     except OSError as error:
         raise LaunchError(str(error)) from error
     except KeyboardInterrupt:  # before any worker has started

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         run_script,
     )
     from distributary.tools.compilation._topologies import (
-        Topology,
         known_topologies,
         parse_topology,
         prepare_compilers,
@@ -29,7 +28,6 @@ __all__ = [
     "Report",
     "ScriptEnded",
     "StandIn",
-    "Topology",
     "collectives_of",
     "collectives_of_step",
     "compile_script",
@@ -50,6 +48,6 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "_dataflow": "collectives_of collectives_of_step moved_activations",
             "_report": "Report",
             "_script": "ScriptEnded StandIn compile_script run_script",
-            "_topologies": "Topology known_topologies parse_topology prepare_compilers",
+            "_topologies": "known_topologies parse_topology prepare_compilers",
         },
     )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from distributary.tools.diagnosis._check import Check, Json
     from distributary.tools.diagnosis._examination import PARTS, Report, examine
     from distributary.tools.diagnosis._links import Link, loopback
+    from distributary.tools.diagnosis._machine import described_devices
 
 __all__ = [
     "PARTS",
@@ -21,6 +22,7 @@ __all__ = [
     "Link",
     "Report",
     "all_reduce_seconds",
+    "described_devices",
     "examine",
     "loopback",
 ]
@@ -34,5 +36,6 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "_check": "Check Json",
             "_examination": "PARTS Report examine",
             "_links": "Link loopback",
+            "_machine": "described_devices",
         },
     )

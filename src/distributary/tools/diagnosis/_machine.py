@@ -24,7 +24,7 @@ from distributary.devices import (
 from distributary.errors import ClusterError, pip_install
 from distributary.job import package_versions
 from distributary.launch import ALLOCATOR_SETTINGS, free_addresses
-from distributary.tools.diagnosis._check import Check
+from distributary.tools.diagnosis._check import Check, Json
 
 _GIB = 2**30
 # A process with JAX takes about 0.4 GiB before it has any data.
@@ -165,15 +165,7 @@ def devices(num_wanted: int) -> Check:
     Args:
         num_wanted: Number of CPU devices that this process has without those made for the checks.
     """
-    numbers = [
-        {
-            "name": short_name(device),
-            "kind": device.device_kind,
-            "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
-        }
-        for kind in ("GPU", "TPU", "CPU")
-        for device in local_devices_of(kind)
-    ]
+    numbers = described_devices()
     texts = []
     for one in numbers:
         if one["kind"] != "cpu":
@@ -188,6 +180,19 @@ def devices(num_wanted: int) -> Check:
         return Check("devices", "ok", detail, numbers={"devices": numbers})
     problem, fix = unused
     return Check("devices", "warning", f"{detail}; {problem}", fix, {"devices": numbers})
+
+
+def described_devices() -> list[dict[str, Json]]:
+    """Returns name, kind and memory of every device of this process."""
+    return [
+        {
+            "name": short_name(device),
+            "kind": device.device_kind,
+            "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+        }
+        for kind in ("GPU", "TPU", "CPU")
+        for device in local_devices_of(kind)
+    ]
 
 
 def _unused_accelerator() -> tuple[str, str] | None:

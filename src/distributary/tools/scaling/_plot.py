@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributary.errors import MissingPackageError
 from distributary.tools.scaling._measurement import Prediction
 from distributary.tools.scaling._timer import Timing
 
@@ -24,17 +23,9 @@ def draw(timings: Sequence[Timing]) -> str:
 def write_png(
     path: Path, title: str, timings: Sequence[Timing], predictions: Sequence[Prediction]
 ) -> None:
-    """Writes a picture of step times and efficiency, with predictions as dashed lines.
+    """Writes a picture of step times and efficiency, with predictions as dashed lines."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        MissingPackageError: if matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackageError(
-            "--plot needs matplotlib. Install it: pip install matplotlib"
-        ) from error
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     figure.suptitle(title)
     times, efficiencies = figure.subplots(1, 2)

@@ -1,11 +1,23 @@
-"""Bytes that are no messages."""
+"""The protocol below the public names, for tests of what others may send."""
+# ruff: noqa: F401 - tests import the names from here
 
 import random
 
 import ml_dtypes
 import numpy as np
 
-from distributary.servers._messages import Message, encode
+from distributary.servers._certificates import ROLES, Credentials, make_certificates
+from distributary.servers._grpc import GrpcLink, GrpcServer
+from distributary.servers._links import InProcessLink
+from distributary.servers._messages import Assembly, Message, WireError, decode, encode, split
+from distributary.servers._plans import Update
+from distributary.servers._programs import (
+    ProgramCache,
+    export_divided,
+    export_function,
+    export_per_device,
+)
+from distributary.servers._rows import UpdatedRows
 
 
 def damaged_frames(num_frames):
