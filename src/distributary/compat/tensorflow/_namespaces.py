@@ -49,6 +49,8 @@ class Namespace(ModuleType):
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `inspect` asks every module, also those that need a package
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
         return vars(self).setdefault(name, lookup(self._name, name))
 
     def __dir__(self) -> list[str]:
