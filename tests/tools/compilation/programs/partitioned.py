@@ -13,8 +13,11 @@ import numpy as np
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.engine import collectives_of_step
-from distributary.tools.compilation import parse_topology, prepare_compilers
+from distributary.tools.compilation import (
+    collectives_of_step,
+    parse_topology,
+    prepare_compilers,
+)
 
 prepare_compilers()
 topology = parse_topology(sys.argv[1])
