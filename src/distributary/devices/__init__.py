@@ -50,6 +50,7 @@ from distributary.devices._placement import (
     put_stacked,
     shard_dim,
     shard_spec,
+    stored_shape,
     stored_shards,
     unpadded,
     whole_shards,

@@ -181,6 +181,13 @@ def shard_dim(sharding: object) -> int | None:
     return tuple(spec).index(REPLICA_AXIS)
 
 
+def stored_shape(shape: Sequence[int], sharding: NamedSharding) -> tuple[int, ...]:
+    """Returns the shape of an array as it is stored, with the partitioned dim padded."""
+    dim = shard_dim(sharding)
+    num_shards = sharding.mesh.shape.get(REPLICA_AXIS, 1)
+    return tuple([n + (-n % num_shards if i == dim else 0) for i, n in enumerate(shape)])
+
+
 def stored_shards(value: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Returns a whole value as it is stored, with the partitioned dim padded; call in a program."""
     dim = shard_dim(sharding)

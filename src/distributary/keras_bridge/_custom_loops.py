@@ -20,7 +20,7 @@ from distributary.devices import shard_dim
 from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._replica import aggregation_of_state, in_optimizer, replica_context
-from distributary.keras_bridge._variables import keeps_on_servers, place, planned_layout
+from distributary.keras_bridge._variables import is_sum, keeps_on_servers, place, planned_layout
 from distributary.tracing import Handle, current_scope, outside_of_trace
 from distributary.values import ForeignVariable, across_replicas
 
@@ -42,7 +42,7 @@ class KerasVariable(ForeignVariable):
         # A variable that is created in a trace gets its value, and then its layout, afterwards.
         layout = planned_layout(variable) if variable._value is None else variable._layout
         #: Whether the value stands for a sum over replicas or workers, like the values of metrics.
-        self.is_sum = variable.synchronization == "on_read" and variable.aggregation == "sum"
+        self.is_sum = is_sum(variable)
         self._handle = Handle(
             weakref.ref(self),
             variable.path,

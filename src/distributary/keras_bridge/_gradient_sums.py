@@ -22,6 +22,7 @@ from distributary.keras_bridge._replica import (
     optimizing,
     replica_context,
 )
+from distributary.keras_bridge._variables import in_parts
 from distributary.options import ReduceOp
 from distributary.tracing import push
 
@@ -59,10 +60,11 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
         if args[0].built:
             settle(args[0])
         of_one = replica_context() is not None or is_for_servers() or is_away_from_variables()
-        if in_optimizer() or not of_one:
-            return original(**given)
-        with optimizing():
-            given["grads"] = _combined(given["grads"])
-            return original(**given)
+        with in_parts():
+            if in_optimizer() or not of_one:
+                return original(**given)
+            with optimizing():
+                given["grads"] = _combined(given["grads"])
+                return original(**given)
 
     return method

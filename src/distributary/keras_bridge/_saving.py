@@ -31,7 +31,13 @@ from distributary.job import consensus
 from distributary.keras_bridge._data import DatasetAdapter, current_call, epoch_of
 from distributary.keras_bridge._keras_private import file_utils, find, saving_api, saving_lib
 from distributary.keras_bridge._models import strategy_of
-from distributary.keras_bridge._variables import keeps_on_servers, together
+from distributary.keras_bridge._variables import (
+    created_whole,
+    keeps_on_servers,
+    place,
+    place_in_parts,
+    together,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -101,9 +107,9 @@ def load_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def _load_state(saveable: object, *args: Any, **kwargs: Any) -> Any:
         if not has_strategy():  # also for the parts of the model
             return original(saveable, *args, **kwargs)
-        with _by_itself(get_strategy()):
-            result = original(saveable, *args, **kwargs)
         with together(saveable):
+            with _by_itself(get_strategy()):
+                result = original(saveable, *args, **kwargs)
             take_over(saveable, get_strategy())
         return result
 
@@ -116,10 +122,15 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(*args: Any, **kwargs: Any) -> Any:
         if not has_strategy() or get_strategy().extended.num_workers == 1:
             return original(*args, **kwargs)
-        with job_programs.alone():
+        strategy = get_strategy()
+        # Each worker reads a file of its own, and parts of different values would be no value.
+        with job_programs.alone(), created_whole():
             model = original(*args, **kwargs)
-        with together(model):
-            take_over(model, get_strategy())
+        take_over(model, strategy)
+        for variable in model.variables:
+            place(variable, strategy)
+        for variable in getattr(model.optimizer, "variables", ()):
+            place_in_parts(variable, strategy)
         return model
 
     return load_model

@@ -13,7 +13,7 @@ import keras
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.checkpoint import settle
-from distributary.context import get_strategy, has_strategy
+from distributary.context import get_strategy, has_strategy, in_global_view
 from distributary.devices import (
     JobEvent,
     fetch_whole,
@@ -29,15 +29,19 @@ from distributary.devices import (
 )
 from distributary.errors import UnsupportedError, WorkerMismatchError
 from distributary.keras_bridge import _keras_private as keras_private
-from distributary.tracing import current_scope, describe_value, is_recording, noted_read
+from distributary.tracing import current_scope, describe_value, gathered, is_recording, noted_read
 from distributary.values import ShardedVariable, Variable, colocated_with
 
 # The classes that keep the values of Keras variables on servers.
 ON_SERVERS = (Variable, ShardedVariable)
 
 
-def sharding_of(strategy: Any) -> Any:
-    """Returns the sharding of the variables of a strategy; None leaves it to JAX."""
+def sharding_of(strategy: Any, variable: Any) -> Any:
+    """Returns the sharding of a variable of a strategy; None leaves it to JAX."""
+    if not _whole.get() and not is_sum(variable):
+        parts = strategy.extended.parameter_layout(variable.shape, variable._dtype)
+        if parts is not None:
+            return parts
     sharding = strategy.extended.variable_layout().replicated
     if sharding is None or isinstance(sharding, NamedSharding):
         return sharding
@@ -65,6 +69,32 @@ def laid_out(layout: Any) -> Iterator[None]:
         yield
     finally:
         _layout.reset(token)
+
+
+_in_parts: ContextVar[bool] = ContextVar("reads values as they are stored", default=False)
+
+
+@contextmanager
+def in_parts() -> Iterator[None]:
+    """Runs the block; in a trace, what it reads of variables in parts is not gathered."""
+    token = _in_parts.set(True)
+    try:
+        yield
+    finally:
+        _in_parts.reset(token)
+
+
+_whole: ContextVar[bool] = ContextVar("creates whole variables", default=False)
+
+
+@contextmanager
+def created_whole() -> Iterator[None]:
+    """Runs the block; Keras variables that it creates are whole on every device."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
 
 
 def planned_layout(variable: object) -> Any:
@@ -142,8 +172,7 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
                 what = f"assign of Keras variable {self.path!r}"
                 job_programs.begin(JobEvent(what), (describe_value(value),))
             if not isinstance(value, jax.core.Tracer):
-                put = put_replicated if shard_dim(layout) is None else put_sharded
-                value = put(value, layout)
+                value = _put(value, layout)
         with latest_program.lock:
             original(self, value)
             self._shared = not is_own  # whoever assigns may keep an array that was not copied
@@ -185,7 +214,7 @@ def _initial(variable: Any, strategy: Any, value: Any) -> Any:
     if isinstance(planned, NamedSharding):
         variable._layout = planned
     elif variable._layout is None or strategy.extended.num_workers > 1:
-        variable._layout = sharding_of(strategy)
+        variable._layout = sharding_of(strategy, variable)
     return strategy.extended.variable_layout().initial(value, _description(variable))
 
 
@@ -217,9 +246,30 @@ def value(original: property) -> property:
             if current is self._value and not keras_private.in_symbolic_scope():
                 self._shared = True
         current = whole_value(self, current)
-        return self._maybe_autocast(noted_read(self, current)) if is_recording() else current
+        if is_recording():
+            current = self._maybe_autocast(noted_read(self, current))
+        return _as_used(self, current)
 
     return property(value, doc=original.__doc__)
+
+
+def is_sum(variable: Any) -> bool:
+    """Returns whether a value stands for a sum over replicas or workers, as that of a metric."""
+    return bool(variable.synchronization == "on_read" and variable.aggregation == "sum")
+
+
+def _put(value: Any, sharding: Any) -> Any:
+    return (put_replicated if shard_dim(sharding) is None else put_sharded)(value, sharding)
+
+
+def _as_used(variable: Any, current: Any) -> Any:
+    """Returns a value in a trace as layers compute with it: whole."""
+    is_whole = shard_dim(variable._layout) is None or not isinstance(current, jax.core.Tracer)
+    if is_whole or _in_parts.get() or not in_global_view():
+        return current
+    # The layout has the mesh of the values, which is another if the program is only compiled.
+    mesh = get_strategy().extended.mesh
+    return gathered(current, NamedSharding(mesh, variable._layout.spec))
 
 
 def keeps_on_servers(strategy: Any) -> bool:
@@ -250,14 +300,15 @@ def whole_value(variable: Any, value: Any) -> Any:
 
 @contextmanager
 def together(model: Any) -> Iterator[None]:
-    """Runs the block with whole values in the variables of a model's optimizer, on every worker.
+    """Runs the block with whole values in a model's and its optimizer's variables, on every worker.
 
     There, each worker can read and assign these variables by itself. All workers enter and leave
     the block together. At the end, assigned values must be the same on all workers, or be replaced
     by such values.
     """
     keras_private.sync_state(model)
-    variables = getattr(getattr(model, "optimizer", None), "variables", ())
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*getattr(model, "variables", ()), *getattr(optimizer, "variables", ())]
     divided = [v for v in variables if not getattr(v._layout, "is_fully_addressable", True)]
     divided = [v for v in divided if shard_dim(v._layout) is not None]
     before = [(v._layout, v._value, fetch_whole(v._value, v.shape)) for v in divided]
@@ -280,7 +331,7 @@ def place(variable: Any, strategy: Any) -> None:
                 stored = on_servers(variable, whole_value(variable, value))
                 variable._value = variable._layout = stored
         return
-    sharding, value = sharding_of(strategy), variable._value
+    sharding, value = sharding_of(strategy, variable), variable._value
     if sharding is None or value is None:  # a variable that is created in a trace is placed later
         return
     is_elsewhere = value.sharding.device_set != sharding.device_set or in_host_memory(
@@ -289,11 +340,12 @@ def place(variable: Any, strategy: Any) -> None:
     if shard_dim(variable._layout) is not None and not is_elsewhere:
         return
     # On a single device, a value can have two layouts, see `direct_assign`.
-    if is_elsewhere or (sharding.is_fully_addressable and value.sharding != sharding):
+    has_one_form = sharding.is_fully_addressable or shard_dim(sharding) is not None
+    if is_elsewhere or (has_one_form and value.sharding != sharding):
         with jax.ensure_compile_time_eval():  # in case a function is being traced
             whole = whole_value(variable, value)
             initial = strategy.extended.variable_layout().initial(whole, _description(variable))
-            variable._value = put_replicated(initial, sharding)
+            variable._value = _put(initial, sharding)
     variable._layout = sharding
 
 
@@ -338,7 +390,8 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
             variable = original(**given)
         else:
             if has_strategy():
-                layout = get_strategy().extended.optimizer_layout(given["shape"]) or layout
+                parts = get_strategy().extended.optimizer_layout(given["shape"])
+                layout = layout if _whole.get() else parts or layout
             # Without a layout, Keras initializes it as a whole, and it is split afterwards.
             with laid_out(layout):
                 variable = original(**{**given, "layout": None})

@@ -31,6 +31,7 @@ from distributary.tracing import (
     Subject,
     check_collectives,
     computed_from,
+    gather_p,
     purify,
     trace,
     variables_of,
@@ -152,7 +153,9 @@ class GlobalProgram(TracedProgram):
             for i, handle in enumerate(self.handles)
             if shard_dim(handle.parts) is not None
         ]
-        return set(computed_from(jaxpr.eqns, parts)) if parts else set()
+        # What the step gathers is whole.
+        eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive is not gather_p]
+        return set(computed_from(eqns, parts)) if parts else set()
 
 
 def _read(handle: Handle, stored: Array) -> Array:

@@ -1,8 +1,10 @@
 """The methods of a strategy for libraries, and the parts from which a strategy is assembled."""
 
+import enum
 import functools
 import itertools
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +42,8 @@ from distributary.data import (
 from distributary.devices import (
     REPLICA_AXIS,
     canonical_name,
-    current_target,
     local_copy,
+    mesh_of_values,
     num_logical_devices,
     shard_dim,
     shard_spec,
@@ -101,6 +103,29 @@ def unused_strategies() -> list[Any]:
     return sorted(found, key=lambda s: -s.num_replicas_in_sync)
 
 
+@final
+class Sharded(enum.Enum):
+    """What every device holds only a part of; the values are for people."""
+
+    NOTHING = ""
+    OPTIMIZER_STATE = "Keras optimizer state"
+    PARAMETERS = "variables of Keras models and optimizers"
+
+    @classmethod
+    def of(cls, optimizer_state: bool, parameters: bool) -> "Sharded":
+        """Returns the member for the arguments `experimental_shard_...` of strategies."""
+        return (
+            cls.PARAMETERS
+            if parameters
+            else cls.OPTIMIZER_STATE
+            if optimizer_state
+            else cls.NOTHING
+        )
+
+    def __bool__(self) -> bool:
+        return self is not Sharded.NOTHING
+
+
 class RemoteSteps(NamedTuple):
     """What a strategy whose steps run elsewhere offers to Keras.
 
@@ -116,6 +141,10 @@ class RemoteSteps(NamedTuple):
     of_model: Callable[[Any, str, Any], Callable[..., Any]]
     number: Callable[[], Any]
     per_worker_dataset: Callable[[Any, Any], Any]
+
+
+# Smaller variables are whole on every device: their parts are not worth a gather.
+_MIN_BYTES_IN_PARTS = 1 << 10
 
 
 @final
@@ -134,7 +163,7 @@ class StrategyExtended:
         workers: The processes to which the devices belong, the same number of replicas for each;
             None for this process alone.
         kind_of_variables: Class of the variables, if they do not hold their value themselves.
-        shard_optimizer_state: Whether every device holds a part of the state of optimizers.
+        sharded: What every device holds only a part of.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -148,13 +177,8 @@ class StrategyExtended:
         options: CommunicationOptions | None = None,
         workers: "MultiWorker | None" = None,
         kind_of_variables: Any = None,
-        shard_optimizer_state: bool = False,
+        sharded: Sharded = Sharded.NOTHING,
     ) -> None:
-        if shard_optimizer_state and current_target() is not None:
-            raise UnsupportedError(
-                "experimental_shard_optimizer_state=True: `distributary compile` compiles steps"
-                " with mirrored optimizer state only. Leave it out for the report."
-            )
         #: Whether this is the strategy outside of every scope.
         self.is_default = placement.mesh is None
         if not self.is_default:
@@ -170,7 +194,7 @@ class StrategyExtended:
         first_replica = placement.first_replica
         self._local_replicas = range(first_replica, first_replica + self._replicas_per_worker)
         self.step_counts = StepCounts()
-        self._shard_optimizer_state = shard_optimizer_state
+        self._sharded = sharded
         #: Whether `BatchNormalization` normalizes each replica's part of a batch by itself in
         #: Keras' `fit`, as in tf.distribute, which saves collectives. Set it before the
         #: first step. If False, the statistics are those of the whole batch, as on one device.
@@ -312,8 +336,8 @@ class StrategyExtended:
         reduction = self.cross_device_ops.describe(platform, self.num_workers, self.options)
         if self.num_workers > 1:
             names += f" of each of {self.num_workers} workers"
-        if self._shard_optimizer_state:
-            reduction += "; Keras optimizer state sharded"
+        if self._sharded:
+            reduction += f"; {self._sharded.value} sharded"
         return f"{self.num_replicas} replicas on {names}{self._cores_text()}; {reduction}"
 
     def _cores_text(self) -> str:
@@ -346,21 +370,30 @@ class StrategyExtended:
 
     def created(self, name: str) -> None:
         """Says once that a new variable of ours is whole on every device, also for optax."""
-        if self._shard_optimizer_state and not self._has_told:
+        if self._sharded and not self._has_told:
             self._has_told = True
             _log.warning(
-                "Variable %r is whole on every device: experimental_shard_optimizer_state divides"
-                " the state of Keras optimizers, not variables that hold that of optax. Keras"
-                " optimizers take distributary.Variable, too.",
+                "Variable %r is whole on every device: divided are %s, not variables that hold"
+                " the state of optax. Keras optimizers take distributary.Variable, too.",
                 name,
+                self._sharded.value,
             )
+
+    def parameter_layout(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Returns the sharding of a variable of a model if it is stored in parts, else None."""
+        num_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+        if self._sharded is not Sharded.PARAMETERS or num_bytes < _MIN_BYTES_IN_PARTS:
+            return None
+        return self.optimizer_layout(shape)
 
     def optimizer_layout(self, shape: Sequence[int]) -> Any:
         """Returns the sharding of an optimizer's variable if it is stored in parts, else None."""
-        if not self._shard_optimizer_state:
+        if not self._sharded:
             return None
-        spec = shard_spec(shape, self.num_replicas)
-        return None if shard_dim(spec) is None else NamedSharding(self.mesh, spec)
+        spec = shard_spec(shape, self.placement.num_replicas)
+        if self.mesh is None or shard_dim(spec) is None:
+            return None
+        return NamedSharding(mesh_of_values(self.mesh), spec)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Returns whether variable `v` belongs to this strategy.
@@ -755,10 +788,10 @@ class StrategyExtended:
     def reduce_gradients(self, reduce_op: ReduceOp, gradients: Sequence[Any]) -> list[Any]:
         """Combines the gradients of all replicas for an optimizer, inside `run`.
 
-        If optimizer state is sharded, each gradient gets a sum of its own, which the program then
+        If state is sharded, each gradient gets a sum of its own, which the program then
         scatters.
         """
-        if not self._shard_optimizer_state:
+        if not self._sharded:
             return list(self._all_reduce(reduce_op, list(gradients), None))
         ops, options = NcclAllReduce(), CommunicationOptions()
         return list(reduce_nest(ops, reduce_op, list(gradients), self.num_replicas, options))

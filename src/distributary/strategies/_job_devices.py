@@ -11,7 +11,7 @@ from distributary.devices import replica_devices
 from distributary.engine import Placement
 from distributary.errors import ClusterError
 from distributary.options import CommunicationOptions
-from distributary.strategies._extended import StrategyExtended
+from distributary.strategies._extended import Sharded, StrategyExtended
 
 
 def devices_of_all(place: MultiWorker) -> tuple[jax.Device, ...]:
@@ -38,7 +38,7 @@ def extended_of_job(
     place: MultiWorker | None,
     devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]],
     options: CommunicationOptions | None,
-    shard_optimizer_state: bool = False,
+    sharded: Sharded = Sharded.NOTHING,
 ) -> StrategyExtended:
     """Makes the methods of a strategy that may span processes; all of them call this together.
 
@@ -47,7 +47,7 @@ def extended_of_job(
         place: The processes; None for this process alone.
         devices: Like `replicas` of `Placement.on_each`, of all processes.
         options: Communication options.
-        shard_optimizer_state: Like `shard_optimizer_state` of `StrategyExtended`.
+        sharded: Like `sharded` of `StrategyExtended`.
     """
     first = 0 if place is None else len(devices) // place.num_workers * (place.worker_number or 0)
     extended = StrategyExtended(
@@ -55,7 +55,7 @@ def extended_of_job(
         Placement.on_each(devices, first),
         options=options,
         workers=place,
-        shard_optimizer_state=shard_optimizer_state,
+        sharded=sharded,
     )
     # The first collective connects the workers, and gloo waits 30 s for this. Run one now, while
     # all workers are at the same point: before their first step, one may read data for longer than

@@ -10,7 +10,7 @@ from distributary.devices import replica_devices
 from distributary.engine import Placement
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.strategies._base import Strategy
-from distributary.strategies._extended import StrategyExtended
+from distributary.strategies._extended import Sharded, StrategyExtended
 from distributary.values import CrossDeviceOps
 
 _log = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ class MirroredStrategy(Strategy):
         experimental_shard_optimizer_state: Whether every device holds and updates only one part of
             the state of Keras optimizers. Gradients are then reduce-scattered, and new weights
             all-gathered. The results are those of mirrored state, up to rounding.
+        experimental_shard_parameters: Whether every device holds only one part of each variable of
+            a Keras model, from 1 KiB on, and of its optimizer's state. A step gathers a weight
+            where a layer needs it and again for its backward pass, at most twice, and
+            reduce-scatters gradients. The results are those of mirrored variables, up to rounding.
 
     Raises:
         DeviceError: for devices that do not exist, are named twice or are of different kinds.
@@ -44,6 +48,7 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         experimental_shard_optimizer_state: bool = False,
+        experimental_shard_parameters: bool = False,
     ) -> None:
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             is_class = isinstance(cross_device_ops, type)
@@ -52,18 +57,19 @@ class MirroredStrategy(Strategy):
                 f"MirroredStrategy: cross_device_ops is {cross_device_ops!r}, a {kind}; expected an"
                 " instance such as distributary.NcclAllReduce()."
             )
-        if cross_device_ops is not None and experimental_shard_optimizer_state:
+        sharded = Sharded.of(experimental_shard_optimizer_state, experimental_shard_parameters)
+        if cross_device_ops is not None and sharded:
             raise InvalidValueError(
                 f"MirroredStrategy: cross_device_ops is {cross_device_ops!r}, but with"
-                " experimental_shard_optimizer_state=True gradients are not combined on every"
-                " device: XLA scatters their sums. Pass one of the two."
+                f" {sharded.value} in parts, gradients are not combined on every device: XLA"
+                " scatters their sums. Leave out one of the two."
             )
         super().__init__(
             StrategyExtended(
                 self,
                 Placement.on_each(replica_devices(devices)),
                 cross_device_ops=cross_device_ops,
-                shard_optimizer_state=experimental_shard_optimizer_state,
+                sharded=sharded,
             )
         )
         _log.info("Using %r", self)

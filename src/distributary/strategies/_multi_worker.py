@@ -10,6 +10,7 @@ from distributary.errors import InvalidValueError, check_type
 from distributary.launch import refuse_job
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
+from distributary.strategies._extended import Sharded
 from distributary.strategies._job_devices import devices_of_all, extended_of_job
 from distributary.strategies._tpu_system import connect_workers
 
@@ -42,6 +43,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             only one part of the state of Keras optimizers; see `MirroredStrategy`. All workers then
             have to read this state together, and `communication_options` apply to everything except
             the gradients of optimizers.
+        experimental_shard_parameters: Whether every device of the cluster holds only one part of
+            the variables of Keras models and optimizers; see `MirroredStrategy`. The same rules
+            apply, also to the variables of models.
 
     Raises:
         ClusterError: if a worker does not start in time, its port is taken, or the workers do not
@@ -60,6 +64,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         *,
         experimental_shard_optimizer_state: bool = False,
+        experimental_shard_parameters: bool = False,
     ) -> None:
         options = communication_options
         check_type(
@@ -89,7 +94,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         place = connect_workers(self._cluster_resolver, options)
         if devices is None:
             devices = replica_devices(None) if place is None else devices_of_all(place)
-        sharded = experimental_shard_optimizer_state
+        sharded = Sharded.of(experimental_shard_optimizer_state, experimental_shard_parameters)
         super().__init__(extended_of_job(self, place, devices, options, sharded))
         if place is None:
             return

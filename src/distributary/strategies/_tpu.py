@@ -19,6 +19,7 @@ from distributary.errors import (
 )
 from distributary.programs import constrained, spec_of_split
 from distributary.strategies._base import Strategy
+from distributary.strategies._extended import Sharded
 from distributary.strategies._job_devices import extended_of_job
 from distributary.strategies._tpu_system import connect_workers, resolver_or_local, tpu_devices
 
@@ -45,6 +46,8 @@ class TPUStrategy(Strategy):
             always run one program that XLA partitions.
         experimental_shard_optimizer_state: Whether every replica holds and updates only one part of
             the state of Keras optimizers; see `MirroredStrategy`.
+        experimental_shard_parameters: Whether every replica holds only one part of the variables of
+            Keras models and optimizers; see `MirroredStrategy`.
 
     Raises:
         DeviceError: if there is no TPU.
@@ -64,9 +67,10 @@ class TPUStrategy(Strategy):
         experimental_spmd_xla_partitioning: bool = False,
         *,
         experimental_shard_optimizer_state: bool = False,
+        experimental_shard_parameters: bool = False,
     ) -> None:
         del experimental_spmd_xla_partitioning
-        sharded = experimental_shard_optimizer_state
+        sharded = Sharded.of(experimental_shard_optimizer_state, experimental_shard_parameters)
         assignment = experimental_device_assignment
         what = "TPUStrategy: experimental_device_assignment"
         check_type(what, assignment, DeviceAssignment | None, "a DeviceAssignment")

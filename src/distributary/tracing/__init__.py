@@ -62,7 +62,15 @@ from distributary.tracing._jaxprs import (
     with_jaxprs,
     with_pass,
 )
-from distributary.tracing._markers import Handle, push, start_of_sum, start_p
+from distributary.tracing._markers import (
+    Handle,
+    gather_p,
+    gathered,
+    push,
+    scatter_p,
+    start_of_sum,
+    start_p,
+)
 from distributary.tracing._mistakes import Subject, advise, explained, leaked_at, name_of, shorten
 from distributary.tracing._narrowing import narrowed, native
 from distributary.tracing._numbering import Numbering

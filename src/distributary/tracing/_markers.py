@@ -18,6 +18,7 @@ equation and not a captured tracer, so it stays right when JAX caches the jaxpr 
 A marker has no implementation: you can only bind it while a step is traced.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS
 from distributary.errors import UnsupportedError
@@ -149,6 +150,41 @@ batching.defvectorized(push_p)
 def push(value: Array) -> Array:
     """Marks a value that a worker sends to the servers, which compute what depends on it."""
     return push_p.bind(value)
+
+
+# The whole value of a variable of which every device holds a part, where a step reads it, and the
+# parts of its gradient. Both are the identity; where they are lowered they say where values lie.
+gather_p = Primitive("gather_parts")
+scatter_p = Primitive("scatter_parts")
+
+
+def _lies(value: Array, parts: NamedSharding, is_whole: bool) -> Array:
+    # What a value is cast from is not gathered instead of it.
+    value = jax.lax.with_sharding_constraint(value, parts)
+    whole = NamedSharding(parts.mesh, P())
+    return jax.lax.with_sharding_constraint(value, whole) if is_whole else value
+
+
+for _p, _transposed in ((gather_p, scatter_p), (scatter_p, gather_p)):
+    _p.def_impl(lambda value, *, parts: value)
+    _p.def_abstract_eval(lambda value, *, parts: value)
+    mlir.register_lowering(
+        _p,
+        mlir.lower_fun(functools.partial(_lies, is_whole=_p is gather_p), multiple_results=False),
+    )
+    ad.deflinear2(_p, lambda ct, value, *, parts, _of=_transposed: [_of.bind(ct, parts=parts)])
+    # Of several values at once, only the numbers matter.
+    batching.primitive_batchers[_p] = lambda args, dims, *, parts: (args[0], dims[0])
+
+
+def gathered(value: Array, parts: NamedSharding) -> Array:
+    """Returns the whole value of a variable in a step of the whole batch.
+
+    Args:
+        value: The value, of which every device holds a part.
+        parts: The sharding of its parts, which its gradient gets.
+    """
+    return gather_p.bind(value, parts=parts)
 
 
 # In a program of several devices, the state that additions to a sum start from.

@@ -19,7 +19,7 @@ import distributary as dist
 from distributary.data import Dataset, FixedLengthRecordDataset
 
 directory, *options = sys.argv[1:]
-strategy = dist.MultiWorkerMirroredStrategy(experimental_shard_optimizer_state="sharded" in options)
+strategy = dist.MultiWorkerMirroredStrategy(experimental_shard_parameters="sharded" in options)
 
 import keras  # noqa: E402  (it must not start JAX before the strategy connects it)
 
@@ -43,7 +43,7 @@ def make_model(dropout=0.0):
     model = keras.Sequential(
         [
             keras.Input((4,)),
-            keras.layers.Dense(8, activation="relu"),
+            keras.layers.Dense(64, activation="relu"),  # large enough to be divided
             *(
                 [keras.layers.BatchNormalization(), keras.layers.Dropout(dropout)]
                 if dropout

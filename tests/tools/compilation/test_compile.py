@@ -94,6 +94,25 @@ def test_a_transformer_is_reduced_at_once_and_updated_in_place(compile_all):
     _check(reports, num_bytes, 5, 2 * num_bytes, num_products)
 
 
+PARTS_BYTES = 2 * (2 * 512 * 256 + 512 + 3 * (4 * 256 * 256 + 2 * 256 * 1024))  # in bfloat16
+
+
+def test_weights_in_parts_are_gathered_twice_and_their_gradients_scattered(compile_all):
+    (outcome,) = compile_all([["--topology", "h100:8", "parts.py"]])
+    (report,) = outcome.reports
+
+    gathered = sum(c["num_bytes"] for c in report["collectives"] if c["kind"] == "all-gather")
+    assert PARTS_BYTES < gathered <= 2.3 * PARTS_BYTES  # with activations
+    # Neither all weights at once nor all gradients.
+    sizes = [c["num_bytes"] for c in report["collectives"] if c["role"] != "activations"]
+    assert max(sizes) < PARTS_BYTES / 2
+    scattered = sum(c["num_bytes"] for c in report["collectives"] if c["kind"] == "reduce-scatter")
+    assert 0.7 * PARTS_BYTES < scattered <= 1.05 * PARTS_BYTES  # with scales and biases
+    # Weights in float32, and two numbers of Adam for each.
+    assert report["state_bytes"] < 1.05 * 6 * PARTS_BYTES / 8
+    assert report["num_donated_arrays"] == report["num_state_arrays"]
+
+
 @pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
 def test_central_state_stays_in_host_memory_and_visits_its_device_in_parts(run_program, topology):
     replicas, update = map(json.loads, run_program("central.py", topology).splitlines())

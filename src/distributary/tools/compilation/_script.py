@@ -15,7 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.devices import Nest, ProgramKind, Target, mesh_of_values, watch_programs
+from distributary.devices import (
+    Nest,
+    ProgramKind,
+    Target,
+    mesh_of_values,
+    stored_shape,
+    watch_programs,
+)
 from distributary.errors import CompileError, InvalidValueError
 from distributary.tools.compilation._one_device import OneDeviceProgram
 from distributary.tools.compilation._report import Report, report_of
@@ -188,15 +195,16 @@ def _avals(args: Nest, mesh: Mesh) -> Nest:
     def aval(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):
             return leaf
-        sharding = None
+        sharding, shape = None, jnp.shape(leaf)
         if isinstance(leaf, jax.Array):
             here = leaf.sharding
             sharding = NamedSharding(mesh, here.spec if isinstance(here, NamedSharding) else P())
+            shape = stored_shape(shape, sharding)
         elif none_placed:  # at least one argument must name the devices
             sharding = NamedSharding(mesh, P())
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         weak = getattr(leaf, "weak_type", False)
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype, sharding=sharding, weak_type=weak)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
     return jax.tree.map(aval, args)
 

@@ -1,0 +1,240 @@
+"""Gathers the weights of a step where it needs them, and again where its backward pass does.
+
+Every device holds a part of each weight. The step gathers a weight before its first use. What is
+gathered would stay until the backward pass has used it, all weights of the model at once. So with
+three layers
+
+    { lambda ; w1:f32[8,8] w2:f32[8,8] w3:f32[8,8] x:f32[4,8]. let
+        a:f32[8,8] = gather_parts w1
+        b:f32[4,8] = dot_general x a
+        c:f32[8,8] = gather_parts w2
+        d:f32[4,8] = dot_general b c
+        ...
+        i:f32[4,8] = dot_general h c       (the backward pass)
+        j:f32[8,8] = dot_general b h
+        k:f32[8,8] = scatter_parts j
+        l:f32[4,8] = dot_general i a
+
+becomes
+
+        ...
+        m:f32[8,8] n:f32[4,8] = optimization_barrier w2 g
+        o:f32[8,8] = gather_parts m
+        i:f32[4,8] = dot_general h o
+        j:f32[8,8] = dot_general b h
+        k:f32[8,8] = scatter_parts j
+        p:f32[8,8] q:f32[4,8] = optimization_barrier w1 h
+        r:f32[8,8] = gather_parts p
+        l:f32[4,8] = dot_general i r
+
+A barrier lets a weight wait for an activation that is there a little earlier than the first use, so
+that XLA gathers the weight while it computes what comes before, and no weight much earlier. From
+the second layer on, parts of gradients that are complete by then wait with it, so that their sums
+do not pile up either. No activation is computed twice.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+from distributary.devices import Nest
+from distributary.programs._stages import without_calls
+from distributary.tracing import (
+    Atom,
+    Equation,
+    aval_of,
+    evaluate_one,
+    gather_p,
+    opened,
+    scatter_p,
+    variables_of,
+    with_pass,
+)
+
+# These make other forms of the same numbers, which are made again rather than kept.
+_FORMS = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
+    | {"transpose"}
+)
+# So many times the size of the largest weight may be on its way before it is used.
+_AHEAD = 2
+
+
+def with_gathers(step: Callable[..., Nest]) -> Callable[..., Nest]:
+    """Returns `step` with weights gathered where they are used, at most twice each.
+
+    Args:
+        step: From arrays to a nest of arrays; called inside `jax.jit`.
+    """
+
+    def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
+        jaxpr, num_consts = opened(closed), len(closed.consts)
+        consts = jaxpr.invars[:num_consts]
+        jaxpr = jaxpr.replace(invars=[*jaxpr.invars[num_consts:], *consts])
+        constants = dict(zip(consts, closed.consts, strict=True))
+        jaxpr, constants = without_calls(jaxpr, constants, with_barriers=True)
+        return _Evaluation(jaxpr).outputs([*args, *constants.values()])
+
+    return with_pass(step, run)
+
+
+@final
+@dataclass(eq=False, slots=True)
+class _Weight:
+    """A weight that a step gathers.
+
+    Attributes:
+        stored: The variable of its parts.
+        num_bytes: Size of the whole weight.
+        forms: The equations that gather it and make other forms of it, in order.
+        uses: Positions of the equations that use it, in order.
+        again: The position from which it is gathered once more; None if once is enough.
+    """
+
+    stored: Var
+    num_bytes: int
+    forms: list[Equation] = field(default_factory=list)
+    uses: list[int] = field(default_factory=list)
+    again: int | None = None
+
+
+class _Gather(NamedTuple):
+    """A gather of a weight before the equation at a position."""
+
+    position: int
+    weight: _Weight
+
+
+class _Wait(NamedTuple):
+    """What a gather waits for: an operand of the equation at a position."""
+
+    position: int
+    operand: Var
+
+
+@final
+class _Evaluation:
+    """The evaluation of a program without calls."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self._jaxpr = jaxpr
+        # By variable: the weight of which it is a form.
+        self._weights: dict[Var, _Weight] = {}
+        # Positions of the equations that make a form.
+        self._makes_form: set[int] = set()
+        for i, eqn in enumerate(jaxpr.eqns):
+            self._note(i, eqn)
+        for weight in variables_of(jaxpr.outvars):
+            if weight in self._weights:
+                self._weights[weight].uses.append(len(jaxpr.eqns))
+        weights = list({id(weight): weight for weight in self._weights.values()}.values())
+        _find_gaps(weights)
+        self._waits = self._found_waits(weights)
+
+    def _note(self, position: int, eqn: Equation) -> None:
+        operands = variables_of(eqn.invars)
+        known = self._weights.get(operands[0]) if operands else None
+        if eqn.primitive is gather_p and known is None and operands:
+            same = (w for w in self._weights.values() if w.stored is operands[0])
+            aval = aval_of(operands[0])
+            known = next(same, _Weight(operands[0], int(aval.size) * aval.dtype.itemsize))
+        elif known is None or not (eqn.primitive is gather_p or eqn.primitive.name in _FORMS):
+            for weight in [self._weights[v] for v in operands if v in self._weights]:
+                if weight.uses[-1:] != [position]:
+                    weight.uses.append(position)
+            return
+        if known is not None:
+            known.forms.append(eqn)
+            self._makes_form.add(position)
+            self._weights[eqn.outvars[0]] = known
+
+    def _found_waits(self, weights: Sequence[_Weight]) -> dict[tuple[int, int], _Wait]:
+        """Returns what gathers wait for, by the weight and the position."""
+        gathers = [
+            _Gather(position, weight)
+            for weight in weights
+            for position in (*weight.uses[:1], weight.again)
+            if position is not None
+        ]
+        gathers.sort(key=lambda gather: gather.position)
+        most = _AHEAD * max((weight.num_bytes for weight in weights), default=0)
+        waits: dict[tuple[int, int], _Wait] = {}
+        for k, (position, weight) in enumerate(gathers):
+            left = most - weight.num_bytes
+            for earlier in reversed(gathers[:k]):
+                left -= earlier.weight.num_bytes
+                if left < 0:
+                    operand = self._activation(earlier.position)
+                    if operand is not None:
+                        waits[id(weight), position] = _Wait(earlier.position, operand)
+                    break
+        return waits
+
+    def _activation(self, position: int) -> Var | None:
+        """Returns a float operand of an equation that is neither an input nor a weight."""
+        eqns, known = self._jaxpr.eqns, {*self._jaxpr.invars, *self._weights}
+        atoms = eqns[position].invars if position < len(eqns) else self._jaxpr.outvars
+        made = [v for v in variables_of(atoms) if v not in known]
+        return next((v for v in made if jnp.issubdtype(aval_of(v).dtype, jnp.floating)), None)
+
+    def outputs(self, args: Sequence[Array]) -> list[Array]:
+        """Returns the outputs for some inputs."""
+        env: dict[Var, Array] = dict(zip(self._jaxpr.invars, args, strict=True))
+        # Parts of gradients that no gather has waited for, with the positions that made them.
+        complete: list[tuple[int, Array]] = []
+
+        def value(atom: Atom) -> Array:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        def gather(position: int, weight: _Weight) -> None:
+            stored = env[weight.stored]
+            wait = self._waits.get((id(weight), position))
+            if wait is not None:
+                early = [part for i, part in complete if i < wait.position]
+                complete[:] = [(i, part) for i, part in complete if i >= wait.position]
+                stored, *_ = lax.optimization_barrier((stored, env[wait.operand], *early))
+            for eqn in weight.forms:
+                is_first = eqn.invars[0] is weight.stored
+                operands = [stored] if is_first else list(map(value, eqn.invars))
+                env.update(zip(eqn.outvars, evaluate_one(eqn, operands), strict=True))
+
+        def prepare(position: int, atoms: Sequence[Atom]) -> None:
+            for weight in {id(w): w for v in atoms if (w := self._weight_of(v))}.values():
+                if position in (weight.uses[0], weight.again):
+                    gather(position, weight)
+
+        for i, eqn in enumerate(self._jaxpr.eqns):
+            if i in self._makes_form:
+                continue
+            prepare(i, eqn.invars)
+            made = evaluate_one(eqn, list(map(value, eqn.invars)))
+            env.update(zip(eqn.outvars, made, strict=True))
+            if eqn.primitive is scatter_p:
+                complete.append((i, made[0]))
+        prepare(len(self._jaxpr.eqns), self._jaxpr.outvars)
+        return list(map(value, self._jaxpr.outvars))
+
+    def _weight_of(self, atom: Atom) -> _Weight | None:
+        return None if isinstance(atom, Literal) else self._weights.get(atom)
+
+
+def _find_gaps(weights: Sequence[_Weight]) -> None:
+    """Finds between which of its uses each weight would be kept while most others are used."""
+    uses = sorted((i, weight.num_bytes) for weight in weights for i in weight.uses)
+    positions = [i for i, _ in uses]
+    sums = [0, *itertools.accumulate(num_bytes for _, num_bytes in uses)]
+
+    def used_between(first: int, last: int) -> int:
+        start, end = bisect.bisect_right(positions, first), bisect.bisect_left(positions, last)
+        return sums[max(start, end)] - sums[start]
+
+    for weight in weights:
+        gaps = [(used_between(*pair), pair[1]) for pair in itertools.pairwise(weight.uses)]
+        num_bytes, position = max(gaps, key=lambda gap: gap[0], default=(0, 0))
+        weight.again = position if num_bytes else None

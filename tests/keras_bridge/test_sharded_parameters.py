@@ -1,0 +1,199 @@
+"""Variables of models of which every device holds a part: the same numbers, less memory."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import layers as kl, ops, optimizers as ko
+
+import distributary as dist
+
+_RANDOM = np.random.default_rng(5)
+_IDS = _RANDOM.integers(0, 67, (22, 6))  # with batches of 8, the last one is uneven
+_IMAGES = _RANDOM.normal(size=(22, 6, 6, 3)).astype(np.float32)
+_LABELS = _RANDOM.integers(0, 5, 22)
+
+
+def _parts(num_replicas):
+    devices = [f"CPU:{i}" for i in range(num_replicas)]
+    return dist.MirroredStrategy(devices, experimental_shard_parameters=True)
+
+
+def _transformer():
+    ids = keras.Input((6,), dtype="int32")
+    x = kl.Embedding(67, 20)(ids)  # no dim of it divides by 3
+    for _ in range(2):
+        x = kl.LayerNormalization()(x + kl.MultiHeadAttention(2, 10, use_bias=False)(x, x))
+        x = kl.LayerNormalization()(x + kl.Dense(20)(kl.Dense(40, "gelu")(x)))
+    return keras.Model(ids, kl.Dense(5)(kl.GlobalAveragePooling1D()(x)))
+
+
+def _convolutional():
+    return keras.Sequential(
+        [
+            keras.Input((6, 6, 3)),
+            kl.Conv2D(17, 3, use_bias=False, kernel_regularizer="l2"),
+            kl.BatchNormalization(),
+            kl.ReLU(),
+            kl.Dropout(0.3),
+            kl.Flatten(),
+            kl.Dense(31, "relu", kernel_constraint="unit_norm"),
+            kl.Dense(5),
+        ]
+    )
+
+
+class _OfTensorFlow(keras.Model):
+    """A model with a step of its own, as it is written for TensorFlow."""
+
+    def train_step(self, data):
+        x, y = data
+        with dist.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def _own_step():
+    inner = _transformer()
+    return _OfTensorFlow(inner.inputs, inner.outputs)
+
+
+def _build(make_model, make_optimizer=lambda: ko.SGD(0.1, momentum=0.9), **kwargs):
+    def build():
+        model = make_model()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(make_optimizer(), loss, **kwargs)
+        return model
+
+    return build
+
+
+def _assert_in_parts(variables, num_replicas):
+    """Every device holds, of every variable from 1 KiB on, one part of a dim."""
+    divided = 0
+    for variable in variables:
+        whole = math.prod(variable.shape) * np.dtype(variable.dtype).itemsize
+        sizes = {shard.data.nbytes for shard in variable._value.addressable_shards}
+        if whole < 1024:
+            continue
+        divided += 1
+        least = min(whole // n * -(-n // num_replicas) for n in variable.shape)
+        assert sizes == {least}, variable.path
+    assert divided >= 2
+
+
+_TRAININGS = {
+    "transformer": (_IDS, _build(_transformer, lambda: ko.Adam(0.001, epsilon=1e-3))),
+    "batch statistics, dropout, constraint": (_IMAGES, _build(_convolutional)),
+    "accumulated and averaged": (
+        _IDS,
+        _build(_transformer, lambda: ko.SGD(0.1, gradient_accumulation_steps=2, use_ema=True)),
+    ),
+    "global norm, scaled loss": (
+        _IDS,
+        _build(
+            _transformer, lambda: ko.LossScaleOptimizer(ko.Adamax(0.01, global_clipnorm=0.3), 8.0)
+        ),
+    ),
+    "several steps at once": (_IDS, _build(_transformer, steps_per_execution=2)),
+    "single operations": (_IMAGES, _build(_convolutional, run_eagerly=True)),
+    "a step of one's own": (_IDS, _build(_own_step)),
+}
+
+
+@pytest.mark.parametrize("name", _TRAININGS)
+def test_training_ends_where_it_does_on_one_device(name, train, assert_same_training):
+    x, build = _TRAININGS[name]
+    num_replicas = 3 if name == "transformer" else 2
+
+    alone = train(build, x, _LABELS)
+    divided = train(build, x, _LABELS, strategy=_parts(num_replicas))
+
+    # In so few steps, attention learns little where to look.
+    assert_same_training(alone, divided, rtol=1e-3, unchanged=("query", "key"))
+    optimizer = divided.model.optimizer
+    for owner in (divided.model, getattr(optimizer, "inner_optimizer", optimizer)):
+        _assert_in_parts(owner.variables, num_replicas)
+    np.testing.assert_allclose(
+        divided.model.evaluate(x, _LABELS, verbose=0),
+        alone.model.evaluate(x, _LABELS, verbose=0),
+        rtol=1e-4,
+    )
+    np.testing.assert_allclose(
+        divided.model.predict(x, verbose=0), alone.model.predict(x, verbose=0), atol=1e-4
+    )
+
+
+def test_what_is_saved_goes_on_with_any_number_of_replicas(train, tmp_path):
+    build = _build(_convolutional)
+    model = train(build, _IMAGES[:16], _LABELS[:16], strategy=_parts(3)).model
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    saved = dist.checkpoint.Checkpoint(model=model).save(tmp_path / "checkpoint")
+    expected = model.get_weights()
+    evaluated = model.evaluate(_IMAGES, _LABELS, verbose=0)
+
+    for strategy in (_parts(2), dist.OneDeviceStrategy("CPU:3")):
+        with strategy.scope():
+            loaded = keras.models.load_model(tmp_path / "model.keras")
+            other = build()
+        other.optimizer.build(other.trainable_variables)
+        np.testing.assert_allclose(
+            loaded.evaluate(_IMAGES, _LABELS, verbose=0), evaluated, rtol=1e-5
+        )
+        loaded.fit(_IMAGES[:8], _LABELS[:8], batch_size=8, verbose=0)
+        dist.checkpoint.Checkpoint(model=loaded).restore(saved)
+        other.load_weights(tmp_path / "model.weights.h5")
+        for restored in (loaded, other):
+            for value, whole in zip(restored.get_weights(), expected, strict=True):
+                np.testing.assert_array_equal(value, whole)
+    alone = build()
+    alone.set_weights(expected)
+    assert alone.count_params() == model.count_params()
+
+
+def test_models_built_elsewhere_are_divided_by_fit(train):
+    with _parts(2).scope():
+        model = keras.Sequential([kl.Dense(40, "relu"), kl.Dense(20), kl.Flatten(), kl.Dense(5)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    model.fit(_IMAGES, _LABELS, batch_size=8, verbose=0)
+
+    kernel = max(model.variables, key=lambda v: math.prod(v.shape))
+    assert len({str(shard.index) for shard in kernel._value.addressable_shards}) == 2
+
+
+def test_loops_of_ones_own_train_parts(quick_initializers):
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model, optimizer = _convolutional(), ko.SGD(0.1, momentum=0.9)
+
+        def step(x, y):
+            with dist.GradientTape() as tape:
+                logits = model(x)
+                losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+                loss = ops.sum(losses) / 8
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+
+        batches = [(_IMAGES[:8], _LABELS[:8]), (_IMAGES[8:14], _LABELS[8:14])]
+        for batch in strategy.experimental_distribute_dataset(batches):
+            strategy.run(step, args=batch)
+        return model
+
+    divided, whole = trained(_parts(2)), trained(dist.OneDeviceStrategy("CPU:0"))
+
+    _assert_in_parts(divided.variables, 2)
+    for value, expected in zip(divided.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_reductions_of_ones_own_cannot_be_scattered():
+    with pytest.raises(dist.errors.InvalidValueError, match="ReductionToOneDevice"):
+        dist.MirroredStrategy(
+            ["CPU:0", "CPU:1"], dist.ReductionToOneDevice(), experimental_shard_parameters=True
+        )
