@@ -204,7 +204,8 @@ def whole_shards(stored: jax.Array, shape: Sequence[int], sharding: NamedShardin
 
 def padded(value: jax.Array, dim: int, num_shards: int) -> jax.Array:
     """Appends zeros to `dim`, so that `num_shards` divides its size; call in a program."""
-    return jnp.pad(value, _padding(value.shape, dim, num_shards))
+    missing = -value.shape[dim] % num_shards
+    return jnp.pad(value, [(0, missing if i == dim else 0) for i in range(value.ndim)])
 
 
 def put_sharded(value: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -216,15 +217,17 @@ def put_sharded(value: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.A
     """
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
-    dim = shard_dim(sharding)
-    assert dim is not None
-    host = np.asarray(local_copy(value))
-    stored = np.pad(host, _padding(host.shape, dim, sharding.mesh.shape[REPLICA_AXIS]))
-    return jax.make_array_from_callback(stored.shape, sharding, lambda part: stored[part])
+    whole = np.asarray(local_copy(value))
+    shape = stored_shape(whole.shape, sharding)
 
+    def stored(part: tuple[slice, ...] | None) -> np.ndarray:
+        # A copy: JAX may keep the memory of the array it gets, and with it the whole value.
+        copy = np.zeros(sharding.shard_shape(shape), whole.dtype)
+        values = whole[part]
+        copy[tuple([slice(size) for size in values.shape])] = values
+        return copy
 
-def _padding(shape: Sequence[int], dim: int, num_shards: int) -> list[tuple[int, int]]:
-    return [(0, -size % num_shards if i == dim else 0) for i, size in enumerate(shape)]
+    return jax.make_array_from_callback(shape, sharding, stored)
 
 
 def unpadded(stored: _Array, shape: Sequence[int]) -> _Array:

@@ -371,9 +371,9 @@ def advise(error: Exception) -> None:
         error.add_note(
             "A device has too little memory for this step. A smaller batch, the policy"
             ' "mixed_bfloat16" of keras.mixed_precision and keras.RematScope shrink what layers'
-            " compute. Of the strategy, experimental_shard_optimizer_state=True divides the state of"
-            " the optimizer by the number of replicas, experimental_shard_parameters=True the model,"
-            " too. More replicas have smaller parts of a batch."
+            " compute. experimental_shard_optimizer_state=True of the strategy divides the state of"
+            " the optimizer by the number of replicas, experimental_shard_parameters=True the model"
+            " as well. More replicas have smaller parts of a batch."
         )
 
 
