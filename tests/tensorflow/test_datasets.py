@@ -234,6 +234,14 @@ def test_classes_come_as_often_as_asked_for():
         [*dataset.rejection_resample(lambda x, y: y, [1.0])]
 
 
+def test_a_shuffle_goes_on_after_an_error_of_what_it_reads():
+    inverses = tf.data.Dataset.range(20).map(lambda x: 60 // (int(x) % 5))
+
+    for buffer_size in (3, 100):  # an error while it is filled, and after
+        got = sorted(int(x) for x in inverses.shuffle(buffer_size).ignore_errors())
+        assert got == sorted(60 // (x % 5) for x in range(20) if x % 5), buffer_size
+
+
 def test_a_dataset_says_and_keeps_its_number_of_elements():
     three = tf.data.Dataset.range(5).filter(lambda x: x > 1)
     assert_number = tf.data.experimental.assert_cardinality

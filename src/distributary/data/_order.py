@@ -182,7 +182,7 @@ class _Shuffled(Pieces):
     def __init__(
         self, upstream: Stream, buffer_size: int, seed: Sequence[int], numbers: bool, length: int
     ) -> None:
-        super().__init__(_drawn(upstream, buffer_size, seed, numbers))
+        super().__init__(_Draws(upstream, buffer_size, seed, numbers))
         self._numbers = numbers
         self._length = length
 
@@ -199,23 +199,50 @@ class _Shuffled(Pieces):
         return super().advance(count)
 
 
-def _drawn(upstream: Stream, size: int, seed: Sequence[int], numbers: bool) -> Iterator[Any]:
-    """Yields the elements in random order, some at a time."""
-    # RandomState, because its order never changes between versions of NumPy.
-    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
-    picks = (i for _ in itertools.count() for i in random.randint(0, size, _CHUNK).tolist())
-    buffer = _read(upstream, size, numbers)
-    # Elements are read one at a time, so that the buffer keeps its size.
-    while len(incoming := _read(upstream, _CHUNK if numbers else 1, numbers)):
+@final
+class _Draws(Iterator[Any]):
+    """The elements in random order, some at a time; goes on after an error of what it reads."""
+
+    def __init__(self, upstream: Stream, size: int, seed: Sequence[int], numbers: bool) -> None:
+        # RandomState, because its order never changes between versions of NumPy.
+        self._random = random = np.random.RandomState(
+            np.random.MT19937(np.random.SeedSequence(seed))
+        )
+        self._picks = (
+            i for _ in itertools.count() for i in random.randint(0, size, _CHUNK).tolist()
+        )
+        self._upstream, self._size, self._numbers = upstream, size, numbers
+        self._buffer: Any = None if numbers else []
+        self._is_full = self._is_over = False
+
+    def __next__(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        if not self._is_full:
+            self._fill()
+        # Elements are read one at a time, so that the buffer keeps its size.
+        incoming = _read(self._upstream, _CHUNK if self._numbers else 1, self._numbers)
+        if not len(incoming):
+            self._is_over, rest = True, self._buffer
+            order = self._random.permutation(len(rest))
+            return rest[order] if isinstance(rest, np.ndarray) else [rest[i] for i in order]
         # The items of lists are quicker to exchange than those of arrays.
-        buffer, incoming = (x if isinstance(x, list) else x.tolist() for x in (buffer, incoming))
-        drawn = []
-        for item, pick in zip(incoming, picks, strict=False):
+        buffer, incoming = (
+            x if isinstance(x, list) else x.tolist() for x in (self._buffer, incoming)
+        )
+        self._buffer, drawn = buffer, []
+        for item, pick in zip(incoming, self._picks, strict=False):
             drawn.append(buffer[pick])
             buffer[pick] = item
-        yield drawn
-    order = random.permutation(len(buffer))
-    yield buffer[order] if isinstance(buffer, np.ndarray) else [buffer[i] for i in order]
+        return drawn
+
+    def _fill(self) -> None:
+        if self._numbers:
+            self._buffer = _read(self._upstream, self._size, True)
+        else:
+            for element in itertools.islice(self._upstream, self._size - len(self._buffer)):
+                self._buffer.append(element)
+        self._is_full = True
 
 
 def _read(upstream: Stream, count: int, numbers: bool) -> Any:
