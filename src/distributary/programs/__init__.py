@@ -15,4 +15,10 @@ from distributary.programs._row_wise import (
     with_rows,
 )
 from distributary.programs._sparse_gradients import with_sparse_gradients
-from distributary.programs._stages import cut, cut_around_mesh, is_in_first_stage, without_calls
+from distributary.programs._stages import (
+    cut,
+    cut_around_mesh,
+    flattened,
+    is_in_first_stage,
+    without_calls,
+)

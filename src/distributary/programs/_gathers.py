@@ -35,7 +35,7 @@ do not pile up either. No activation is computed twice.
 
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
@@ -44,14 +44,13 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from distributary.devices import Nest
-from distributary.programs._stages import without_calls
+from distributary.programs._stages import flattened
 from distributary.tracing import (
     Atom,
     Equation,
     aval_of,
     evaluate_one,
     gather_p,
-    opened,
     scatter_p,
     variables_of,
     with_pass,
@@ -74,11 +73,7 @@ def with_gathers(step: Callable[..., Nest]) -> Callable[..., Nest]:
     """
 
     def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-        jaxpr, num_consts = opened(closed), len(closed.consts)
-        consts = jaxpr.invars[:num_consts]
-        jaxpr = jaxpr.replace(invars=[*jaxpr.invars[num_consts:], *consts])
-        constants = dict(zip(consts, closed.consts, strict=True))
-        jaxpr, constants = without_calls(jaxpr, constants, with_barriers=True)
+        jaxpr, constants = flattened(closed)
         return _Evaluation(jaxpr).outputs([*args, *constants.values()])
 
     return with_pass(step, run)
@@ -124,8 +119,9 @@ class _Evaluation:
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         self._jaxpr = jaxpr
-        # By variable: the weight of which it is a form.
+        # By variable: the weight of which it is a form, and the one whose parts it has.
         self._weights: dict[Var, _Weight] = {}
+        self._stored: dict[Var, _Weight] = {}
         # Positions of the equations that make a form.
         self._makes_form: set[int] = set()
         for i, eqn in enumerate(jaxpr.eqns):
@@ -133,7 +129,7 @@ class _Evaluation:
         for weight in variables_of(jaxpr.outvars):
             if weight in self._weights:
                 self._weights[weight].uses.append(len(jaxpr.eqns))
-        weights = list({id(weight): weight for weight in self._weights.values()}.values())
+        weights = list(self._stored.values())
         _find_gaps(weights)
         self._waits = self._found_waits(weights)
 
@@ -141,9 +137,9 @@ class _Evaluation:
         operands = variables_of(eqn.invars)
         known = self._weights.get(operands[0]) if operands else None
         if eqn.primitive is gather_p and known is None and operands:
-            same = (w for w in self._weights.values() if w.stored is operands[0])
-            aval = aval_of(operands[0])
-            known = next(same, _Weight(operands[0], int(aval.size) * aval.dtype.itemsize))
+            stored, aval = operands[0], aval_of(operands[0])
+            weight = _Weight(stored, int(aval.size) * aval.dtype.itemsize)
+            known = self._stored.setdefault(stored, weight)
         elif known is None or not (eqn.primitive is gather_p or eqn.primitive.name in _FORMS):
             for weight in [self._weights[v] for v in operands if v in self._weights]:
                 if weight.uses[-1:] != [position]:
@@ -163,6 +159,7 @@ class _Evaluation:
             if position is not None
         ]
         gathers.sort(key=lambda gather: gather.position)
+        given = {*self._jaxpr.invars, *self._weights}
         most = _AHEAD * max((weight.num_bytes for weight in weights), default=0)
         waits: dict[tuple[int, int], _Wait] = {}
         for k, (position, weight) in enumerate(gathers):
@@ -170,17 +167,17 @@ class _Evaluation:
             for earlier in reversed(gathers[:k]):
                 left -= earlier.weight.num_bytes
                 if left < 0:
-                    operand = self._activation(earlier.position)
+                    operand = self._activation(earlier.position, given)
                     if operand is not None:
                         waits[id(weight), position] = _Wait(earlier.position, operand)
                     break
         return waits
 
-    def _activation(self, position: int) -> Var | None:
+    def _activation(self, position: int, given: Collection[Var]) -> Var | None:
         """Returns a float operand of an equation that is neither an input nor a weight."""
-        eqns, known = self._jaxpr.eqns, {*self._jaxpr.invars, *self._weights}
+        eqns = self._jaxpr.eqns
         atoms = eqns[position].invars if position < len(eqns) else self._jaxpr.outvars
-        made = [v for v in variables_of(atoms) if v not in known]
+        made = [v for v in variables_of(atoms) if v not in given]
         return next((v for v in made if jnp.issubdtype(aval_of(v).dtype, jnp.floating)), None)
 
     def outputs(self, args: Sequence[Array]) -> list[Array]:

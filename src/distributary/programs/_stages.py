@@ -34,6 +34,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from distributary.tracing import (
     CHECKPOINTS,
+    AnyJaxpr,
     Atom,
     Equation,
     call_of,
@@ -276,6 +277,17 @@ def without_calls(
     while any(call_of(eqn) is not None for eqn in jaxpr.eqns):
         jaxpr = _written_out(jaxpr, known, lambda eqn: call_of(eqn) is not None, with_barriers)
     return jaxpr, known
+
+
+def flattened(jaxpr: AnyJaxpr) -> tuple[Jaxpr, dict[Var, Array]]:
+    """Returns a jaxpr, closed or not, without calls; its constants are its last inputs.
+
+    What a checkpoint computes once more comes after a barrier.
+    """
+    inner, values = open_jaxpr(jaxpr)
+    last = jaxpr_of([*inner.invars, *inner.constvars], inner.outvars, inner.eqns)
+    constants = dict(zip(inner.constvars, values, strict=True))
+    return without_calls(last, constants, with_barriers=True)
 
 
 def _written_out(

@@ -23,15 +23,13 @@ from typing import final
 from jax import Array
 from jax.extend.core import Jaxpr, Literal
 
-from distributary.programs import without_calls
+from distributary.programs import flattened
 from distributary.programs.xla_cpu._batch_dims import Dim, State, dims_of, is_part, shares_of
 from distributary.tracing import (
     CONTROL_FLOW,
     AnyJaxpr,
     Atom,
     Equation,
-    jaxpr_of,
-    open_jaxpr,
     parts_of_scan,
     parts_of_while,
     variables_of,
@@ -80,12 +78,8 @@ class Plans:
     def body(self, jaxpr: AnyJaxpr) -> Body:
         """Returns a jaxpr without calls."""
         if id(jaxpr) not in self._bodies:
-            inner, consts = open_jaxpr(jaxpr)
-            last = jaxpr_of([*inner.invars, *inner.constvars], inner.outvars, inner.eqns)
-            known = dict(zip(inner.constvars, consts, strict=True))
-            flat, known = without_calls(last, known, with_barriers=True)
-            constants = [known[v] for v in flat.invars[len(inner.invars) :]]
-            self._bodies[id(jaxpr)] = jaxpr, Body(flat, constants)
+            flat, constants = flattened(jaxpr)
+            self._bodies[id(jaxpr)] = jaxpr, Body(flat, list(constants.values()))
         return self._bodies[id(jaxpr)][1]
 
     def plan(self, eqn: Equation, states: Sequence[State]) -> Plan:
