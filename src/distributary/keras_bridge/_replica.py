@@ -1,7 +1,6 @@
 """The replica whose code is being traced, as far as the hooks need to know it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 
 from distributary.context import ReplicaContext, current_mode, in_default_context
 from distributary.errors import InvalidValueError
-from distributary.keras_bridge._variables import keeps_on_servers
+from distributary.keras_bridge._variables import bound, keeps_on_servers
 from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import current_scope
 
@@ -51,14 +50,9 @@ def is_uneven() -> bool:
     return scope is not None and scope.uneven is not None
 
 
-@contextmanager
-def optimizing() -> Iterator[None]:
+def optimizing() -> AbstractContextManager[None]:
     """Runs the block as the work of an optimizer."""
-    token = _in_optimizer.set(True)
-    try:
-        yield
-    finally:
-        _in_optimizer.reset(token)
+    return bound(_in_optimizer, True)
 
 
 def total(context: ReplicaContext, value: object) -> Any:

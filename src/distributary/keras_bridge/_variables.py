@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -58,43 +58,38 @@ _layout: ContextVar[Any] = ContextVar("layout of the variables that are created"
 
 
 @contextmanager
-def laid_out(layout: Any) -> Iterator[None]:
+def bound(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    """Runs the block with a value in a context variable."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def laid_out(layout: Any) -> AbstractContextManager[None]:
     """Runs the block; a Keras variable that it creates gets this layout.
 
     Args:
         layout: A sharding, or the variable on servers beside which the new one lies.
     """
-    token = _layout.set(layout)
-    try:
-        yield
-    finally:
-        _layout.reset(token)
+    return bound(_layout, layout)
 
 
 _in_parts: ContextVar[bool] = ContextVar("reads values as they are stored", default=False)
 
 
-@contextmanager
-def in_parts() -> Iterator[None]:
+def in_parts() -> AbstractContextManager[None]:
     """Runs the block; in a trace, what it reads of variables in parts is not gathered."""
-    token = _in_parts.set(True)
-    try:
-        yield
-    finally:
-        _in_parts.reset(token)
+    return bound(_in_parts, True)
 
 
 _whole: ContextVar[bool] = ContextVar("creates whole variables", default=False)
 
 
-@contextmanager
-def created_whole() -> Iterator[None]:
+def created_whole() -> AbstractContextManager[None]:
     """Runs the block; Keras variables that it creates are whole on every device."""
-    token = _whole.set(True)
-    try:
-        yield
-    finally:
-        _whole.reset(token)
+    return bound(_whole, True)
 
 
 def planned_layout(variable: object) -> Any:
