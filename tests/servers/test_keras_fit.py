@@ -17,13 +17,14 @@ Y = RNG.integers(0, 3, 70).astype("int32")
 WEIGHTS = RNG.uniform(0.5, 2, 70).astype("float32")
 
 
-def _model(metrics=("accuracy",), **options):
+def _model(metrics=("accuracy",), dropout=False, **options):
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
             keras.Input((8,)),
             keras.layers.Dense(16, activation="relu"),
             keras.layers.BatchNormalization(),
+            *([keras.layers.Dropout(0.2)] if dropout else []),
             keras.layers.Dense(3, activation="softmax"),
         ]
     )
@@ -58,10 +59,10 @@ def _fit(model, callbacks=()):
 
 
 def test_one_worker_fits_as_one_device_does(tmp_path):
-    expected = _model()
+    expected = _model(dropout=True)
     logs = _fit(expected)
     with _strategy(1).scope():
-        model = _model(steps_per_execution=2)
+        model = _model(dropout=True, steps_per_execution=2)
     checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
 
     found = _fit(model, [checkpoint])

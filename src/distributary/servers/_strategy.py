@@ -122,7 +122,9 @@ class ParameterServerStrategy(Strategy):
         )
         extended = StrategyExtended(self, placement, kind_of_variables=_ServerVariable)
         per_worker = lambda own, data: ClusterCoordinator(own).create_per_worker_dataset(data)
-        extended.remote_steps = RemoteSteps(_steps_of_model, closure_number, per_worker)
+        # The steps of one worker come one after another, as those of one device.
+        number = closure_number if len(cluster.workers) > 1 else lambda: None
+        extended.remote_steps = RemoteSteps(_steps_of_model, number, per_worker)
         super().__init__(extended)
 
     @property

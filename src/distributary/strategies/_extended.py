@@ -132,8 +132,8 @@ class RemoteSteps(NamedTuple):
     Attributes:
         of_model: Returns the `train_function`, `test_function` or `predict_function` for a model,
             `"train"`, `"test"` or `"predict"`, and the strategy.
-        number: Returns the number of the step that is traced, a uint32 scalar, or None outside of
-            one. A step that runs again keeps its number.
+        number: Returns a uint32 scalar that tells the step that is traced from others that read
+            the same state, or None if there are no others. A step that runs again keeps it.
         per_worker_dataset: Returns the dataset from which every worker takes its batches, for a
             strategy and what its `distribute_datasets_from_function` returns.
     """
