@@ -1,6 +1,9 @@
 """Variables of models of which every device holds a part: the same numbers, less memory."""
 
 import math
+import os
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -197,3 +200,79 @@ def test_reductions_of_ones_own_cannot_be_scattered():
         dist.MirroredStrategy(
             ["CPU:0", "CPU:1"], dist.ReductionToOneDevice(), experimental_shard_parameters=True
         )
+
+
+def test_first_values_are_those_of_keras_and_lie_in_parts():
+    kinds = keras.initializers
+    generator = np.random.default_rng(0)
+    made = [
+        lambda: "glorot_uniform",
+        lambda: kinds.HeNormal(),
+        lambda: kinds.RandomNormal(0.5, 0.3),
+        lambda: kinds.VarianceScaling(2.0, "fan_out", "untruncated_normal", seed=3),
+        lambda: kinds.Orthogonal(seed=4),
+        lambda: kinds.RandomNormal(seed=keras.random.SeedGenerator(5)),
+        lambda: kinds.Ones(),
+        lambda: kinds.Constant(0.25),
+        lambda: lambda shape, dtype: generator.normal(size=shape).astype(dtype),
+    ]
+
+    def variables():
+        keras.utils.set_random_seed(1)
+        return [keras.Variable(initializer(), (37, 21)) for initializer in made for _ in range(2)]
+
+    state = generator.bit_generator.state
+    expected = variables()
+    generator.bit_generator.state = state
+    with _parts(3).scope():
+        found = variables()
+
+    for variable, other in zip(found, expected, strict=True):
+        (size,) = {shard.data.nbytes for shard in variable._value.addressable_shards}
+        assert size == 4 * 37 * 21 / 3
+        np.testing.assert_allclose(variable, other, rtol=2e-7, atol=1e-7)
+
+
+_MEASURED = """
+import os, threading
+os.environ["KERAS_BACKEND"] = "jax"
+import keras, numpy as np, distributary as dist
+
+def used():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+dist.config.set_logical_cpu_devices(4)
+devices = [f"CPU:{i}" for i in range(4)]
+largest, is_over = 0, threading.Event()
+
+def watch():
+    global largest
+    while not is_over.wait(0.001):
+        largest = max(largest, used())
+
+with dist.MirroredStrategy(devices, experimental_shard_parameters=True).scope():
+    keras.Variable("glorot_uniform", (64, 64))
+    thread = threading.Thread(target=watch)
+    before = used()
+    thread.start()
+    variables = [keras.Variable("glorot_uniform", (2048, 2048)) for _ in range(16)]
+    for variable in variables:
+        np.asarray(variable.value)
+        variable.assign(np.ones((2048, 2048), "float32"))
+    is_over.set()
+    thread.join()
+print(largest - before, sum(v._value.nbytes for v in variables))
+"""
+
+
+def test_only_one_variable_at_a_time_is_whole_in_memory():
+    code = [sys.executable, "-c", _MEASURED]
+
+    # The C library gives memory of this size back when it is freed.
+    env = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    run = subprocess.run(code, env=env, capture_output=True, text=True, check=True)
+
+    most, of_parts = map(int, run.stdout.split())
+    # One variable: its value on the host, and on each of the devices, which are in the same memory.
+    assert most < of_parts * (1 + 8 / 16)

@@ -35,6 +35,7 @@ from distributary.keras_bridge._model_step import PARTS
 HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Values of variables.
     ("keras.src.backend.common.variables.Variable", "__init__", _variables.init),
+    ("StoredVariable", "_initialize_with_initializer", _variables.initialize),
     ("StoredVariable", "_direct_assign", _variables.direct_assign),
     ("keras.src.backend.common.variables.Variable", "value", _variables.value),
     # State of a checkpoint can wait for objects that are not built yet.

@@ -29,6 +29,7 @@ from distributary.devices import (
 )
 from distributary.errors import UnsupportedError, WorkerMismatchError
 from distributary.keras_bridge import _keras_private as keras_private
+from distributary.keras_bridge._initial_values import first_value
 from distributary.tracing import current_scope, describe_value, gathered, is_recording, noted_read
 from distributary.values import ShardedVariable, Variable, colocated_with
 
@@ -133,6 +134,32 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Computes the first value of a variable of a strategy on the devices that store it."""
+
+    def _initialize_with_initializer(self: Any, initializer: Any) -> None:
+        strategy = _strategy_of_new(self)
+        if strategy is None:
+            original(self, initializer)
+            return
+        agreed: Callable[[Any], Any] = lambda seeds: seeds
+        layout = None
+        if not keeps_on_servers(strategy):
+            _lay_out(self, strategy)
+            if shard_dim(self._layout) is not None:
+                layout, what = self._layout, f"the creation of {_description(self)}"
+                agreed = lambda seeds: strategy.extended.from_chief(seeds, what)
+        value = first_value(initializer, self._shape, self._dtype, layout, agreed)
+        if value is None:
+            original(self, initializer)
+        elif layout is None:
+            self._initialize(value)
+        else:
+            self._value, self._shared = put_sharded(value, layout), False
+
+    return _initialize_with_initializer
+
+
 def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
     """Places the values of a variable where it lies; they are equal on all workers.
 
@@ -149,7 +176,7 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
     def assign(self: Any, value: Any) -> None:
         strategy = _strategy_of_new(self)
         given = value
-        if strategy is not None or self._layout is not None:
+        if (strategy is not None or self._layout is not None) and shard_dim(self._layout) is None:
             value = _copied(value)
         is_own = value is not given
         if strategy is not None:
@@ -168,6 +195,7 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
                 job_programs.begin(JobEvent(what), (describe_value(value),))
             if not isinstance(value, jax.core.Tracer):
                 value = _put(value, layout)
+                is_own |= shard_dim(layout) is not None and value is not given
         with latest_program.lock:
             original(self, value)
             self._shared = not is_own  # whoever assigns may keep an array that was not copied
@@ -205,12 +233,17 @@ def _initial(variable: Any, strategy: Any, value: Any) -> Any:
     variable._distributary_strategy = strategy
     if keeps_on_servers(strategy):
         return on_servers(variable, value)
+    _lay_out(variable, strategy)
+    return strategy.extended.variable_layout().initial(value, _description(variable))
+
+
+def _lay_out(variable: Any, strategy: Any) -> None:
+    variable._distributary_strategy = strategy
     planned = planned_layout(variable)
     if isinstance(planned, NamedSharding):
         variable._layout = planned
     elif variable._layout is None or strategy.extended.num_workers > 1:
         variable._layout = sharding_of(strategy, variable)
-    return strategy.extended.variable_layout().initial(value, _description(variable))
 
 
 def value(original: property) -> property:

@@ -1,0 +1,100 @@
+"""First values of Keras variables, each computed by one program, where it is stored."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from distributary.devices import dispatcher_for, stored_shards
+
+_CONSTANTS = {keras.initializers.Zeros: 0, keras.initializers.Ones: 1}
+_RANDOM = {
+    kind
+    for kind in vars(keras.initializers).values()
+    if isinstance(kind, type) and "seed" in inspect.signature(kind).parameters
+}
+# A program runs about once, so that compiling it costs more than running it. The simplifier of
+# algebra would round in another way than Keras does, operation by operation.
+_CPU_OPTIONS: dict[str, str | bool] = {
+    "xla_backend_optimization_level": "1",
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_disable_hlo_passes": "algsimp",
+}
+
+
+@final
+class _Seed(keras.random.SeedGenerator):
+    """A generator for one draw: of a value of a program."""
+
+    def __init__(self, seed: jax.Array) -> None:
+        self._seed_of_program = seed
+
+    def next(self, ordered: bool = True) -> jax.Array:
+        return self._seed_of_program
+
+
+def first_value(
+    initializer: Any,
+    shape: tuple[int, ...],
+    dtype: str,
+    layout: NamedSharding | None,
+    agreed: Callable[[list[np.ndarray]], list[np.ndarray]],
+) -> Any:
+    """Returns the value of an initializer of Keras; None for other initializers.
+
+    Those of Keras give the same value in every process, and leave nothing behind. Others may draw
+    from generators of their own, so they run as they are. A normal distribution around another
+    number than 0 can differ in the last bit from what Keras computes operation by operation.
+
+    Args:
+        initializer: A callable of a shape and dtype.
+        shape: Shape of the variable.
+        dtype: Dtype of the variable.
+        layout: Sharding of a value that is stored in parts; each device computes its part. None
+            gives a value of one device, or of NumPy.
+        agreed: Returns the seeds that all workers use, for those of this one.
+    """
+    constant = _CONSTANTS.get(type(initializer))
+    if constant is not None:
+        agreed([])
+        return np.broadcast_to(np.asarray(constant, jnp.dtype(dtype)), shape)
+    seed = getattr(initializer, "seed", None)
+    if type(initializer) not in _RANDOM or not isinstance(seed, int):
+        return None
+    # What Keras makes of a number that is a seed.
+    (seed,) = agreed([np.asarray([seed, 0], np.uint32)])
+    kind: Any = type(initializer)
+    given = {**initializer.get_config(), "seed": 0}
+    config = tuple([(k, tuple(v) if isinstance(v, list) else v) for k, v in given.items()])
+    program = _program(kind, config, tuple(shape), dtype, layout)
+    if layout is None:
+        return program(seed)
+    value = dispatcher_for(tuple(layout.mesh.devices.flat)).run(program, lambda out: out, seed)
+    return value.block_until_ready()  # what other variables need meanwhile would be in memory, too
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    kind: Any, config: Any, shape: tuple[int, ...], dtype: str, layout: NamedSharding | None
+) -> Callable[[np.ndarray], jax.Array]:
+    def value(seed: jax.Array) -> jax.Array:
+        initializer = kind(**dict(config))
+        initializer.seed = _Seed(seed)
+        whole = keras.ops.convert_to_tensor(initializer(shape, dtype=dtype))
+        return whole if layout is None else stored_shards(whole, layout)
+
+    everywhere = None if layout is None else NamedSharding(layout.mesh, P())
+    program = jax.jit(value, in_shardings=everywhere, out_shardings=layout)
+    lowered = program.lower(jax.ShapeDtypeStruct((2,), np.uint32))
+    on_cpu = jax.default_backend() == "cpu" if layout is None else _is_on_cpu(layout)
+    return lowered.compile(_CPU_OPTIONS if on_cpu else None)
+
+
+def _is_on_cpu(layout: NamedSharding) -> bool:
+    return bool(layout.mesh.devices.flat[0].platform == "cpu")
