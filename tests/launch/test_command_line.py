@@ -59,7 +59,7 @@ def test_the_token_may_come_from_a_file(tmp_path):
     assert options.hosts.token == "fedcba9876543210"
 
 
-_COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile")
+_COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile", "plan")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,7 @@ _COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile")
         ("bench --plot plot.pdf", "expected NAME.png, found 'plot.pdf'"),
         ("bench --gbit 0", "--gbit: expected a number above 0, found '0'"),
         ("compile a.py", "usage: distributary compile --topology NAME [OPTION ...] SCRIPT"),
+        ("plan a.py", "usage: distributary plan --topology NAME [OPTION ...] SCRIPT"),
         ("doctor --only linsk", "there is no 'linsk'; known are machine, links, all-reduce, train"),
         ("devices extra", "distributary devices: error: 'extra' is one argument too many"),
         ("certs --out c --days 0", "--days: expected a whole number from 1, found '0'"),
