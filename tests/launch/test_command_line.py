@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distributary.launch import HostOptions
-from distributary.tools.cli import _bench, _compile, _doctor, launch_options, main
+from distributary.tools.cli import _arguments, _bench, _doctor, launch_options, main
 from distributary.tools.compilation import known_topologies
 from distributary.tools.diagnosis import PARTS
 from distributary.tools.scaling import MODELS
@@ -143,7 +143,7 @@ print({{"jax", "numpy", "keras"}} & set(sys.modules) or "none")
 def test_the_help_knows_what_the_commands_know():
     assert tuple(MODELS) == _bench._MODELS
     assert _doctor._PARTS == PARTS
-    assert known_topologies() == _compile._TOPOLOGIES
+    assert known_topologies() == _arguments._TOPOLOGIES
 
 
 def test_versions_are_printed(capsys):

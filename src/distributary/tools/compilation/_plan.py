@@ -129,7 +129,8 @@ class Plan:
         widths[2] = max(len(r[2]) for r in table if len(r) != 3)  # reasons may be longer
         lines = ["  ".join(map(str.ljust, r, widths)).rstrip() for r in table]
         step = "" if outcome.report is None else f"{outcome.report.step}, "
-        return "\n  ".join([title, f"{step}{of_batch}", "", *lines, "", *self._end()])
+        below = [f"{step}{of_batch}", "", *lines, "", *self._end()]
+        return "\n".join([title, *(f"  {line}".rstrip() for line in below)])
 
     def _end(self) -> list[str]:
         code = self._code()
@@ -166,6 +167,7 @@ _REMATERIALIZED = """import functools, jax
 def rematerialize(layer):
     call = layer.call
     layer.call = lambda *a, **k: jax.checkpoint(functools.partial(call, **k))(*a)
+
 """.splitlines()
 
 
