@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     add_topology_arguments(parser)
     add_option(
-        parser, "--processes", whole(1), "N", "compilations at the same time, 1 to 3 GB each", 2
+        parser, "--processes", whole(1), "N", "compilations at the same time, 1 to 5 GB each", 2
     )
     add_script_arguments(
         parser,
