@@ -47,7 +47,7 @@ def test_a_plan_has_the_compilers_numbers_and_takes_no_memory_for_the_model(plan
 
 
 def test_what_a_plan_cannot_change_is_said(plan_of):
-    plan, printed = plan_of("--topology", "h100:2", "steps.py", "watched")
+    plan, printed = plan_of("--topology", "h100:8", "steps.py", "watched")
 
     for row in plan["rows"]:
         assert row["largest_batch"] is None

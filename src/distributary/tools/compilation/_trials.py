@@ -157,7 +157,7 @@ def _compiled(script: Script, variation: Variation) -> Outcome:
             raise
         outcome.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
     if variation.rematerializes and outcome.blocks is None and not outcome.failure:
-        outcome.failure = "only layers of models in fit are rematerialized"
+        outcome.fits, outcome.failure = False, "only layers of models in fit are rematerialized"
     return outcome
 
 
