@@ -727,6 +727,8 @@ def test_too_little_memory_is_said_with_what_helps(strategy_of):
     (note,) = caught.value.__notes__
     assert "A smaller batch" in note
     assert "experimental_shard_optimizer_state=True" in note
+    assert "experimental_shard_parameters=True" in note
+    assert "distributary plan" in note
 
 
 def test_a_distribution_of_keras_beside_a_strategy_is_named(strategy):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distributary.launch import HostOptions
-from distributary.tools.cli import _bench, _compile, _doctor, launch_options, main
+from distributary.tools.cli import _arguments, _bench, _doctor, launch_options, main
 from distributary.tools.compilation import known_topologies
 from distributary.tools.diagnosis import PARTS
 from distributary.tools.scaling import MODELS
@@ -59,7 +59,7 @@ def test_the_token_may_come_from_a_file(tmp_path):
     assert options.hosts.token == "fedcba9876543210"
 
 
-_COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile")
+_COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile", "plan")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,7 @@ _COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile")
         ("bench --plot plot.pdf", "expected NAME.png, found 'plot.pdf'"),
         ("bench --gbit 0", "--gbit: expected a number above 0, found '0'"),
         ("compile a.py", "usage: distributary compile --topology NAME [OPTION ...] SCRIPT"),
+        ("plan a.py", "usage: distributary plan --topology NAME [OPTION ...] SCRIPT"),
         ("doctor --only linsk", "there is no 'linsk'; known are machine, links, all-reduce, train"),
         ("devices extra", "distributary devices: error: 'extra' is one argument too many"),
         ("certs --out c --days 0", "--days: expected a whole number from 1, found '0'"),
@@ -142,7 +143,7 @@ print({{"jax", "numpy", "keras"}} & set(sys.modules) or "none")
 def test_the_help_knows_what_the_commands_know():
     assert tuple(MODELS) == _bench._MODELS
     assert _doctor._PARTS == PARTS
-    assert known_topologies() == _compile._TOPOLOGIES
+    assert known_topologies() == _arguments._TOPOLOGIES
 
 
 def test_versions_are_printed(capsys):

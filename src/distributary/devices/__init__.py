@@ -59,11 +59,14 @@ from distributary.devices._progress import Fit, progress
 from distributary.devices._target import (
     ProgramKind,
     Target,
+    Trial,
     current_target,
+    current_trial,
     devices_of_all_hosts,
     for_target,
     mesh_of_values,
     watch_programs,
+    without_memory,
 )
 from distributary.devices._thread_pool import (
     SHARE_VARIABLE,

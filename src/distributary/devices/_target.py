@@ -6,12 +6,14 @@ of to the devices it is written for. `distributary bench` only replaces the prog
 Without either, the functions here change nothing.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 Call = Callable[..., Any]
 Wrap = Callable[[Call, jax.sharding.Mesh | None, "ProgramKind"], Call]
@@ -36,6 +38,23 @@ class ProgramKind:
 
 
 @final
+@dataclass(frozen=True)
+class Trial:
+    """A variation of the step of a script, of which nothing but shapes matters.
+
+    The variables of Keras are zeros that take no memory, whatever is assigned to them.
+
+    Args:
+        arguments: Arguments of strategies, in place of those that the script gives.
+        prepare: Called with a model, a nest of arrays that its `fit` is about to train on, and the
+            dim that counts their rows. May change the model; returns the nest to take instead.
+    """
+
+    arguments: Mapping[str, object]
+    prepare: Callable[[Any, Any, int], Any] = lambda model, batch, dim: batch
+
+
+@final
 @dataclass(eq=False)
 class Target:
     """The devices of another machine.
@@ -44,6 +63,7 @@ class Target:
         name: Name of the target in messages, such as `"v5e:2x4"`.
         kind: Kind of the devices, as in `DeviceName`.
         hosts: The devices, host by host.
+        trial: What is changed in the script; None leaves it as it is.
 
     Attributes:
         home: The one CPU device on which all values lie.
@@ -52,6 +72,7 @@ class Target:
     name: str
     kind: str
     hosts: tuple[tuple[jax.Device, ...], ...]
+    trial: Trial | None = None
     _num_hosts_here: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +115,33 @@ def watch_programs(wrap: Wrap | None, target: Target | None = None) -> None:
 def current_target() -> Target | None:
     """Returns the target, or None if there is none."""
     return _target
+
+
+def current_trial() -> Trial | None:
+    """Returns the trial for which the script runs, or None."""
+    return None if _target is None else _target.trial
+
+
+# In a trial, larger arrays take no memory.
+_MAX_REAL_BYTES = 1 << 10
+
+
+def without_memory(shape: Any, dtype: Any, sharding: Sharding | None = None) -> jax.Array | None:
+    """Returns zeros that take no memory; None for small arrays, and outside of a trial."""
+    count, dtype = int(np.prod(shape, dtype=int)), jax.dtypes.canonicalize_dtype(dtype)
+    if current_trial() is None or count * dtype.itemsize <= _MAX_REAL_BYTES:
+        return None
+    zeros = _zeros((count * dtype.itemsize - 1).bit_length())
+    value = zeros[: count * dtype.itemsize].view(dtype).reshape(shape)
+    # JAX takes the memory as it is, and everybody the same.
+    return jax.device_put(value, sharding, may_alias=True)
+
+
+@functools.cache
+def _zeros(num_bits: int) -> np.ndarray:
+    """Returns memory that nobody writes, so that the system does not provide it."""
+    zeros = np.zeros((1 << num_bits) + 64, np.uint8)
+    return zeros[-zeros.ctypes.data % 64 :]  # or JAX copies it
 
 
 def devices_are_given() -> bool:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -27,6 +28,10 @@ _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
     r"|collective-broadcast)(?:-start)?"
 )
+# TPUs write one that runs beside computations into each of these: the first starts it.
+_CHAIN = re.compile(r'chain_id="\d+"')
+_STARTS_CHAIN = 'custom_call_target="AsyncCollectiveStart"'
+_COMPUTES = re.compile(r"call|conditional|convolution|custom-call|dot|fusion|while")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -141,6 +146,7 @@ class Program:
     def __init__(self, hlo: str) -> None:
         self.instructions: list[Instruction] = []
         self.caller: dict[str, Instruction] = {}
+        self._by_computation: dict[str, list[Instruction]] = defaultdict(list)
         self.entry = computation = ""
         numbers = itertools.count()
         for line in hlo.splitlines():
@@ -150,13 +156,30 @@ class Program:
             elif computation and (match := _INSTRUCTION.match(line)) is not None:
                 made = Instruction(computation, next(numbers), **match.groupdict())
                 self.instructions.append(made)
+                self._by_computation[computation].append(made)
                 self.caller |= dict.fromkeys(called_by(made), made)
+        self._starting = {x.computation for x in self.instructions if _STARTS_CHAIN in x.attributes}
 
     @property
     def collectives(self) -> dict[Instruction, Collective]:
         """The collectives, in the order of the text."""
-        found = [one for one in self.instructions if one.collective]
+        found = [one for one in self.instructions if one.collective and not self._goes_on(one)]
         return {one: _collective(self.chain(one), self.num_calls(one)) for one in found}
+
+    def _goes_on(self, one: Instruction) -> bool:
+        """Returns whether a collective has been started by another instruction."""
+        return one.computation not in self._starting and bool(_CHAIN.search(one.attributes))
+
+    def is_beside_others(self, one: Instruction) -> bool:
+        """Returns whether the device computes between the start and the end of a collective."""
+        if one.computation in self._starting:
+            return True
+        start = next((x for x in self.chain(one) if "-start" in x.kind), None)
+        if start is None:
+            return False
+        rest = self._by_computation[start.computation][start.position + 1 :]
+        before_end = itertools.takewhile(lambda x: start.name not in names_in(x.operands), rest)
+        return any(_COMPUTES.fullmatch(x.kind) for x in before_end)
 
     def chain(self, instruction: Instruction) -> list[Instruction]:
         """Returns an instruction, the one that calls its computation, and so on."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from distributary.context import entered
 from distributary.data import Loop
-from distributary.devices import Nest, latest_program, local_copy, progress
+from distributary.devices import Nest, current_trial, latest_program, local_copy, progress
 from distributary.engine import Programs, StepKind, global_batch, mode_of, several_steps
 from distributary.errors import TracedValueError
 from distributary.keras_bridge._data import DatasetBatches, OwnRows, next_own, take
@@ -157,6 +157,9 @@ class StepFunction:
         dim = int(count > 1)
         is_own = isinstance(batch, OwnRows)
         rows: Nest = batch.rows if isinstance(batch, OwnRows) else batch
+        trial = current_trial()
+        if trial is not None and self._kind == "train":
+            rows = trial.prepare(self._trainer, rows, dim)
         num_examples = count * num_rows(rows, dim)
         if self._num_replicas == 1:
             return rows, num_examples

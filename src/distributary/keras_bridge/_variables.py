@@ -16,6 +16,7 @@ from distributary.checkpoint import settle
 from distributary.context import get_strategy, has_strategy, in_global_view
 from distributary.devices import (
     JobEvent,
+    current_trial,
     fetch_whole,
     in_device_memory,
     in_host_memory,
@@ -26,6 +27,7 @@ from distributary.devices import (
     put_replicated,
     put_sharded,
     shard_dim,
+    without_memory,
 )
 from distributary.errors import UnsupportedError, WorkerMismatchError
 from distributary.keras_bridge import _keras_private as keras_private
@@ -138,6 +140,10 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     """Computes the first value of a variable of a strategy on the devices that store it."""
 
     def _initialize_with_initializer(self: Any, initializer: Any) -> None:
+        zeros = without_memory(self._shape, self._dtype)
+        if zeros is not None:
+            self._initialize(zeros)
+            return
         strategy = _strategy_of_new(self)
         if strategy is None:
             original(self, initializer)
@@ -176,7 +182,10 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
     def assign(self: Any, value: Any) -> None:
         strategy = _strategy_of_new(self)
         given = value
-        if (strategy is not None or self._layout is not None) and shard_dim(self._layout) is None:
+        if current_trial() is not None and not isinstance(value, jax.core.Tracer):
+            zeros = without_memory(value.shape, value.dtype)
+            value = value if zeros is None else zeros
+        elif (strategy is not None or self._layout is not None) and shard_dim(self._layout) is None:
             value = _copied(value)
         is_own = value is not given
         if strategy is not None:
@@ -272,7 +281,7 @@ def value(original: property) -> property:
                 current = in_device_memory(read(self))
             # In a symbolic scope, Keras wants shapes only.
             if current is self._value and not keras_private.in_symbolic_scope():
-                self._shared = True
+                self._shared = current_trial() is None
         current = whole_value(self, current)
         if is_recording():
             current = self._maybe_autocast(noted_read(self, current))
@@ -287,6 +296,9 @@ def is_sum(variable: Any) -> bool:
 
 
 def _put(value: Any, sharding: Any) -> Any:
+    zeros = without_memory(value.shape, value.dtype, sharding)
+    if zeros is not None:
+        return zeros
     return (put_replicated if shard_dim(sharding) is None else put_sharded)(value, sharding)
 
 
@@ -384,7 +396,7 @@ def place_in_parts(variable: Any, strategy: Any) -> None:
     if sharding is None or variable._layout == sharding:
         return
     variable._layout = sharding
-    variable._value = put_sharded(variable._value, sharding)
+    variable._value = _put(variable._value, sharding)
     variable._distributary_stand_in = None
 
 

@@ -2,6 +2,7 @@
 
 import abc
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar, final
@@ -11,6 +12,7 @@ import jax
 from distributary._late import no_attribute
 from distributary.context import StrategyScope, require_cross_replica
 from distributary.data import InputContext, StepStatistics, ValueContext
+from distributary.devices import current_trial
 from distributary.engine import RUNS
 from distributary.errors import (
     ContextError,
@@ -76,9 +78,13 @@ class _ScopeMethod:
 
 def _advised(init: Callable[..., None]) -> Callable[..., None]:
     """Returns the `__init__` of a strategy with advice for arguments that it does not have."""
+    signature = inspect.signature(init)
 
     @functools.wraps(init)
     def __init__(self: object, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        trial = current_trial()
+        if trial is not None:
+            kwargs |= {k: v for k, v in trial.arguments.items() if k in signature.parameters}
         try:
             init(self, *args, **kwargs)
         except DistributaryError as error:

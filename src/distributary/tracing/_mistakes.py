@@ -370,10 +370,11 @@ def advise(error: Exception) -> None:
     if is_one and not hasattr(error, "__notes__"):
         error.add_note(
             "A device has too little memory for this step. A smaller batch, the policy"
-            ' "mixed_bfloat16" of keras.mixed_precision and keras.RematScope shrink what layers'
-            " compute. experimental_shard_optimizer_state=True of the strategy divides the state of"
-            " the optimizer by the number of replicas, experimental_shard_parameters=True the model"
-            " as well. More replicas have smaller parts of a batch."
+            ' "mixed_bfloat16" of keras.mixed_precision and more replicas help, and so do arguments'
+            " of the strategy: experimental_shard_optimizer_state=True divides the state of the"
+            " optimizer by the number of replicas, experimental_shard_parameters=True the model as"
+            " well. `distributary plan --topology h100:8 SCRIPT.py` shows what each of them needs"
+            " on your devices, what rematerialization saves, and the largest batch that fits."
         )
 
 

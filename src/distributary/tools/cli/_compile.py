@@ -17,35 +17,15 @@ from distributary.errors import DistributaryError
 from distributary.tools import compilation
 from distributary.tools.cli._arguments import (
     add_script_arguments,
+    add_topology_arguments,
     check_script,
-    output_file,
     write_json,
-)
-
-# What `compilation.known_topologies()` returns, which imports JAX.
-_TOPOLOGIES = (
-    "TPUs v2, v3, v4, v5e, v5p, v6e, tpu7x with the grid of their chips (v5e:2x4, v4:2x2x1, and"
-    " 2xv5e:2x4 for two slices), and GPUs h100 with their number, also per host (h100:8, h100:2x8"
-    " for two hosts)"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    add = parser.add_argument
-    add(
-        "--topology",
-        action="append",
-        required=True,
-        metavar="NAME",
-        help=f"devices to compile for; you can give it several times. Known are {_TOPOLOGIES}.",
-    )
-    add(
-        "--step",
-        metavar="FUNCTION",
-        help="name of the step function (default: the first that updates a trainable variable)",
-    )
-    add("--json", type=output_file, metavar="FILE", help="also write the reports to FILE, as JSON")
+    add_topology_arguments(parser)
     add_script_arguments(
         parser,
         "Python script whose training step is compiled",

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from distributary.errors import DistributaryError
 from distributary.launch import LaunchOptions
-from distributary.tools.cli import _bench, _certs, _compile, _devices, _doctor, _launch
+from distributary.tools.cli import _bench, _certs, _compile, _devices, _doctor, _launch, _plan
 from distributary.tools.cli._arguments import Parser, suggestion
 
 _PACKAGES = ("distributary", "jax", "keras")
@@ -37,6 +37,7 @@ _COMMANDS: Final[Mapping[str, _Command]] = {
     "bench": _bench,
     "certs": _certs,
     "compile": _compile,
+    "plan": _plan,
 }
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         collectives_of_step,
         moved_activations,
     )
+    from distributary.tools.compilation._plan import plan_script
     from distributary.tools.compilation._report import Report
     from distributary.tools.compilation._script import (
         ScriptEnded,
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
         parse_topology,
         prepare_compilers,
     )
+    from distributary.tools.compilation._trials import Script, answer_trial
 
 __all__ = [
     "Report",
+    "Script",
     "ScriptEnded",
     "StandIn",
+    "answer_trial",
     "collectives_of",
     "collectives_of_step",
     "compile_script",
@@ -35,6 +39,7 @@ __all__ = [
     "known_topologies",
     "moved_activations",
     "parse_topology",
+    "plan_script",
     "prepare_compilers",
     "run_script",
 ]
@@ -46,8 +51,10 @@ if not TYPE_CHECKING:  # or type checkers accept any name
         {
             "distributary.engine": "format_bytes",
             "_dataflow": "collectives_of collectives_of_step moved_activations",
+            "_plan": "plan_script",
             "_report": "Report",
             "_script": "ScriptEnded StandIn compile_script run_script",
             "_topologies": "known_topologies parse_topology prepare_compilers",
+            "_trials": "Script answer_trial",
         },
     )

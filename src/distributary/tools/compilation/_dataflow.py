@@ -58,7 +58,7 @@ def collectives_of(hlo: str, rows: Collection[int] = ()) -> list[Collective]:
     found = []
     for one, collective in flow.program.collectives.items():
         role, num_early = roles.get(one, ("", 0))
-        is_async = any("-start" in caller.kind for caller in flow.program.chain(one))
+        is_async = flow.program.is_beside_others(one)
         name, line = flow.place(one) if role == "activations" else ("", "")
         known: Any = dict(role=role, num_early=num_early, is_async=is_async, name=name, line=line)
         found.append(replace(collective, **known))
@@ -171,7 +171,9 @@ class Dataflow:
         needed = _reached((s for v in combining for s in forward(v)), forward)
         needed_again = _reached((s for v in combining for s in reads[v]), reads.__getitem__)
         found = [v for v in reads if v[0].collective and any(s in on_rows for s in reads[v])]
-        moving = {v[0] for v in found if v in needed or v in on_rows}
+        # Permutations of what no computation on rows needs pass partial sums on in a ring.
+        read = {v for v in on_rows if v[0].collective != "collective-permute"} | needed
+        moving = {v[0] for v in found if v in read}
         sums = [v for v in found if v[0] not in moving]
         behind = _reached(sums, forward)
         ends = self._ends([v[0] for v in combining if v in behind])

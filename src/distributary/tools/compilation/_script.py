@@ -19,6 +19,7 @@ from distributary.devices import (
     Nest,
     ProgramKind,
     Target,
+    Trial,
     mesh_of_values,
     stored_shape,
     watch_programs,
@@ -36,8 +37,11 @@ def compile_script(
     *,
     is_module: bool = False,
     step_name: str | None = None,
+    trial: Trial | None = None,
 ) -> Report:
     """Runs a script until it calls its step, and compiles the step instead.
+
+    Of a trial, a step whose state alone is too large is not compiled.
 
     Args:
         script: Path of the script, or name of the module.
@@ -46,18 +50,19 @@ def compile_script(
         is_module: Whether `script` names a module.
         step_name: Name of the function that is the step; None for the first program that updates a
             trainable variable.
+        trial: What is changed in the script; None leaves it as it is.
 
     Returns:
         A report on the compiled step.
 
     Raises:
         InvalidValueError: if there is no such script.
-        CompileError: if the compiler refuses the step, the step needs more memory than a device
-            has, or the script ends without a step.
+        DoesNotFitError: if the step needs more memory than a device has.
+        CompileError: if the compiler refuses the step, or the script ends without a step.
         Exception: any exception of the script.
     """
-    programs = Programs(topology, step_name)
-    watch_programs(programs.wrap, Target(topology.name, topology.kind, topology.hosts))
+    programs = Programs(topology, step_name, is_trial=trial is not None)
+    watch_programs(programs.wrap, Target(topology.name, topology.kind, topology.hosts, trial))
     try:
         run_script(script, arguments, is_module=is_module)
     except SystemExit as end:
@@ -72,13 +77,29 @@ def compile_script(
     report = programs.step
     memory = report.memory
     if memory.total > memory.available:
-        raise CompileError(
+        raise DoesNotFitError(
             f"{report.step} does not fit into the memory of {topology.name}: it needs"
             f" {memory.total / 2**30:.2f} GiB per device, and a program can use"
             f" {memory.available / 2**30:.2f} GiB. Take a smaller batch or model, a narrower dtype,"
-            f" or more devices.\n{report.to_text()}"
+            f" or more devices.\n{report.to_text()}",
+            report,
         )
     return report
+
+
+@final
+class DoesNotFitError(CompileError):
+    """Raised for a step that needs more memory than a device has.
+
+    Attributes:
+        report: What is known about the step; None if the compiler has refused it.
+        state_bytes: Size of the state on one device if that is too large by itself, else 0.
+    """
+
+    def __init__(self, text: str, report: Report | None = None, state_bytes: int = 0) -> None:
+        super().__init__(text)
+        self.report = report
+        self.state_bytes = state_bytes
 
 
 def run_script(script: str, arguments: Sequence[str], *, is_module: bool) -> None:
@@ -113,6 +134,7 @@ class Programs:
         topology: The devices to compile for.
         step_name: Name of the function that is the step; None for the first program that updates a
             trainable variable.
+        is_trial: Whether a step whose state alone is too large is not compiled.
 
     Attributes:
         step: A report on the compiled step, or the error if it cannot be compiled; None before the
@@ -120,7 +142,10 @@ class Programs:
         others: Names of the programs that ran here, and how often each of them ran.
     """
 
-    def __init__(self, topology: Topology, step_name: str | None = None) -> None:
+    def __init__(
+        self, topology: Topology, step_name: str | None = None, *, is_trial: bool = False
+    ) -> None:
+        self._is_trial = is_trial
         self._topology = topology
         self._step_name = step_name
         self.step: Report | CompileError | None = None
@@ -154,6 +179,12 @@ class Programs:
             start = time.perf_counter()
             lowered = call.lower(*avals)
             lowered_at = time.perf_counter()
+            state = _donated_bytes(lowered, avals)
+            if self._is_trial and sum(state) > self._topology.memory_bytes:
+                return DoesNotFitError(
+                    f"The state of {name} alone needs {sum(state) / 2**30:.2f} GiB per device.",
+                    state_bytes=sum(state),
+                )
             executable = lowered.compile()
             compiled_at = time.perf_counter()
         except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
@@ -161,12 +192,6 @@ class Programs:
             if explained is None:
                 raise
             return explained
-        infos = jax.tree.leaves(lowered.args_info, is_leaf=lambda x: hasattr(x, "donated"))
-        state = [
-            _bytes_on_a_device(aval)
-            for aval, info in zip(jax.tree.leaves(avals), infos, strict=True)
-            if info.donated
-        ]
         seconds = lowered_at - start, compiled_at - lowered_at
         return report_of(self._topology, name, mesh, executable, state, *seconds)
 
@@ -209,6 +234,13 @@ def _avals(args: Nest, mesh: Mesh) -> Nest:
     return jax.tree.map(aval, args)
 
 
+def _donated_bytes(lowered: jax.stages.Lowered, avals: Nest) -> list[int]:
+    """Returns the size on one device of each array that a program updates in place."""
+    infos = jax.tree.leaves(lowered.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+    leaves = zip(jax.tree.leaves(avals), infos, strict=True)
+    return [_bytes_on_a_device(aval) for aval, info in leaves if info.donated]
+
+
 def _bytes_on_a_device(aval: jax.ShapeDtypeStruct) -> int:
     shape = aval.shape if aval.sharding is None else aval.sharding.shard_shape(aval.shape)
     return math.prod(shape) * aval.dtype.itemsize
@@ -226,7 +258,7 @@ def _explained(
             " another way, or outside of the step."
         )
     if "RESOURCE_EXHAUSTED" in text:
-        return CompileError(
+        return DoesNotFitError(
             f"{name} does not fit into the memory of {topology.name}. The compiler says:"
             f" {_beginning(text)}\nTake a smaller batch or model, a narrower dtype, or more"
             " devices."

@@ -1,0 +1,281 @@
+"""Compares layouts of a script's variables by what the compiler makes of its step with each."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+from distributary.engine import format_bytes as _size, total_bytes
+from distributary.tools.compilation._topologies import Topology, parse_topology
+from distributary.tools.compilation._trials import Outcome, Script, Variation, outcome_of
+
+# Arguments that are not those of a layout have these values, whatever the script says.
+_WHOLE = {"experimental_shard_optimizer_state": False, "experimental_shard_parameters": False}
+# The arguments of strategies that give each layout. A strategy that lacks one ignores it.
+_LAYOUTS: Mapping[str, Mapping[str, object]] = {
+    "mirrored": {},
+    "sharded optimizer state": {"experimental_shard_optimizer_state": True},
+    "sharded parameters": {"experimental_shard_parameters": True},
+}
+_MOST_DOUBLINGS = 8
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """A layout, with or without rematerialization.
+
+    Args:
+        layout: Name of the layout.
+        arguments: Arguments of the strategy that give it.
+        rematerializes: Whether the backward pass computes the inside of blocks once more.
+        outcome: Result for the script's batch.
+        largest_batch: Largest batch of the search that fits: a power of two rows per replica. 0 if
+            none does; None if the batch of the script cannot be changed.
+        is_largest: Whether twice as many rows do not fit.
+    """
+
+    layout: str
+    arguments: Mapping[str, object]
+    rematerializes: bool
+    outcome: Outcome
+    largest_batch: int | None = None
+    is_largest: bool = True
+
+    @property
+    def moved_bytes(self) -> int:
+        """Size of the arrays that a step sends through collectives; a loop may count once."""
+        report = self.outcome.report
+        return 0 if report is None else total_bytes(report.collectives)
+
+    def cells(self, available: int) -> list[str]:
+        """Returns the row of a table for people."""
+        outcome, report = self.outcome, self.outcome.report
+        first = [self.layout, "yes" if self.rematerializes else "no"]
+        if outcome.failure:
+            return [*first, outcome.failure]
+        fits = "yes" if outcome.fits else "no"
+        if report is None:
+            what = f"{_size(outcome.state_bytes)} of state" if outcome.state_bytes else ""
+            return [*first, what or f"more than {_size(available)}", fits, self._batch()]
+        memory = report.memory
+        sums = [c for c in report.collectives if c.role == "sum"]
+        early = sum(c.num_bytes * c.num_early for c in sums)
+        beside = total_bytes(c for c in report.collectives if c.is_async)
+        in_a_loop = any(c.num_calls is None for c in report.collectives)
+        return [
+            *first,
+            f"{_size(memory.total)} ({_size(memory.arguments)} + {_size(memory.temporaries)})",
+            fits,
+            self._batch(),
+            f"{'at least ' if in_a_loop else ''}{_size(self.moved_bytes)}",
+            _percent(beside, self.moved_bytes),
+            _percent(early, total_bytes(sums)),
+        ]
+
+    def _batch(self) -> str:
+        if self.largest_batch is None:
+            return "-"
+        return f"{'' if self.is_largest else 'at least '}{self.largest_batch or 'none'}"
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What the layouts of a script's variables need on a topology.
+
+    Args:
+        topology: Name of the topology.
+        device_kind: Name of the devices.
+        num_devices: Number of devices.
+        memory_bytes: Memory of a device that a program can use.
+        rows: The layouts.
+    """
+
+    topology: str
+    device_kind: str
+    num_devices: int
+    memory_bytes: int
+    rows: tuple[Row, ...]
+
+    @property
+    def best(self) -> Row | None:
+        """The row that moves the fewest bytes of those that fit, without recomputing if it can."""
+        fitting = [row for row in self.rows if row.outcome.fits]
+        key = lambda row: (row.moved_bytes, row.rematerializes)
+        return min(fitting, key=key, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as numbers, strings, lists and dicts."""
+        rows = [{**asdict(row), "moved_bytes": row.moved_bytes} for row in self.rows]
+        return {**asdict(self), "rows": rows, "code": self._code()}
+
+    def to_text(self) -> str:
+        """Returns the plan as text for people."""
+        outcome = self.rows[0].outcome
+        batch = next((row.outcome.num_rows for row in self.rows if row.outcome.num_rows), None)
+        title = (
+            f"{self.topology}: {self.num_devices} x {self.device_kind},"
+            f" {_size(self.memory_bytes)} each"
+        )
+        of_batch = "the batch of its loop" if batch is None else f"batches of {batch}"
+        head = ["layout", "remat", "memory (arguments + temporaries)", "fits", "largest batch"]
+        table = [
+            [*head, "moved per step", "beside computations", "sums before backward ends"],
+            *(row.cells(self.memory_bytes) for row in self.rows),
+        ]
+        widths = [max(len(r[i]) for r in table if i < len(r)) for i in range(len(table[0]))]
+        widths[2] = max(len(r[2]) for r in table if len(r) != 3)  # reasons may be longer
+        lines = ["  ".join(map(str.ljust, r, widths)).rstrip() for r in table]
+        step = "" if outcome.report is None else f"{outcome.report.step}, "
+        below = [f"{step}{of_batch}", "", *lines, "", *self._end()]
+        return "\n".join([title, *(f"  {line}".rstrip() for line in below)])
+
+    def _end(self) -> list[str]:
+        code = self._code()
+        if code:
+            return ["Of those that fit, this moves the fewest bytes:", "", *code]
+        rows = [row for row in self.rows if row.largest_batch]
+        if not rows:
+            return ["Nothing fits: take more devices, a smaller model or a narrower dtype."]
+        most = max(rows, key=lambda row: row.largest_batch or 0)
+        remat = " with rematerialization" if most.rematerializes else ""
+        largest = f"The largest batch that does is {most.largest_batch}, {most.layout}{remat}."
+        return [f"Nothing fits with this batch. {largest}"]
+
+    def _code(self) -> list[str]:
+        """Returns the lines of code for the best row; none if nothing fits."""
+        best = self.best
+        if best is None:
+            return []
+        given = ", ".join(f"{name}={value!r}" for name, value in best.arguments.items())
+        lines = [f"strategy = dist.{best.outcome.strategy or 'MirroredStrategy'}({given})"]
+        if best.rematerializes:
+            lines += _REMATERIALIZED
+            for model, names in (best.outcome.blocks or {}).items():
+                lines += [f"for name in {names}:", f"    rematerialize({model}.get_layer(name))"]
+        return [f"    {line}" for line in lines]
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+_REMATERIALIZED = """import functools, jax
+
+def rematerialize(layer):
+    call = layer.call
+    layer.call = lambda *a, **k: jax.checkpoint(functools.partial(call, **k))(*a)
+
+""".splitlines()
+
+
+def plan_script(
+    script: Script,
+    topologies: Sequence[str],
+    num_processes: int,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Plan]:
+    """Compiles the step of a script with all layouts, for several topologies.
+
+    Args:
+        script: The script.
+        topologies: Names of the devices.
+        num_processes: Number of compilations at the same time.
+        tell: Gets a line of text for people after each compilation.
+
+    Raises:
+        InvalidValueError: for a topology that does not exist.
+        CompileError: if the script fails, or its step cannot be compiled.
+    """
+    found = [parse_topology(name) for name in topologies]
+    with ThreadPoolExecutor(num_processes) as pool:
+
+        def rows_of(topology: Topology, layout: str) -> tuple[Future[Row], Future[Row]]:
+            plain, again = (_Search(script, topology, layout, r, tell) for r in (False, True))
+            first = plain.outcome()
+            # Rematerialization does not change the state.
+            same = first if first.state_bytes else None
+            return pool.submit(plain.row, first), pool.submit(again.row, same)
+
+        started = [[pool.submit(rows_of, t, layout) for layout in _LAYOUTS] for t in found]
+        try:
+            rows = [
+                tuple(row.result() for both in futures for row in both.result())
+                for futures in started
+            ]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [
+        Plan(t.name, t.hosts[0][0].device_kind, sum(map(len, t.hosts)), t.memory_bytes, own)
+        for t, own in zip(found, rows, strict=True)
+    ]
+
+
+@final
+@dataclass(frozen=True)
+class _Search:
+    """The search for the largest batch that fits with a layout."""
+
+    script: Script
+    topology: Topology
+    layout: str
+    rematerializes: bool
+    tell: Callable[[str], None]
+
+    def row(self, known: Outcome | None) -> Row:
+        """Compiles the step with as many batches as the search needs.
+
+        Args:
+            known: The outcome for the script's batch if it is known.
+        """
+        first = known or self.outcome()
+        largest, is_largest = self._largest(first)
+        arguments = _LAYOUTS[self.layout]
+        return Row(self.layout, arguments, self.rematerializes, first, largest, is_largest)
+
+    def outcome(self, num_rows: int | None = None) -> Outcome:
+        """Compiles the step for a batch; None takes the script's."""
+        arguments = {**_WHOLE, **_LAYOUTS[self.layout]}
+        variation = Variation(self.topology.name, arguments, self.rematerializes, num_rows)
+        outcome = outcome_of(self.script, variation)
+        remat = ", rematerialized" if self.rematerializes else ""
+        batch = "" if outcome.num_rows is None else f", batch {outcome.num_rows}"
+        fits = outcome.failure or ("fits" if outcome.fits else "does not fit")
+        self.tell(f"{self.topology.name}: {self.layout}{remat}{batch}: {fits}")
+        return outcome
+
+    def _largest(self, first: Outcome) -> tuple[int | None, bool]:
+        """Returns the largest batch that fits, and whether twice as much does not."""
+        if first.failure or first.num_rows is None:
+            return None, True
+        if first.state_bytes:
+            return 0, True
+        # Of a step that was refused, the strategy may have fewer; that moves the sizes only.
+        report, devices = first.report, sum(map(len, self.topology.hosts))
+        num_replicas = devices if report is None else report.num_replicas
+        start = int(math.log2(max(1, first.num_rows // num_replicas)))
+        known = {start: first} if first.num_rows == num_replicas << start else {}
+        totals = {first.num_rows: first.report.memory} if first.report else {}
+        lower, upper = -1, start + _MOST_DOUBLINGS
+        k = start
+        while lower + 1 < upper:
+            k = min(max(k, lower + 1), upper - 1)
+            outcome = known.get(k) or self.outcome(num_replicas << k)
+            if outcome.report is not None:
+                totals[num_replicas << k] = outcome.report.memory
+            lower, upper = (k, upper) if outcome.fits else (lower, k)
+            k = _guess(totals, num_replicas) if totals else upper - 1
+        return (num_replicas << lower if lower >= 0 else 0), upper < start + _MOST_DOUBLINGS
+
+
+def _guess(totals: Mapping[int, Any], num_replicas: int) -> int:
+    """Returns where the largest batch that fits may be, as a power of two rows per replica."""
+    *before, (num_rows, memory) = sorted(totals.items())
+    slope = (memory.total - memory.arguments) / num_rows
+    if before and memory.total > before[-1][1].total:
+        slope = (memory.total - before[-1][1].total) / (num_rows - before[-1][0])
+    most = num_rows + (memory.available - memory.total) / max(slope, 1)
+    return int(math.log2(max(1, most / num_replicas)))

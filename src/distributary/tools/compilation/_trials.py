@@ -1,0 +1,198 @@
+"""Compiles variations of a script's step, each in a process of its own.
+
+There, the names of layers and the state of the script are those of its first run, and memory is
+free again afterwards.
+"""
+
+import functools
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from distributary.context import get_strategy
+from distributary.devices import Nest, Trial, without_memory
+from distributary.errors import CompileError, UnsupportedError
+from distributary.tools.compilation._report import Report
+from distributary.tools.compilation._script import DoesNotFitError, compile_script
+from distributary.tools.compilation._topologies import parse_topology, prepare_compilers
+
+_CHILD = "from distributary.tools.compilation import answer_trial; answer_trial()"
+
+
+@final
+@dataclass(frozen=True)
+class Script:
+    """A script, and its training step.
+
+    Args:
+        path: Path of the script, or name of the module.
+        arguments: Arguments of the script.
+        is_module: Whether `path` names a module.
+        step_name: Name of the function that is the step; None for the first program that updates a
+            trainable variable.
+    """
+
+    path: str
+    arguments: Sequence[str]
+    is_module: bool = False
+    step_name: str | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Variation:
+    """A variation of a script's step.
+
+    Args:
+        topology: Name of the devices.
+        arguments: Arguments of the strategy, in place of the script's.
+        rematerializes: Whether the backward pass computes the inside of blocks once more. Blocks
+            are layers of the model that contain layers.
+        num_rows: Rows of a batch of `fit`, in place of the script's; None keeps these.
+    """
+
+    topology: str
+    arguments: Mapping[str, object]
+    rematerializes: bool = False
+    num_rows: int | None = None
+
+
+@final
+@dataclass
+class Outcome:
+    """The compiler's result for a variation.
+
+    Attributes:
+        fits: Whether the step fits into the memory of a device.
+        report: The report; None if the compiler has refused the step, or was not asked.
+        state_bytes: Size of the state on one device if that is too large by itself, else 0.
+        failure: Why the variation cannot be made; empty if it can.
+        strategy: Name of the class of the model's strategy.
+        num_rows: Rows of a batch of `fit`; None if the step is not that of `fit`.
+        blocks: By an expression for the model that contains them, the names of its blocks.
+    """
+
+    fits: bool = False
+    report: Report | None = None
+    state_bytes: int = 0
+    failure: str = ""
+    strategy: str = ""
+    num_rows: int | None = None
+    blocks: dict[str, list[str]] | None = None
+
+
+def outcome_of(script: Script, variation: Variation) -> Outcome:
+    """Compiles a variation in another process.
+
+    Raises:
+        CompileError: if the script fails, or its step cannot be compiled for the topology.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer"
+        process = subprocess.run(
+            [sys.executable, "-c", _CHILD],
+            input=pickle.dumps((script, variation, answer)),
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        if process.returncode or not answer.exists():
+            raise CompileError(
+                f"{script.path} failed with {variation}. It says:\n"
+                f"{process.stderr.decode(errors='replace')}"
+            )
+        found = pickle.loads(answer.read_bytes())
+    if isinstance(found, Exception):
+        raise found
+    assert isinstance(found, Outcome)
+    return found
+
+
+def answer_trial() -> None:
+    """Compiles the variation that stands on stdin, and writes the outcome to a file."""
+    script, variation, answer = pickle.load(sys.stdin.buffer)
+    prepare_compilers()
+    try:
+        found: Outcome | CompileError = _compiled(script, variation)
+    except CompileError as error:
+        found = error
+    answer.write_bytes(pickle.dumps(found))
+
+
+def _compiled(script: Script, variation: Variation) -> Outcome:
+    outcome = Outcome()
+
+    def prepare(model: Any, batch: Nest, dim: int) -> Nest:
+        outcome.strategy = type(get_strategy()).__name__
+        if variation.rematerializes and outcome.blocks is None:
+            outcome.blocks = _rematerialize(model)
+        size = variation.num_rows
+        if size is not None:
+            batch = jax.tree.map(lambda leaf: _resized(leaf, dim, size), batch)
+        outcome.num_rows = next(x.shape[dim] for x in jax.tree.leaves(batch) if x.ndim > dim)
+        return batch
+
+    try:
+        outcome.report = compile_script(
+            script.path,
+            script.arguments,
+            parse_topology(variation.topology),
+            is_module=script.is_module,
+            step_name=script.step_name,
+            trial=Trial(variation.arguments, prepare),
+        )
+        outcome.fits = True
+    except DoesNotFitError as error:
+        outcome.report, outcome.state_bytes = error.report, error.state_bytes
+    except Exception as error:
+        if not variation.rematerializes:
+            raise
+        outcome.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    if variation.rematerializes and outcome.blocks is None and not outcome.failure:
+        outcome.fits, outcome.failure = False, "only layers of models in fit are rematerialized"
+    return outcome
+
+
+def _resized(leaf: Any, dim: int, size: int) -> Any:
+    """Returns an array with another number of rows; only its shape matters."""
+    if leaf.ndim <= dim:
+        return leaf
+    shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
+    zeros = without_memory(shape, leaf.dtype)
+    return jnp.zeros(shape, leaf.dtype) if zeros is None else zeros
+
+
+def _rematerialize(model: Any) -> dict[str, list[str]]:
+    """Makes the blocks of a model compute what is inside of them once more; returns these.
+
+    Raises:
+        UnsupportedError: if no layer contains others.
+    """
+    found: dict[str, list[str]] = {}
+    for text, block in _blocks(model, "model"):
+        found.setdefault(text, []).append(block.name)
+        block.call = _rematerialized(block.call)
+    if not found:
+        raise UnsupportedError("no layer of the model contains layers, which would be a block")
+    return found
+
+
+def _blocks(model: Any, text: str) -> Iterator[tuple[str, Any]]:
+    for layer in model.layers:
+        if hasattr(layer, "layers"):
+            yield from _blocks(layer, f"{text}.get_layer({layer.name!r})")
+        elif layer._layers:
+            yield text, layer
+
+
+def _rematerialized(call: Callable[..., Any]) -> Callable[..., Any]:
+    # What has a name may be a Python value, such as `training`, which must not be traced.
+    return lambda *args, **kwargs: jax.checkpoint(functools.partial(call, **kwargs))(*args)
