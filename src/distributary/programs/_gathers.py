@@ -42,10 +42,14 @@ from typing import NamedTuple, final
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.devices import Nest
+from distributary.programs._logical_devices import laid_out
+from distributary.programs._row_wise import takes_rows
 from distributary.programs._stages import flattened
 from distributary.tracing import (
+    CONTROL_FLOW,
     Atom,
     Equation,
     aval_of,
@@ -53,6 +57,8 @@ from distributary.tracing import (
     gather_p,
     scatter_p,
     variables_of,
+    walk,
+    with_bodies,
     with_pass,
 )
 
@@ -71,12 +77,18 @@ def with_gathers(step: Callable[..., Nest]) -> Callable[..., Nest]:
     Args:
         step: From arrays to a nest of arrays; called inside `jax.jit`.
     """
+    return with_pass(step, _run)
 
-    def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-        jaxpr, constants = flattened(closed)
-        return _Evaluation(jaxpr).outputs([*args, *constants.values()])
 
-    return with_pass(step, run)
+def gathers(jaxpr: Jaxpr) -> bool:
+    """Returns whether a program gathers weights."""
+    return any(eqn.primitive is gather_p for eqn in walk(jaxpr.eqns))
+
+
+def _run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
+    """Returns the outputs of a program, or of the body of a loop in it."""
+    jaxpr, constants = flattened(closed)
+    return _Evaluation(jaxpr).outputs([*args, *constants.values()])
 
 
 @final
@@ -97,6 +109,20 @@ class _Weight:
     forms: list[Equation] = field(default_factory=list)
     uses: list[int] = field(default_factory=list)
     again: int | None = None
+
+    def gathered(self) -> list[Var]:
+        """Returns the variables of the whole weight."""
+        return [v for eqn in self.forms if eqn.primitive is gather_p for v in eqn.outvars]
+
+    def rows(self, eqn: Equation, stored: Array, ids: Array) -> Array:
+        """Returns what an equation takes from the rows of the weight, of which only these move.
+
+        Every device looks up the rows, or parts of them, that it holds.
+        """
+        parts: NamedSharding = self.forms[0].params["parts"]
+        held = lax.with_sharding_constraint(stored, parts)
+        (found,) = evaluate_one(eqn, [held, laid_out(ids, parts.mesh, P())])
+        return laid_out(found, parts.mesh, P())
 
 
 class _Gather(NamedTuple):
@@ -124,6 +150,8 @@ class _Evaluation:
         self._stored: dict[Var, _Weight] = {}
         # Positions of the equations that make a form.
         self._makes_form: set[int] = set()
+        # By position: the weight of which an equation takes a few rows.
+        self._takes_rows: dict[int, _Weight] = {}
         for i, eqn in enumerate(jaxpr.eqns):
             self._note(i, eqn)
         for weight in variables_of(jaxpr.outvars):
@@ -136,6 +164,9 @@ class _Evaluation:
     def _note(self, position: int, eqn: Equation) -> None:
         operands = variables_of(eqn.invars)
         known = self._weights.get(operands[0]) if operands else None
+        if known is not None and takes_rows(eqn) and operands[0] in known.gathered():
+            self._takes_rows[position] = known
+            operands, known = operands[1:], None
         if eqn.primitive is gather_p and known is None and operands:
             stored, aval = operands[0], aval_of(operands[0])
             weight = _Weight(stored, int(aval.size) * aval.dtype.itemsize)
@@ -209,8 +240,15 @@ class _Evaluation:
         for i, eqn in enumerate(self._jaxpr.eqns):
             if i in self._makes_form:
                 continue
-            prepare(i, eqn.invars)
-            made = evaluate_one(eqn, list(map(value, eqn.invars)))
+            table = self._takes_rows.get(i)
+            if table is None:
+                prepare(i, eqn.invars)
+                if eqn.primitive.name in CONTROL_FLOW:
+                    eqn = with_bodies(eqn, gathers, _run)
+                made = evaluate_one(eqn, list(map(value, eqn.invars)))
+            else:
+                prepare(i, eqn.invars[1:])
+                made = [table.rows(eqn, env[table.stored], value(eqn.invars[1]))]
             env.update(zip(eqn.outvars, made, strict=True))
             if eqn.primitive is scatter_p:
                 complete.append((i, made[0]))
