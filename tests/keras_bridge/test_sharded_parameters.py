@@ -130,6 +130,25 @@ def test_training_ends_where_it_does_on_one_device(name, train, assert_same_trai
     )
 
 
+def test_several_steps_at_once_gather_as_each_step_does(train):
+    def build(num_steps):
+        layers = [kl.Dense(32, "relu") for _ in range(4)]
+        model = keras.Sequential([keras.Input((32,)), *layers])
+        model.compile("sgd", "mse", steps_per_execution=num_steps)
+        return model
+
+    x = _RANDOM.normal(size=(16, 32)).astype(np.float32)
+    sent = []
+    for num_steps in (1, 2):
+        strategy = _parts(2)
+        train(lambda num_steps=num_steps: build(num_steps), x, x, strategy=strategy)
+        statistics = strategy.step_statistics
+        sent.append(statistics.collective_bytes / statistics.num_runs)
+
+    # In a loop, too, each weight is gathered again for its backward pass.
+    assert sent[1] == pytest.approx(2 * sent[0], rel=0.05)
+
+
 def test_what_is_saved_goes_on_with_any_number_of_replicas(train, tmp_path):
     build = _build(_convolutional)
     model = train(build, _IMAGES[:16], _LABELS[:16], strategy=_parts(3)).model

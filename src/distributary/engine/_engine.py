@@ -27,6 +27,7 @@ from distributary.programs import (
     GlobalProgram,
     ReplicaProgram,
     evaluate_jointly,
+    gathers,
     with_gathers,
     with_sparse_gradients,
 )
@@ -36,7 +37,7 @@ from distributary.programs.xla_cpu import (
     with_exchanged_sums,
     with_partial_sums,
 )
-from distributary.tracing import Subject, TraceScope, current_scope, gather_p, in_role, walk
+from distributary.tracing import Subject, TraceScope, current_scope, in_role, walk
 from distributary.values import (
     Mirrored,
     PerReplica,
@@ -267,8 +268,7 @@ class Engine:
         made = with_sparse_gradients(step, [closed.jaxpr], 1, placement.adds_in_any_order, mesh)
         if divided is not None and placement.is_on_cpus:
             made = with_partial_sums(made, dims, divided)  # rewrites what each device computes
-        gathers = any(eqn.primitive is gather_p for eqn in walk(closed.jaxpr.eqns))
-        return with_gathers(made) if gathers else made
+        return with_gathers(made) if gathers(closed.jaxpr) else made
 
     def _rewritten(
         self, replica: Callable[..., Any], jaxprs: Sequence[Jaxpr], mesh: Any

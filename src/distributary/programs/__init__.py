@@ -1,6 +1,6 @@
 """Turns the jaxpr of a step into the program of all replicas."""
 
-from distributary.programs._gathers import with_gathers
+from distributary.programs._gathers import gathers, with_gathers
 from distributary.programs._global import GlobalProgram
 from distributary.programs._joint import evaluate_jointly
 from distributary.programs._logical_devices import constrained, spec_of_split

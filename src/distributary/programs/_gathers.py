@@ -35,48 +35,95 @@ do not pile up either. No activation is computed twice.
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.devices import Nest
+from distributary.devices import REPLICA_AXIS, Nest
+from distributary.programs._row_wise import takes_rows
 from distributary.programs._stages import flattened
 from distributary.tracing import (
+    CONTROL_FLOW,
     Atom,
     Equation,
     aval_of,
     evaluate_one,
     gather_p,
+    jaxpr_of,
     scatter_p,
     variables_of,
+    walk,
+    with_bodies,
     with_pass,
 )
 
 # These make other forms of the same numbers, which are made again rather than kept.
 _FORMS = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
-    | {"transpose"}
+    {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "slice"}
+    | {"squeeze", "transpose"}
 )
+# The operations that scatter a sum of replicas.
+_OF_SUMS = frozenset({"pad", "reduce_scatter"})
 # So many times the size of the largest weight may be on its way before it is used.
 _AHEAD = 2
 
 
-def with_gathers(step: Callable[..., Nest]) -> Callable[..., Nest]:
+def with_gathers(
+    step: Callable[..., Nest], parts: Mapping[int, tuple[int, int]] | None = None
+) -> Callable[..., Nest]:
     """Returns `step` with weights gathered where they are used, at most twice each.
 
     Args:
-        step: From arrays to a nest of arrays; called inside `jax.jit`.
+        step: From arrays to a nest of arrays; called inside `jax.jit`. If it is the program of a
+            replica, it is called inside `jax.shard_map`.
+        parts: In the program of a replica, the arguments of which it gets a part, by number: the
+            dim that is divided, and its size. `step` itself gets the whole.
     """
+    if not parts:
+        return with_pass(step, _run)
+
+    def of_replica(*args: Array) -> Nest:
+        whole = list(args)
+        for i, (dim, size) in parts.items():
+            joined = lax.all_gather(args[i], REPLICA_AXIS, axis=dim, tiled=True)
+            whole[i] = lax.slice_in_dim(joined, 0, size, axis=dim)
+        return step(*whole)
 
     def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
         jaxpr, constants = flattened(closed)
-        return _Evaluation(jaxpr).outputs([*args, *constants.values()])
+        stored = [jaxpr.invars[i] for i in parts]
+        return _Evaluation(_with_early_sums(jaxpr), stored).outputs([*args, *constants.values()])
 
-    return with_pass(step, run)
+    return with_pass(of_replica, run)
+
+
+def gathers(jaxpr: Jaxpr) -> bool:
+    """Returns whether a program gathers weights."""
+    return any(eqn.primitive is gather_p for eqn in walk(jaxpr.eqns))
+
+
+def _run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
+    """Returns the outputs of a program, or of the body of a loop in it."""
+    jaxpr, constants = flattened(closed)
+    return _Evaluation(jaxpr).outputs([*args, *constants.values()])
+
+
+def _with_early_sums(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns the program of a replica with sums scattered as soon as the replica has its term."""
+    ready: dict[Var, int] = {}
+    places = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        known = [ready.get(v, -1) for v in variables_of(eqn.invars)]
+        can_move = not known or eqn.primitive.name in _OF_SUMS
+        places.append(max(known, default=-1) if can_move else i)
+        ready.update(dict.fromkeys(eqn.outvars, places[-1]))
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return jaxpr_of(jaxpr.invars, jaxpr.outvars, [jaxpr.eqns[i] for i in order])
 
 
 @final
@@ -98,6 +145,21 @@ class _Weight:
     uses: list[int] = field(default_factory=list)
     again: int | None = None
 
+    def gathered(self) -> list[Var]:
+        """Returns the variables of the whole weight."""
+        return [v for eqn in self.forms if eqn.primitive is gather_p for v in eqn.outvars]
+
+    def rows(self, eqn: Equation, stored: Array, ids: Array) -> Array:
+        """Returns what an equation takes from the rows of the weight, of which only these move.
+
+        Every device looks up the rows, or parts of them, that it holds.
+        """
+        parts: NamedSharding = self.forms[0].params["parts"]
+        whole = NamedSharding(parts.mesh, P())
+        held = lax.with_sharding_constraint(stored, parts)
+        (found,) = evaluate_one(eqn, [held, lax.with_sharding_constraint(ids, whole)])
+        return lax.with_sharding_constraint(found, whole)
+
 
 class _Gather(NamedTuple):
     """A gather of a weight before the equation at a position."""
@@ -115,15 +177,23 @@ class _Wait(NamedTuple):
 
 @final
 class _Evaluation:
-    """The evaluation of a program without calls."""
+    """The evaluation of a program without calls.
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
+    Args:
+        jaxpr: The program.
+        parts: The inputs that a replica gathers.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, parts: Collection[Var] = ()) -> None:
         self._jaxpr = jaxpr
+        self._parts = frozenset(parts)
         # By variable: the weight of which it is a form, and the one whose parts it has.
         self._weights: dict[Var, _Weight] = {}
         self._stored: dict[Var, _Weight] = {}
         # Positions of the equations that make a form.
         self._makes_form: set[int] = set()
+        # By position: the weight of which an equation takes a few rows.
+        self._takes_rows: dict[int, _Weight] = {}
         for i, eqn in enumerate(jaxpr.eqns):
             self._note(i, eqn)
         for weight in variables_of(jaxpr.outvars):
@@ -136,11 +206,17 @@ class _Evaluation:
     def _note(self, position: int, eqn: Equation) -> None:
         operands = variables_of(eqn.invars)
         known = self._weights.get(operands[0]) if operands else None
-        if eqn.primitive is gather_p and known is None and operands:
-            stored, aval = operands[0], aval_of(operands[0])
+        if known is not None and takes_rows(eqn) and operands[0] in known.gathered():
+            self._takes_rows[position] = known
+            operands, known = operands[1:], None
+        is_gather = eqn.primitive is gather_p or (
+            eqn.primitive.name == "all_gather" and not self._parts.isdisjoint(operands)
+        )
+        if is_gather and known is None and operands:
+            stored, aval = operands[0], aval_of(eqn.outvars[0])
             weight = _Weight(stored, int(aval.size) * aval.dtype.itemsize)
             known = self._stored.setdefault(stored, weight)
-        elif known is None or not (eqn.primitive is gather_p or eqn.primitive.name in _FORMS):
+        elif known is None or not (is_gather or eqn.primitive.name in _FORMS):
             for weight in [self._weights[v] for v in operands if v in self._weights]:
                 if weight.uses[-1:] != [position]:
                     weight.uses.append(position)
@@ -209,10 +285,17 @@ class _Evaluation:
         for i, eqn in enumerate(self._jaxpr.eqns):
             if i in self._makes_form:
                 continue
-            prepare(i, eqn.invars)
-            made = evaluate_one(eqn, list(map(value, eqn.invars)))
+            table = self._takes_rows.get(i)
+            if table is None:
+                prepare(i, eqn.invars)
+                if eqn.primitive.name in CONTROL_FLOW:
+                    eqn = with_bodies(eqn, gathers, _run)
+                made = evaluate_one(eqn, list(map(value, eqn.invars)))
+            else:
+                prepare(i, eqn.invars[1:])
+                made = [table.rows(eqn, env[table.stored], value(eqn.invars[1]))]
             env.update(zip(eqn.outvars, made, strict=True))
-            if eqn.primitive is scatter_p:
+            if eqn.primitive is scatter_p or eqn.primitive.name == "reduce_scatter":
                 complete.append((i, made[0]))
         prepare(len(self._jaxpr.eqns), self._jaxpr.outvars)
         return list(map(value, self._jaxpr.outvars))

@@ -28,8 +28,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.core import ShapedArray
+from jax.sharding import NamedSharding
 
 from distributary.programs._row_wise import bind_rows
 from distributary.tracing import Equation, evaluate_one, shape_of
@@ -133,9 +134,15 @@ class RowIds:
 @final
 @dataclass(frozen=True, eq=False, slots=True)
 class Zeros:
-    """Zeros, of some shape and dtype."""
+    """Zeros, of some shape and dtype.
+
+    Attributes:
+        aval: Shape and dtype.
+        parts: The sharding of all of them, if every device gets a part; None leaves it to XLA.
+    """
 
     aval: ShapedArray
+    parts: NamedSharding | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -149,7 +156,8 @@ class Zeros:
 
     def dense(self) -> Array:
         """Returns all of them."""
-        return jnp.zeros(self.aval.shape, self.aval.dtype)
+        zeros = jnp.zeros(self.aval.shape, self.aval.dtype)
+        return zeros if self.parts is None else lax.with_sharding_constraint(zeros, self.parts)
 
     def in_rows(self, ids: RowIds) -> Array:
         """Returns as many rows of zeros as there are ids."""

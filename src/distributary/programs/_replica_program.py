@@ -19,15 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.devices import REPLICA_AXIS, shard_dim
+from distributary.devices import REPLICA_AXIS, num_logical_devices, shard_dim, stored_shards
 from distributary.errors import (
     ContextError,
     ReplicaDivergenceError,
     ReplicaMismatchError,
     TracedValueError,
 )
+from distributary.programs._gathers import with_gathers
 from distributary.programs._joint import evaluate_jointly
 from distributary.programs._logical_devices import (
     check_on_cores,
@@ -331,9 +332,14 @@ class ReplicaProgram(TracedProgram):
         on_mesh = self._on_mesh
         made = self._run_on_mesh(values) if on_mesh else self._run_jointly(captures, state, args)
         if self._divides:
-            in_parts = [*[P()] * len(captures[0]), *(h.parts for h in handles), *[P()] * len(args)]
             results = complete_in_parts(
-                stages, values, made, self._cut_specs, in_parts, self._out_parts(), self._mesh
+                stages,
+                values,
+                made,
+                self._cut_specs,
+                self._inputs_parts(),
+                self._out_parts(),
+                self._mesh,
             )
         else:
             results = stages.complete(values, made)
@@ -351,7 +357,14 @@ class ReplicaProgram(TracedProgram):
         stages, split, whole = self._stages[0], P(REPLICA_AXIS), P()
         own = [values[i] for i in stages.replica_inputs]
         is_split = self._inputs_split()
-        in_specs = tuple([split if is_split[i] else whole for i in stages.replica_inputs])
+        in_specs = [split if is_split[i] else whole for i in stages.replica_inputs]
+        parts: dict[int, tuple[int, int]] = {}
+        for k, (i, stored) in enumerate(zip(stages.replica_inputs, own, strict=True)):
+            spec = self._inputs_parts()[i]
+            dim = shard_dim(spec)
+            if dim is not None and num_logical_devices(self._mesh) == 1:
+                parts[k], in_specs[k] = (dim, stored.shape[dim]), spec
+                own[k] = stored_shards(stored, NamedSharding(self._mesh, spec))
         out_split = self._outputs_split()
         out_specs = [
             *(split if out_split[i] else whole for i in stages.replica_outputs),
@@ -360,10 +373,12 @@ class ReplicaProgram(TracedProgram):
         body: Callable[..., list[Array]] = self._run_replica
         if not self._divides:
             body = self._rewrite(body, [stages.replica.jaxpr], self._mesh)
+        if parts:
+            body = with_gathers(body, parts)
         return jax.shard_map(
             body,
             mesh=self._mesh,
-            in_specs=in_specs,
+            in_specs=tuple(in_specs),
             out_specs=out_specs,
             check_vma=False,
             # Logical devices are left to XLA.
@@ -375,6 +390,12 @@ class ReplicaProgram(TracedProgram):
         first = self.pures[0]
         of_handles = [handle.per_replica for handle in first.handles]
         return [*[False] * len(first.captures), *of_handles, *self._varying_args]
+
+    def _inputs_parts(self) -> list[P]:
+        """Returns the sharding of every input; `P()` if it is whole."""
+        first = self.pures[0]
+        of_handles = [handle.parts for handle in first.handles]
+        return [*[P()] * len(first.captures), *of_handles, *[P()] * len(self._varying_args)]
 
     def _outputs_split(self) -> list[bool]:
         """Returns for every output whether it has a part for every replica."""

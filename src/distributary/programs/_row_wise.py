@@ -18,6 +18,10 @@ from jax.extend.core import Literal, Var
 
 from distributary.tracing import Atom, Equation, aval_of, shape_of, variables_of
 
+# Measured, see docs/design/tracing.md.
+_MAX_SHARE_OF_ROWS = 1 / 4
+_MIN_ELEMENTS = 1 << 15
+
 DimSize: TypeAlias = Any  # an int, or a symbolic dim of `jax.export`
 
 ELEMENTWISE = frozenset(
@@ -119,6 +123,33 @@ def adds_rows(eqn: Equation) -> bool:
         and not dims.operand_batching_dims
         and tuple(rows.shape[d] for d in dims.update_window_dims) == operand.shape[1:]
         and rows.ndim == len(dims.update_window_dims) + ids.ndim - 1
+    )
+
+
+def takes_rows(eqn: Equation) -> bool:
+    """Returns whether an equation takes whole rows of its first operand, few of all."""
+    if eqn.primitive.name != "gather":
+        return False
+    dims, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
+    return (
+        dims.start_index_map == dims.collapsed_slice_dims == (0,)
+        and not dims.operand_batching_dims
+        and tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
+        and are_few_rows(math.prod(shape_of(eqn.invars[1])[:-1]), shape)
+    )
+
+
+def are_few_rows(num_ids: int, shape: Sequence[int]) -> bool:
+    """Returns whether it is less work to handle rows of a table by themselves.
+
+    Args:
+        num_ids: Number of the rows.
+        shape: Shape of the table.
+    """
+    return (
+        0 < num_ids <= shape[0] * _MAX_SHARE_OF_ROWS
+        and math.prod(shape) >= _MIN_ELEMENTS
+        and shape[0] + num_ids <= np.iinfo(np.int32).max
     )
 
 

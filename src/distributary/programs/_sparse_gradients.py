@@ -46,9 +46,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -74,6 +73,7 @@ from distributary.programs._patches import (
 )
 from distributary.programs._row_wise import (
     adds_rows,
+    are_few_rows,
     bind_rows,
     known_result,
     number_of,
@@ -81,6 +81,7 @@ from distributary.programs._row_wise import (
     row_operands,
 )
 from distributary.tracing import (
+    CONTROL_FLOW,
     Equation,
     aval_of,
     evaluate_one,
@@ -88,18 +89,14 @@ from distributary.tracing import (
     is_sum_of_replicas,
     open_jaxpr,
     plain_call_of,
+    scatter_p,
     shape_of,
     walk,
-    with_jaxprs,
+    with_bodies,
     with_pass,
 )
 from distributary.values import all_reduce_of_vectors
 
-# Measured, see docs/design/tracing.md.
-_MAX_SHARE_OF_ROWS = 1 / 4
-_MIN_ELEMENTS = 1 << 15
-
-_LOOPS = frozenset({"scan", "while", "cond"})
 _SUMS = frozenset({"add", "add_any", "sub"})
 
 
@@ -219,12 +216,7 @@ class _Rewriting:
         )
 
     def _is_few(self, num_ids: int, shape: Sequence[int]) -> bool:
-        num_of_all = num_ids * self._num_replicas
-        return (
-            0 < num_of_all <= shape[0] * _MAX_SHARE_OF_ROWS
-            and math.prod(shape) >= _MIN_ELEMENTS
-            and shape[0] + num_of_all <= np.iinfo(np.int32).max
-        )
+        return are_few_rows(num_ids * self._num_replicas, shape)
 
     # Operations
 
@@ -237,8 +229,8 @@ class _Rewriting:
         if called is not None and (patched or self.concerns(open_jaxpr(called)[0])):
             jaxpr, consts = open_jaxpr(called)
             return self._evaluated(jaxpr, [*consts, *operands])
-        if eqn.primitive.name in _LOOPS:
-            eqn = self._with_rewritten_bodies(eqn)
+        if eqn.primitive.name in CONTROL_FLOW:
+            eqn = with_bodies(eqn, self.concerns, self._run_body)
         elif any(isinstance(x, _LAZY) for x in operands):
             rules = [self._all_reduced] if eqn.effects else self._rules
             for rule in rules:
@@ -254,23 +246,9 @@ class _Rewriting:
             self._numbers[id(results[0])] = results[0], self._numbers[id(operands[0])][1]
         return results
 
-    def _with_rewritten_bodies(self, eqn: Equation) -> Equation:
-        """Returns a loop or branch with its own gradients of tables as rows."""
-
-        def rewritten(body: Any) -> ClosedJaxpr:  # closed, as in all loops and branches
-            if not self.concerns(body.jaxpr):
-                return body
-            # Its arrays are others than those outside.
-            own = _Rewriting(self._num_replicas, self._is_in_any_order, self._mesh)
-            made: ClosedJaxpr = jax.make_jaxpr(lambda *args: own.run(body, args))(*body.in_avals)
-            # A loop would refuse a carry that is weakly typed only before or after it.
-            kinds = [
-                [(aval.shape, aval.dtype, aval.weak_type) for aval in jaxpr.out_avals]
-                for jaxpr in (made, body)
-            ]
-            return made if kinds[0] == kinds[1] else body
-
-        return eqn.replace(params=with_jaxprs(eqn, rewritten))
+    def _run_body(self, body: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
+        # Its arrays are others than those outside.
+        return _Rewriting(self._num_replicas, self._is_in_any_order, self._mesh).run(body, args)
 
     def _scattered(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
         """Returns the result of a scatter that adds rows to zeros."""
@@ -387,6 +365,9 @@ class _Rewriting:
     def _linear(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
         """Returns the result of an operation that is linear in patches with terms."""
         sums = [(i, x) for i, x in enumerate(operands) if isinstance(x, Added)]
+        if eqn.primitive is scatter_p and sums and isinstance(sums[0][1].base, Zeros):
+            zeros = replace(sums[0][1].base, parts=eqn.params["parts"])
+            return [Added(zeros, sums[0][1].terms)]
         if not sums or any(isinstance(x, Replaced) for x in operands):
             return None
         terms: list[Term] = []

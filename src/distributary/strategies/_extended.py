@@ -109,7 +109,7 @@ class Sharded(enum.Enum):
 
     NOTHING = ""
     OPTIMIZER_STATE = "Keras optimizer state"
-    PARAMETERS = "variables of Keras models and optimizers"
+    PARAMETERS = "variables"
 
     @classmethod
     def of(cls, optimizer_state: bool, parameters: bool) -> "Sharded":
@@ -370,7 +370,7 @@ class StrategyExtended:
 
     def created(self, name: str) -> None:
         """Says once that a new variable of ours is whole on every device, also for optax."""
-        if self._sharded and not self._has_told:
+        if self._sharded is Sharded.OPTIMIZER_STATE and not self._has_told:
             self._has_told = True
             _log.warning(
                 "Variable %r is whole on every device: divided are %s, not variables that hold"

@@ -30,8 +30,9 @@ class MirroredStrategy(Strategy):
             the state of Keras optimizers. Gradients are then reduce-scattered, and new weights
             all-gathered. The results are those of mirrored state, up to rounding.
         experimental_shard_parameters: Whether every device holds only one part of each variable of
-            a Keras model, from 1 KiB on, and of its optimizer's state. A step gathers a weight
-            where a layer needs it and again for its backward pass, at most twice, and
+            a Keras model and of its optimizer's state, and of each `Variable` of floating-point
+            numbers with one value for all replicas, from 1 KiB on. A step gathers a weight where
+            it needs it and again for its backward pass, at most twice, and
             reduce-scatters gradients. The results are those of mirrored variables, up to rounding.
 
     Raises:

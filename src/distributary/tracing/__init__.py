@@ -59,6 +59,7 @@ from distributary.tracing._jaxprs import (
     variables_made,
     variables_of,
     walk,
+    with_bodies,
     with_jaxprs,
     with_pass,
 )

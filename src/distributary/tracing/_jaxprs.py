@@ -287,6 +287,33 @@ def with_pass(
     return passed
 
 
+def with_bodies(
+    eqn: Equation,
+    concerns: Callable[[Jaxpr], bool],
+    run: Callable[[ClosedJaxpr, Sequence[Array]], list[Array]],
+) -> Equation:
+    """Returns a loop or branch with its bodies evaluated by `run`.
+
+    Args:
+        eqn: The equation.
+        concerns: Returns whether a body is to be evaluated by `run`.
+        run: Returns the outputs of a body, given its inputs.
+    """
+
+    def changed(body: Any) -> ClosedJaxpr:  # closed, as in all loops and branches
+        if not concerns(body.jaxpr):
+            return body
+        made: ClosedJaxpr = jax.make_jaxpr(lambda *args: run(body, args))(*body.in_avals)
+        # A loop would refuse a carry that is weakly typed only before or after it.
+        kinds = [
+            [(aval.shape, aval.dtype, aval.weak_type) for aval in jaxpr.out_avals]
+            for jaxpr in (made, body)
+        ]
+        return made if kinds[0] == kinds[1] else body
+
+    return eqn.replace(params=with_jaxprs(eqn, changed))
+
+
 # Where equations come from
 
 

@@ -82,7 +82,7 @@ class DistributedVariable(Variable, DistributedValues):
             return self._components(self._copies_traced(scope))
         check_not_frozen(self._name, "read")
         with latest_program.lock:
-            return self._components(self._copies(in_device_memory(self._value)))
+            return self._components(self._copies(in_device_memory(self._whole())))
 
     def _components(self, copies: Sequence[jax.Array]) -> tuple["VariableComponent", ...]:
         return tuple([VariableComponent(self, i, copy) for i, copy in enumerate(copies)])

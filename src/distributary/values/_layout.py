@@ -1,9 +1,9 @@
 """The placement of variables on devices."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import jax
@@ -11,18 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.context import in_global_view
 from distributary.devices import (
     JobEvent,
+    fetch_whole,
     in_device_memory,
     in_host_memory,
     job_programs,
     local_copy,
     own_copies,
     put_replicated,
+    put_sharded,
     put_stacked,
 )
 from distributary.errors import InvalidTypeError, described, shown
-from distributary.tracing import describe_value, native
+from distributary.tracing import describe_value, gathered, native
 from distributary.values._operators import ArrayOperators
 
 
@@ -42,6 +45,7 @@ class VariableLayout:
         first_replica: Number of the first replica of this process.
         from_chief: Returns the chief's arrays on all workers. None with one worker.
         kind: Class of the variables. None if they hold their values themselves.
+        parts: Sharding of a variable of which every device holds a part; None for others.
     """
 
     strategy: Any
@@ -52,6 +56,27 @@ class VariableLayout:
     first_replica: int = 0
     from_chief: Callable[[list[np.ndarray], str], list[np.ndarray]] | None = None
     kind: Any = None
+    parts: Any = None
+
+    def of_variable(self, shape: Sequence[int], dtype: Any) -> "VariableLayout":
+        """Returns the layout of a variable that has one value for all replicas."""
+        if self.kind is not None or not jnp.issubdtype(dtype, jnp.inexact):
+            return self
+        parts = self.strategy.extended.parameter_layout(shape, dtype)
+        return self if parts is None else replace(self, parts=parts)
+
+    def whole(self, stored: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """Returns a stored value, put together if it is in parts; all workers call this then."""
+        if self.parts is None:
+            return stored
+        with jax.ensure_compile_time_eval():
+            return put_replicated(fetch_whole(stored, shape), self.replicated)
+
+    def read(self, value: jax.Array) -> jax.Array:
+        """Returns a value of a variable that is read in a trace."""
+        if self.parts is None or not in_global_view():
+            return value
+        return gathered(value, NamedSharding(self.strategy.extended.mesh, self.parts.spec))
 
     def initial(self, value: object, what: str) -> Any:
         """Returns the initial value of a variable: with several workers, the chief's.
@@ -87,6 +112,8 @@ class VariableLayout:
         It must be a copy, because steps donate the buffers of the variables they write.
         """
         sharding = self.stacked if stacked else self.replicated
+        if self.parts is not None:
+            return put_sharded(np.asarray(local_copy(value), dtype), self.parts)
         if sharding is not None and not sharding.is_fully_addressable:
             # All processes pass the same value, and JAX must do the same with it on each.
             host = np.array(local_copy(value), dtype=dtype)

@@ -4,11 +4,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from distributary.context import (
@@ -167,9 +169,12 @@ class Variable(Assignable):
                     f" {self._shape}. Leave shape out, it follows the initial value."
                 )
             self._check_aggregation(what)
+            if not on_read:
+                self._layout = self._layout.of_variable(self._shape, self._dtype)
             self._slot = StateList([None]), 0
             self._value = self._initial_state(self._layout.initial(initial, self._description()))
-        get_strategy().extended.created(self._name)
+        if self._layout.parts is None:
+            get_strategy().extended.created(self._name)
         per_replica = self._layout.mirrored and on_read and self._layout.kind is None
         self._handle = Handle(
             weakref.ref(self),
@@ -177,6 +182,7 @@ class Variable(Assignable):
             self._shape,
             self._dtype,
             self._layout.num_replicas if per_replica else None,
+            parts=P() if self._layout.parts is None else self._layout.parts.spec,
         )
 
     def _description(self) -> str:
@@ -436,18 +442,24 @@ class Variable(Assignable):
         return self.assign(changed(jnp.asarray(array, self._dtype)))
 
     def _read_traced(self, scope: TraceScope) -> jax.Array:
-        return scope.read(self._handle)
+        return self._layout.read(scope.read(self._handle))
 
     def _read_eager(self) -> jax.Array:
         # Under the lock, so that a program of another thread sees `_shared` before it donates.
         with latest_program.lock:
-            value = in_device_memory(local_copy(self._value))
-            self._shared = self._shared or not in_host_memory(self._layout.replicated)
+            value = self._peek()
+            # What is copied or put together is nobody else's.
+            is_copy = self._layout.parts or in_host_memory(self._layout.replicated)
+            self._shared = self._shared or not is_copy
         return value
 
     def _peek(self) -> jax.Array:
         """Returns the eager value, which is valid only until the next step."""
-        return in_device_memory(local_copy(self._value))
+        return in_device_memory(local_copy(self._whole()))
+
+    def _whole(self) -> jax.Array:
+        """Returns the stored array, put together if it is in parts."""
+        return self._layout.whole(self._value, self._shape)
 
     # Assigning
 
@@ -493,7 +505,7 @@ class Variable(Assignable):
                 self._value = self._layout.place(value, self._dtype)
             else:
                 value = self._layout.bring(value, self._dtype)
-                self._store(combine(kind, in_device_memory(self._value), value))
+                self._store(combine(kind, in_device_memory(self._whole()), value))
             self._shared = False
 
     def _scatter_eager(self, kind: str, slices: IndexedSlices) -> None:
@@ -502,12 +514,14 @@ class Variable(Assignable):
         self._layout.assigned(f"{what}, its rows", slices.values)
         slices = jax.tree.map(self._layout.bring, slices)
         with latest_program.lock:
-            self._store(combine(kind, in_device_memory(self._value), slices))
+            self._store(combine(kind, in_device_memory(self._whole()), slices))
             self._shared = False
 
     def _store(self, new: jax.Array) -> None:
         """Stores a new value in the memory that the layout gives to variables."""
         sharding = self._layout.replicated
+        if self._layout.parts is not None:
+            new = self._layout.place(new, self._dtype)
         self._value = jax.device_put(new, sharding) if in_host_memory(sharding) else new
 
     def _change_traced(
@@ -620,8 +634,9 @@ class Variable(Assignable):
                 f" {get_strategy()!r}. Copy it in its own strategy's scope."
             )
         with strategy.scope():
+            mirrored = replace(self._layout, parts=None)
             new = Variable(
-                self._layout.place(self._initial_of_copy(), self._dtype),
+                mirrored.place(self._initial_of_copy(), self._dtype),
                 self._trainable,
                 self._name,
                 self._dtype,
@@ -633,7 +648,7 @@ class Variable(Assignable):
         return new
 
     def _initial_of_copy(self) -> Any:
-        return self._value
+        return self._whole()
 
     def __copy__(self) -> NoReturn:
         raise InvalidTypeError(

@@ -113,6 +113,18 @@ def test_weights_in_parts_are_gathered_twice_and_their_gradients_scattered(compi
     assert report["num_donated_arrays"] == report["num_state_arrays"]
 
 
+def test_loops_of_ones_own_gather_weights_twice_and_scatter_gradients_early(compile_all):
+    (outcome,) = compile_all([["--topology", "h100:8", "own_parts.py"]])
+    (report,) = outcome.reports
+
+    each, count = 4 * 512 * 512, 8
+    for kind, at_least in (("all-gather", 1.5), ("reduce-scatter", 1)):
+        sizes = [c["num_bytes"] for c in report["collectives"] if c["kind"] == kind]
+        assert at_least * count * each <= sum(sizes) <= 2 * count * each
+        assert max(sizes) < count * each / 2
+    assert report["state_bytes"] < 1.05 * count * each / 8
+
+
 @pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
 def test_central_state_stays_in_host_memory_and_visits_its_device_in_parts(run_program, topology):
     replicas, update = map(json.loads, run_program("central.py", topology).splitlines())

@@ -1,0 +1,172 @@
+"""Variables of one's own of which every device holds a part, also those with the state of optax."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import distributary as dist
+
+_RANDOM = np.random.default_rng(2)
+_X = _RANDOM.normal(size=(22, 40)).astype(np.float32)  # with batches of 8, the last one is uneven
+_WEIGHTS = {
+    "inner": _RANDOM.normal(size=(40, 17), scale=0.1).astype(np.float32),
+    "outer": _RANDOM.normal(size=(17, 40), scale=0.1).astype(np.float32),
+    "bias": np.zeros(40, np.float32),
+}
+
+
+def _strategy(num_replicas):
+    devices = [f"CPU:{i}" for i in range(num_replicas)]
+    return dist.MirroredStrategy(devices, experimental_shard_parameters=True)
+
+
+def _loss(weights, x):
+    predicted = jnp.tanh(x @ weights["inner"]) @ weights["outer"] + weights["bias"]
+    return jnp.sum((predicted - x) ** 2) / 8
+
+
+def _trained(optimizer, strategy):
+    """Trains under a strategy with optax; returns the variables, and the strategy's values."""
+    with strategy.scope():
+        weights = jax.tree.map(dist.Variable, _WEIGHTS)
+        state = jax.tree.map(dist.Variable, optimizer.init(_WEIGHTS))
+
+    def step(x):
+        values, old = jax.tree.map(lambda v: v.value(), (weights, state))
+        gradients = jax.grad(_loss)(values, x)
+        gradients = dist.get_replica_context().all_reduce("SUM", gradients)
+        updates, new = optimizer.update(gradients, old, values)
+        for variables, after in ((weights, optax.apply_updates(values, updates)), (state, new)):
+            jax.tree.map(lambda v, value: v.assign(value), variables, after)
+
+    batches = [_X[:8], _X[8:16], _X[16:]]
+    for batch in strategy.experimental_distribute_dataset(batches):
+        strategy.run(step, args=(batch,))
+    return weights, state
+
+
+def _expected(optimizer):
+    weights, state = _WEIGHTS, optimizer.init(_WEIGHTS)
+    for x in (_X[:8], _X[8:16], _X[16:]):
+        updates, state = optimizer.update(jax.grad(_loss)(weights, x), state, weights)
+        weights = optax.apply_updates(weights, updates)
+    return weights, state
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adamw(0.01), optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))],
+    ids=["adamw", "clipped momentum"],
+)
+def test_optax_takes_the_steps_of_one_device(optimizer, num_replicas):
+    divided = _trained(optimizer, _strategy(num_replicas))
+
+    pairs = zip(jax.tree.leaves(divided), jax.tree.leaves(_expected(optimizer)), strict=True)
+    num_divided = 0
+    for variable, expected in pairs:
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-4, atol=1e-6)
+        if expected.nbytes >= 1024:
+            num_divided += 1
+            assert not variable.sharding.is_fully_replicated
+            (part,) = {variable.sharding.shard_shape((42, 42))}
+            assert np.prod(part) * num_replicas == 42 * 42
+        else:
+            assert variable.sharding.is_fully_replicated
+    assert num_divided >= 4
+
+
+def test_a_variable_is_read_and_assigned_as_a_whole():
+    strategy, start = _strategy(3), _WEIGHTS["inner"]
+    with strategy.scope():
+        variable = dist.Variable(start)
+    copied = copy.deepcopy(variable)
+    before = variable.value()
+
+    variable.assign_add(np.ones_like(start))
+    variable.scatter_sub(dist.IndexedSlices(np.full((1, 17), 3, np.float32), np.array([39])))
+
+    expected = start + 1
+    expected[39] -= 3
+    for value in (variable.numpy(), variable * 1, *(v.numpy() for v in variable.values)):
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for value in (before, copied.numpy()):
+        np.testing.assert_array_equal(value, start)
+    variable.assign(start)
+    np.testing.assert_array_equal(variable.value(), start)
+    assert not variable.sharding.is_fully_replicated
+    assert not copied.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_replicas_assign_what_their_aggregation_says(aggregation):
+    strategy = _strategy(2)
+    with strategy.scope():
+        variable = dist.Variable(
+            jnp.zeros((16, 16)), aggregation=dist.VariableAggregation[aggregation]
+        )
+
+    def step():
+        replica = dist.get_replica_context().replica_id_in_sync_group
+        variable.assign_add(jnp.full((16, 16), 1.0 + replica))
+
+    strategy.run(step)
+
+    expected = {"SUM": 3.0, "MEAN": 1.5, "ONLY_FIRST_REPLICA": 1.0}[aggregation]
+    np.testing.assert_array_equal(variable.numpy(), np.full((16, 16), expected))
+
+
+def test_only_floats_with_one_value_are_in_parts():
+    with _strategy(2).scope():
+        numbers = dist.Variable(jnp.zeros(1024, jnp.int32))
+        own = dist.Variable(
+            jnp.ones(1024),
+            synchronization=dist.VariableSynchronization.ON_READ,
+            aggregation=dist.VariableAggregation.SUM,
+        )
+
+    assert numbers.sharding.is_fully_replicated
+    np.testing.assert_array_equal(own.value(), np.full(1024, 2.0))
+
+
+def test_a_checkpoint_goes_on_with_any_number_of_replicas(tmp_path):
+    path = None
+    for num_replicas in (3, 2):
+        with _strategy(num_replicas).scope():
+            variable = dist.Variable(_WEIGHTS["inner"] * (path is None))
+        checkpoint = dist.checkpoint.Checkpoint(variable=variable)
+        if path is None:
+            path = checkpoint.save(tmp_path / "checkpoint")
+        else:
+            checkpoint.restore(path)
+        np.testing.assert_array_equal(variable.numpy(), _WEIGHTS["inner"])
+        assert not variable.sharding.is_fully_replicated
+
+
+def test_a_function_of_the_whole_program_trains_parts():
+    strategy = _strategy(2)
+    with strategy.scope():
+        variable = dist.Variable(_WEIGHTS["inner"])
+
+    def step(x):
+        gradient = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(variable.value())
+        variable.assign_sub(0.01 * dist.get_replica_context().all_reduce("SUM", gradient))
+
+    @dist.function
+    def steps(x):
+        for _ in range(2):
+            strategy.run(step, args=(x,))
+        return variable.value().sum()
+
+    total = steps(jnp.asarray(_X[:4]))
+
+    expected = _WEIGHTS["inner"]
+    for _ in range(2):
+        expected = expected - 0.04 * _X[:4].T @ (_X[:4] @ expected)
+    np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(total, expected.sum(), rtol=1e-3, atol=1e-3)
+    assert not variable.sharding.is_fully_replicated
