@@ -124,7 +124,7 @@ class GlobalProgram(TracedProgram):
             is_divided = not divided.isdisjoint(variables_of([pure.jaxpr.outvars[k]]))
             if is_divided and shard_dim(handle.parts) is None:
                 # XLA then gathers new weights and not the state they are computed from.
-                spec = shard_spec(jnp.shape(value), self.num_replicas)
+                spec = shard_spec(jnp.shape(value), self.num_replicas, handle.parts)
                 value = laid_out(value, self._mesh, spec)
             new.append(_written(handle, value))
         return new, outs
