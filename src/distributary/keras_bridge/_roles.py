@@ -29,38 +29,50 @@ def note_role(variable: Any, name: object, shape: Sequence[int] | None) -> None:
     rules = get_strategy().extended.layout_rules
     layer = keras_private.current_layer()
     if rules.is_auto and rules.num_devices > 1 and isinstance(layer, keras.Layer):
-        dim = _divided_dim(layer, name, tuple(shape))
+        made = rules.made.setdefault(keras_private.current_path().rpartition("/")[0], set())
+        dim = _divided_dim(layer, name, tuple(shape), made)
         if dim is not None and shape[dim] % rules.num_devices == 0:
             variable._distributary_dim = dim
 
 
-def _divided_dim(layer: Any, name: object, shape: tuple[int, ...]) -> int | None:
-    """Returns the dim of a new variable of a layer that devices divide; None for the whole."""
+def _divided_dim(
+    layer: Any, name: object, shape: tuple[int, ...], made: set[tuple[int, ...]]
+) -> int | None:
+    """Returns the dim of a new variable of a layer that devices divide; None for the whole.
+
+    Args:
+        layer: The layer.
+        name: Name of the variable.
+        shape: Its shape.
+        made: The sizes of what other layers of the same block make and divide. It gets new ones. A
+            layer that takes something else would divide what comes before the block.
+    """
     if isinstance(layer, keras.layers.Embedding):  # its vocabulary, also where it is reversed
         return {"embeddings": 0, "reverse_embeddings": len(shape) - 1}.get(str(name))
     is_einsum = isinstance(layer, keras.layers.EinsumDense)
     if name not in ("kernel", "bias") or not (is_einsum or isinstance(layer, keras.layers.Dense)):
         return None
-    operands, made = (layer.equation if is_einsum else "ab,bc->ac").replace(" ", "").split("->")
+    operands, result = (layer.equation if is_einsum else "ab,bc->ac").replace(" ", "").split("->")
     taken, letters = operands.split(",")
     kernel = shape if name == "kernel" else tuple(layer.weights[0].shape)
     sizes = dict(zip(letters, kernel, strict=False))
-    outer = [letter for letter in made if letter in sizes and letter not in taken]
-    inner = [letter for letter in letters if letter not in made]
+    outer = [letter for letter in result if letter in sizes and letter not in taken]
+    inner = [letter for letter in letters if letter not in result]
     if not outer or not inner:
         return None
     # First heads tell, then sizes, and then names.
-    making, taking = (
-        (len(own), math.prod(sizes[letter] for letter in own)) for own in (outer, inner)
-    )
+    to, of = (tuple([sizes[letter] for letter in own]) for own in (outer, inner))
+    making, taking = ((len(own), math.prod(own)) for own in (to, of))
     makes = making > taking
     if making == taking:
         makes = bool(_MAKES.search(layer.name))
         if makes == bool(_TAKES.search(layer.name)):
             return None
     if name == "kernel":
-        return letters.index(outer[0] if makes else inner[0])
-    place = made.index(outer[0]) - len(made) + len(shape)
+        made.update([to] if makes else [])
+        takes = not makes and of in made
+        return letters.index(outer[0]) if makes else letters.index(inner[0]) if takes else None
+    place = result.index(outer[0]) - len(result) + len(shape)
     return place if makes and place >= 0 else None
 
 
