@@ -87,7 +87,8 @@ def assert_same_training() -> Callable[..., None]:
     """
 
     def assert_same_training(alone, distributed, *, rtol=1e-4, unchanged=()):
-        num_devices = len(distributed.strategy.extended.parameter_devices)
+        extended = distributed.strategy.extended
+        num_devices = len(extended.parameter_devices) * extended.num_logical_devices
         for variable in distributed.model.variables:
             assert len(variable.value.sharding.device_set) == num_devices, variable.path
         _compare_variables(alone, distributed, rtol, unchanged)

@@ -107,6 +107,11 @@ SETTINGS = {
     "2 replicas": Setting(lambda: _mirrored(2)),
     "4 replicas": Setting(lambda: _mirrored(4), devices=4),
     "sharded state": Setting(lambda: _mirrored(2, experimental_shard_optimizer_state=True)),
+    "layers over 2 devices": Setting(lambda: _mirrored(2, experimental_model_parallel=2)),
+    "layers over 2 of 4 devices, parts over replicas": Setting(
+        lambda: _mirrored(4, experimental_model_parallel=2, experimental_shard_parameters=True),
+        devices=4,
+    ),
     "central storage": Setting(_central),
     "2 workers": Setting(_workers, devices=1, workers=2),
     "servers": Setting(_servers, devices=1),

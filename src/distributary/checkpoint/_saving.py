@@ -17,7 +17,7 @@ from distributary.checkpoint._commit import Snapshot, check_replaceable, commit,
 from distributary.checkpoint._leaves import ArrayLeaf, Entry, VariableLeaf, by_store, find_leaves
 from distributary.checkpoint._remote_store import SavedVariable
 from distributary.checkpoint._save_locks import SaveLock
-from distributary.devices import fetch_whole, latest_program, local_copy, shard_dim
+from distributary.devices import fetch_whole, is_divided, latest_program, local_copy
 from distributary.errors import CheckpointError, ContextError, DistributaryError, InvalidValueError
 from distributary.job import copies
 from distributary.tracing import current_scope
@@ -216,7 +216,7 @@ def _stored(variables: Mapping[str, SavedVariable]) -> dict[str, jax.Array | np.
 def _stored_array(variable: SavedVariable) -> Any:
     if isinstance(variable, ShardedVariable):
         return np.asarray(variable)
-    if shard_dim(variable._handle.parts) is not None:
+    if is_divided(variable._handle.parts):
         return fetch_whole(variable._value, variable.shape)
     return variable._value
 

@@ -1,7 +1,8 @@
 """Arrays on all devices of a mesh, even if the mesh spans processes: whole on each, or in parts.
 
-A part is a slice along one dim. If the size of the dim is not a multiple of the number of devices,
-the array is stored with zeros at its end. Only code that runs in a program sees this padding.
+A part is a slice along one dim over the replicas, and along others over the logical devices of each
+replica. If the size of the dim over the replicas is not a multiple of their number, the array is
+stored with zeros at its end. Only code that runs in a program sees this padding.
 """
 
 import functools
@@ -162,15 +163,35 @@ def local_copy(value: object) -> Any:
     return value
 
 
-def shard_spec(shape: Sequence[int], num_shards: int) -> P:
+def shard_spec(shape: Sequence[int], num_shards: int, spec: P = P()) -> P:
     """Returns the sharding with the smallest parts: along the dim that needs the least padding.
 
     Scalars and empty arrays are not partitioned.
+
+    Args:
+        shape: Shape of the array.
+        num_shards: Number of replicas.
+        spec: A sharding over logical devices, whose dims are not divided once more. If it divides
+            over replicas as well, it is returned.
     """
-    if num_shards == 1 or not shape or 0 in shape:
-        return P()
-    sizes = [math.ceil(size / num_shards) / size for size in shape]
-    return P(*(None,) * sizes.index(min(sizes)), REPLICA_AXIS)
+    axes = [*spec, *[None] * (len(shape) - len(spec))]
+    free = [i for i, axis in enumerate(axes) if axis is None]
+    if num_shards == 1 or 0 in shape or not free or shard_dim(spec) is not None:
+        return spec
+    axes[min(free, key=lambda i: math.ceil(shape[i] / num_shards) / shape[i])] = REPLICA_AXIS
+    return spec_of_axes(axes)
+
+
+def spec_of_axes(axes: Sequence[Any]) -> P:
+    """Returns the spec for the mesh axes of each dim, without those of whole dims at its end."""
+    last = max((i for i, axis in enumerate(axes) if axis is not None), default=-1)
+    return P(*axes[: last + 1])
+
+
+def is_divided(sharding: object) -> bool:
+    """Returns whether a sharding or its spec leaves a device only a part of an array."""
+    spec = getattr(sharding, "spec", sharding)
+    return isinstance(spec, P) and any(axis is not None for axis in spec)
 
 
 def shard_dim(sharding: object) -> int | None:
@@ -213,7 +234,7 @@ def put_sharded(value: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.A
 
     Args:
         value: Array that this process can read, or one that is already stored in this way.
-        sharding: Sharding that partitions one dim.
+        sharding: Sharding that partitions dims.
     """
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value

@@ -263,11 +263,11 @@ class Engine:
         def step(*args: Array) -> list[Array]:
             return evaluate_jointly([closed], [args])[0]
 
-        if mesh is not None and num_logical_devices(mesh) > 1:
-            return step  # logical devices are left to XLA
-        made = with_sparse_gradients(step, [closed.jaxpr], 1, placement.adds_in_any_order, mesh)
-        if divided is not None and placement.is_on_cpus:
-            made = with_partial_sums(made, dims, divided)  # rewrites what each device computes
+        made = step
+        if mesh is None or num_logical_devices(mesh) == 1:  # these are left to XLA
+            made = with_sparse_gradients(step, [closed.jaxpr], 1, placement.adds_in_any_order, mesh)
+            if divided is not None and placement.is_on_cpus:
+                made = with_partial_sums(made, dims, divided)  # rewrites what each device computes
         return with_gathers(made) if gathers(closed.jaxpr) else made
 
     def _rewritten(

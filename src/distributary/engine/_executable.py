@@ -18,6 +18,7 @@ from distributary.devices import (
     for_target,
     inside_jax_trace,
     interrupts,
+    is_divided,
     job_programs,
     latest_program,
     own_copies,
@@ -328,7 +329,7 @@ class Executable:
         mirrored = [
             (handle.name, value)
             for handle, value in zip(self.program.written, new, strict=True)
-            if not handle.per_replica and shard_dim(handle.parts) is None
+            if not handle.per_replica and not is_divided(handle.parts)
         ]
         names, values = zip(*mirrored, strict=True) if mirrored else ((), ())
         copies.compare(f"after {self._title}", names, values)
@@ -395,7 +396,7 @@ def _sharding_of(handle: Handle) -> Any:
     mesh = layout.strategy.extended.mesh
     if mesh is None or mesh.size == 1:
         return None
-    if shard_dim(handle.parts) is not None:
+    if is_divided(handle.parts):
         return NamedSharding(mesh, handle.parts)
     return NamedSharding(mesh, P(REPLICA_AXIS) if handle.per_replica else P())
 

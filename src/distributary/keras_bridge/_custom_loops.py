@@ -16,7 +16,7 @@ import keras
 from jax.sharding import PartitionSpec as P
 
 from distributary.context import current_mode, get_strategy, in_default_context
-from distributary.devices import shard_dim
+from distributary.devices import is_divided
 from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._replica import aggregation_of_state, in_optimizer, replica_context
@@ -49,7 +49,7 @@ class KerasVariable(ForeignVariable):
             tuple(variable.shape),
             variable._dtype,  # of what is stored; under autocast `dtype` is that of what is read
             summed=self.is_sum and self._layout.num_replicas > 1,
-            parts=layout.spec if shard_dim(layout) is not None else P(),
+            parts=layout.spec if is_divided(layout) else P(),
         )
 
     @property

@@ -32,6 +32,8 @@ to_snake_case = private("keras.src.utils.naming:to_snake_case")
 AutocastScope: Any = private("keras.src.backend.common.variables:AutocastScope")
 get_stateless_scope = private("keras.src.backend.common.stateless_scope:get_stateless_scope")
 initialize_all_variables = private("keras.src.backend.common.variables:initialize_all_variables")
+current_path = private("keras.src.backend.common.name_scope:current_path")
+get_global_attribute = private("keras.src.backend.common.global_state:get_global_attribute")
 set_global_attribute = private("keras.src.backend.common.global_state:set_global_attribute")
 in_stateless_scope = private("keras.src.backend.common.stateless_scope:in_stateless_scope")
 in_symbolic_scope = private("keras.src.backend.common.symbolic_scope:in_symbolic_scope")
@@ -61,6 +63,12 @@ def find(owner: str, name: str) -> Any:
     except (ImportError, AttributeError, KeyError, StopIteration) as error:
         raise no_private_name(f"{public}.{name}") from error
     return target
+
+
+def current_layer() -> Any:
+    """Returns the layer, or other object, that is creating a variable; None if there is none."""
+    stack = get_global_attribute("name_scope_stack")
+    return stack[-1].caller if stack else None
 
 
 def sync_state(model: Any) -> None:

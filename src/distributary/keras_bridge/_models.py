@@ -24,8 +24,9 @@ from distributary.errors import ContextError, DistributaryWarning, shown
 from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import Call, DatasetAdapter, batches_of, current_call
 from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
+from distributary.keras_bridge._roles import check_rules
 from distributary.keras_bridge._step_function import StepFunction
-from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
+from distributary.keras_bridge._variables import keeps_on_servers, place
 from distributary.strategies import OneDeviceStrategy, check_job, unused_strategies
 from distributary.tracing import explained, native, shorten, user_stacklevel
 
@@ -239,10 +240,10 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, purge_model_variables=purge_model_variables, **parts)
-        for variable in getattr(getattr(self, "optimizer", None), "variables", ()):
-            place_in_parts(variable, strategy)
-        for variable in (*self.variables, *self.metrics_variables):
+        own = getattr(getattr(self, "optimizer", None), "variables", ())
+        for variable in (*own, *self.variables, *self.metrics_variables):
             place(variable, strategy)
+        check_rules(self, strategy)
         return ((),) * sum(parts.values())
 
     return _get_jax_state

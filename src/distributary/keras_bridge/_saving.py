@@ -35,7 +35,6 @@ from distributary.keras_bridge._variables import (
     created_whole,
     keeps_on_servers,
     place,
-    place_in_parts,
     together,
 )
 
@@ -127,10 +126,8 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
         with job_programs.alone(), created_whole():
             model = original(*args, **kwargs)
         take_over(model, strategy)
-        for variable in model.variables:
+        for variable in (*model.variables, *getattr(model.optimizer, "variables", ())):
             place(variable, strategy)
-        for variable in getattr(model.optimizer, "variables", ()):
-            place_in_parts(variable, strategy)
         return model
 
     return load_model

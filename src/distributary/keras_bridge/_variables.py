@@ -20,6 +20,7 @@ from distributary.devices import (
     fetch_whole,
     in_device_memory,
     in_host_memory,
+    is_divided,
     job_programs,
     latest_program,
     local_copy,
@@ -32,6 +33,7 @@ from distributary.devices import (
 from distributary.errors import UnsupportedError, WorkerMismatchError
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._initial_values import first_value
+from distributary.keras_bridge._roles import note_role
 from distributary.tracing import current_scope, describe_value, gathered, is_recording, noted_read
 from distributary.values import ShardedVariable, Variable, colocated_with
 
@@ -42,7 +44,12 @@ ON_SERVERS = (Variable, ShardedVariable)
 def sharding_of(strategy: Any, variable: Any) -> Any:
     """Returns the sharding of a variable of a strategy; None leaves it to JAX."""
     if not _whole.get() and not is_sum(variable):
-        parts = strategy.extended.parameter_layout(variable.shape, variable._dtype)
+        extended, shape = strategy.extended, variable.shape
+        if hasattr(variable, "_distributary_layout"):  # of an optimizer
+            parts = extended.optimizer_layout(shape, variable._layout)
+        else:
+            dim = getattr(variable, "_distributary_dim", None)
+            parts = extended.parameter_layout(shape, variable._dtype, variable.path, dim)
         if parts is not None:
             return parts
     sharding = strategy.extended.variable_layout().replicated
@@ -126,6 +133,7 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(value, jax.core.Tracer):
                 initializer = lambda shape, dtype: jnp.asarray(value, dtype)
                 shape, dtype = value.shape, value.dtype
+        note_role(self, kw.get("name"), shape)
         try:
             original(self, initializer, shape, dtype, *args, **kw)
         except WorkerMismatchError as error:
@@ -152,7 +160,7 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         layout = None
         if not keeps_on_servers(strategy):
             _lay_out(self, strategy)
-            if shard_dim(self._layout) is not None:
+            if is_divided(self._layout):
                 layout, what = self._layout, f"the creation of {_description(self)}"
                 agreed = lambda seeds: strategy.extended.from_chief(seeds, what)
         value = first_value(initializer, self._shape, self._dtype, layout, agreed)
@@ -185,7 +193,7 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
         if current_trial() is not None and not isinstance(value, jax.core.Tracer):
             zeros = without_memory(value.shape, value.dtype)
             value = value if zeros is None else zeros
-        elif (strategy is not None or self._layout is not None) and shard_dim(self._layout) is None:
+        elif (strategy is not None or self._layout is not None) and not is_divided(self._layout):
             value = _copied(value)
         is_own = value is not given
         if strategy is not None:
@@ -204,7 +212,7 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
                 job_programs.begin(JobEvent(what), (describe_value(value),))
             if not isinstance(value, jax.core.Tracer):
                 value = _put(value, layout)
-                is_own |= shard_dim(layout) is not None and value is not given
+                is_own |= is_divided(layout) and value is not given
         with latest_program.lock:
             original(self, value)
             self._shared = not is_own  # whoever assigns may keep an array that was not copied
@@ -299,7 +307,7 @@ def _put(value: Any, sharding: Any) -> Any:
     zeros = without_memory(value.shape, value.dtype, sharding)
     if zeros is not None:
         return zeros
-    return (put_replicated if shard_dim(sharding) is None else put_sharded)(value, sharding)
+    return (put_sharded if is_divided(sharding) else put_replicated)(value, sharding)
 
 
 def _as_used(variable: Any, current: Any) -> Any:
@@ -328,9 +336,11 @@ def on_servers(variable: Any, value: Any) -> Any:
 def whole_value(variable: Any, value: Any) -> Any:
     """Turns the stored array of a variable into a value that this process can use."""
     layout = variable._layout
-    in_parts = shard_dim(layout) is not None and isinstance(value, jax.Array)
+    in_parts = is_divided(layout) and isinstance(value, jax.Array)
     if not in_parts or isinstance(value, jax.core.Tracer) or value.is_fully_replicated:
         return in_device_memory(local_copy(value))
+    if value.is_fully_addressable and value.shape == tuple(variable.shape):
+        return value  # JAX computes with its parts
     with jax.ensure_compile_time_eval():
         whole = fetch_whole(value, variable.shape)
         if layout.is_fully_addressable:
@@ -350,7 +360,7 @@ def together(model: Any) -> Iterator[None]:
     optimizer = getattr(model, "optimizer", None)
     variables = [*getattr(model, "variables", ()), *getattr(optimizer, "variables", ())]
     divided = [v for v in variables if not getattr(v._layout, "is_fully_addressable", True)]
-    divided = [v for v in divided if shard_dim(v._layout) is not None]
+    divided = [v for v in divided if is_divided(v._layout)]
     before = [(v._layout, v._value, fetch_whole(v._value, v.shape)) for v in divided]
     for variable, (_, _, whole) in zip(divided, before, strict=True):
         variable._layout, variable._value = None, whole
@@ -377,27 +387,16 @@ def place(variable: Any, strategy: Any) -> None:
     is_elsewhere = value.sharding.device_set != sharding.device_set or in_host_memory(
         value.sharding
     ) != in_host_memory(sharding)
-    if shard_dim(variable._layout) is not None and not is_elsewhere:
-        return
     # On a single device, a value can have two layouts, see `direct_assign`.
-    has_one_form = sharding.is_fully_addressable or shard_dim(sharding) is not None
+    has_one_form = sharding.is_fully_addressable or is_divided(sharding)
     if is_elsewhere or (has_one_form and value.sharding != sharding):
         with jax.ensure_compile_time_eval():  # in case a function is being traced
             whole = whole_value(variable, value)
             initial = strategy.extended.variable_layout().initial(whole, _description(variable))
             variable._value = _put(initial, sharding)
+        if is_divided(sharding) or is_divided(variable._layout):
+            variable._distributary_stand_in = None  # it has the layout
     variable._layout = sharding
-
-
-def place_in_parts(variable: Any, strategy: Any) -> None:
-    """Splits a variable of an optimizer that was built elsewhere, if the strategy does that."""
-    place(variable, strategy)
-    sharding = strategy.extended.optimizer_layout(variable.shape)
-    if sharding is None or variable._layout == sharding:
-        return
-    variable._layout = sharding
-    variable._value = _put(variable._value, sharding)
-    variable._distributary_stand_in = None
 
 
 def refuse(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -429,13 +428,14 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
         if not has_strategy() and not isinstance(layout, ON_SERVERS):
             variable = original(**given)
         else:
-            if has_strategy():
-                parts = get_strategy().extended.optimizer_layout(given["shape"])
-                layout = layout if _whole.get() else parts or layout
+            if has_strategy() and not (_whole.get() or isinstance(layout, ON_SERVERS)):
+                extended = get_strategy().extended
+                parts = extended.optimizer_layout(given["shape"], layout)
+                layout = parts or extended.variable_layout().replicated
             # Without a layout, Keras initializes it as a whole, and it is split afterwards.
             with laid_out(layout):
                 variable = original(**{**given, "layout": None})
-            variable._distributary_layout = layout  # used if it is created or moved later
+        variable._distributary_layout = layout  # used if it is created or moved later
         if optimizer.built:
             settle(optimizer, len(optimizer.variables))
         return variable

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec as P
 
-from distributary.devices import REPLICA_AXIS, shard_dim, shard_spec
+from distributary.devices import REPLICA_AXIS, num_logical_devices, shard_dim, shard_spec
 from distributary.programs._logical_devices import laid_out
 from distributary.programs._program import TracedProgram, description_of
 from distributary.programs._stages import cut, uncut
@@ -124,7 +124,7 @@ class GlobalProgram(TracedProgram):
             is_divided = not divided.isdisjoint(variables_of([pure.jaxpr.outvars[k]]))
             if is_divided and shard_dim(handle.parts) is None:
                 # XLA then gathers new weights and not the state they are computed from.
-                spec = shard_spec(jnp.shape(value), self.num_replicas)
+                spec = shard_spec(jnp.shape(value), self.num_replicas, handle.parts)
                 value = laid_out(value, self._mesh, spec)
             new.append(_written(handle, value))
         return new, outs
@@ -134,6 +134,9 @@ class GlobalProgram(TracedProgram):
             return value
         if value.shape != aval.shape:
             value = lax.slice_in_dim(value, 0, aval.shape[dim], axis=dim)
+            if num_logical_devices(self._mesh) > 1:
+                # XLA (jaxlib 0.10.2) adds gradients of its padding to row 0 of a divided table.
+                return laid_out(value, self._mesh, P())
         return laid_out(value, self._mesh, P(*[None] * dim, REPLICA_AXIS))
 
     def _result(self, value: Any) -> Array:

@@ -143,7 +143,7 @@ def complete_in_parts(
         if not divided.isdisjoint(variables_of([output])):
             # Constrained before it is placed, so that XLA gathers new weights and not the state
             # they are computed from.
-            spec = shard_spec(jnp.shape(results[i]), mesh.shape[REPLICA_AXIS])
+            spec = shard_spec(jnp.shape(results[i]), mesh.shape[REPLICA_AXIS], out_parts[i])
             results[i] = laid_out(results[i], mesh, spec)
         results[i] = laid_out(results[i], mesh, out_parts[i])
     return results

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary._late import libraries
 from distributary.context import (
@@ -42,10 +42,10 @@ from distributary.data import (
 from distributary.devices import (
     REPLICA_AXIS,
     canonical_name,
+    is_divided,
     local_copy,
     mesh_of_values,
     num_logical_devices,
-    shard_dim,
     shard_spec,
     short_name,
     warn_of_untested,
@@ -65,6 +65,7 @@ from distributary.launch import report_progress
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode, ReduceOp
 from distributary.strategies._broadcast import broadcast
 from distributary.strategies._cross_replica import CrossReplica, gather_nest
+from distributary.strategies._layout_rules import LayoutRules
 from distributary.tracing import current_scope, in_role, push
 from distributary.values import (
     CrossDeviceOps,
@@ -164,6 +165,7 @@ class StrategyExtended:
             None for this process alone.
         kind_of_variables: Class of the variables, if they do not hold their value themselves.
         sharded: What every device holds only a part of.
+        layout_rules: How variables of models are divided over the devices of a replica.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -178,6 +180,7 @@ class StrategyExtended:
         workers: "MultiWorker | None" = None,
         kind_of_variables: Any = None,
         sharded: Sharded = Sharded.NOTHING,
+        layout_rules: LayoutRules | None = None,
     ) -> None:
         #: Whether this is the strategy outside of every scope.
         self.is_default = placement.mesh is None
@@ -195,6 +198,8 @@ class StrategyExtended:
         self._local_replicas = range(first_replica, first_replica + self._replicas_per_worker)
         self.step_counts = StepCounts()
         self._sharded = sharded
+        #: How variables of Keras models are divided over the devices of a replica.
+        self.layout_rules = layout_rules or LayoutRules(type(strategy).__name__)
         #: Whether `BatchNormalization` normalizes each replica's part of a batch by itself in
         #: Keras' `fit`, as in tf.distribute, which saves collectives. Set it before the
         #: first step. If False, the statistics are those of the whole batch, as on one device.
@@ -379,21 +384,45 @@ class StrategyExtended:
                 self._sharded.value,
             )
 
-    def parameter_layout(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Returns the sharding of a variable of a model if it is stored in parts, else None."""
-        num_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
-        if self._sharded is not Sharded.PARAMETERS or num_bytes < _MIN_BYTES_IN_PARTS:
-            return None
-        return self.optimizer_layout(shape)
+    def parameter_layout(
+        self, shape: Sequence[int], dtype: Any, path: str | None = None, dim: int | None = None
+    ) -> Any:
+        """Returns the sharding of a variable of a model if it is stored in parts, else None.
 
-    def optimizer_layout(self, shape: Sequence[int]) -> Any:
-        """Returns the sharding of an optimizer's variable if it is stored in parts, else None."""
-        if not self._sharded:
+        Args:
+            shape: Shape of the variable.
+            dtype: Its dtype.
+            path: Its path, for `layout_rules`; None for a variable that is not of a model.
+            dim: The dim along which its layer divides it over the devices of a replica.
+
+        Raises:
+            InvalidValueError: if a rule does not fit the variable.
+        """
+        if self.mesh is None:
             return None
-        spec = shard_spec(shape, self.placement.num_replicas)
-        if self.mesh is None or shard_dim(spec) is None:
+        axes = self.mesh.axis_names[1:]
+        spec = P() if path is None else self.layout_rules.spec(path, shape, dim, axes)
+        num_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+        is_large = self._sharded is Sharded.PARAMETERS and num_bytes >= _MIN_BYTES_IN_PARTS
+        return self._parts(shape, spec, is_large)
+
+    def optimizer_layout(self, shape: Sequence[int], beside: Any = None) -> Any:
+        """Returns the sharding of an optimizer's variable if it is stored in parts, else None.
+
+        Args:
+            shape: Shape of the variable.
+            beside: Sharding of the variable to which it belongs, of the same shape; None if it
+                belongs to none.
+        """
+        if self.mesh is None:
             return None
-        return NamedSharding(mesh_of_values(self.mesh), spec)
+        is_same = isinstance(beside, NamedSharding) and beside.mesh == mesh_of_values(self.mesh)
+        return self._parts(shape, beside.spec if is_same else P(), bool(self._sharded))
+
+    def _parts(self, shape: Sequence[int], spec: P, over_replicas: bool) -> Any:
+        if over_replicas:
+            spec = shard_spec(shape, self.placement.num_replicas, spec)
+        return NamedSharding(mesh_of_values(self.mesh), spec) if is_divided(spec) else None
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Returns whether variable `v` belongs to this strategy.

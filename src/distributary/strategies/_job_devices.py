@@ -12,6 +12,7 @@ from distributary.engine import Placement
 from distributary.errors import ClusterError
 from distributary.options import CommunicationOptions
 from distributary.strategies._extended import Sharded, StrategyExtended
+from distributary.strategies._layout_rules import LayoutRules
 
 
 def devices_of_all(place: MultiWorker) -> tuple[jax.Device, ...]:
@@ -39,6 +40,7 @@ def extended_of_job(
     devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]],
     options: CommunicationOptions | None,
     sharded: Sharded = Sharded.NOTHING,
+    layout_rules: LayoutRules | None = None,
 ) -> StrategyExtended:
     """Makes the methods of a strategy that may span processes; all of them call this together.
 
@@ -48,6 +50,7 @@ def extended_of_job(
         devices: Like `replicas` of `Placement.on_each`, of all processes.
         options: Communication options.
         sharded: Like `sharded` of `StrategyExtended`.
+        layout_rules: Like `layout_rules` of `StrategyExtended`.
     """
     first = 0 if place is None else len(devices) // place.num_workers * (place.worker_number or 0)
     extended = StrategyExtended(
@@ -56,6 +59,7 @@ def extended_of_job(
         options=options,
         workers=place,
         sharded=sharded,
+        layout_rules=layout_rules,
     )
     # The first collective connects the workers, and gloo waits 30 s for this. Run one now, while
     # all workers are at the same point: before their first step, one may read data for longer than

@@ -1,8 +1,8 @@
 """Synchronous training on all devices of one machine."""
 
 import logging
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 import jax
 
@@ -11,6 +11,7 @@ from distributary.engine import Placement
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import Sharded, StrategyExtended
+from distributary.strategies._layout_rules import LayoutRules
 from distributary.values import CrossDeviceOps
 
 _log = logging.getLogger(__name__)
@@ -19,6 +20,8 @@ _log = logging.getLogger(__name__)
 @final
 class MirroredStrategy(Strategy):
     """One replica per device of this machine, with variables mirrored on all of them.
+
+    With `experimental_model_parallel=k`, k devices are one replica, and divide its layers.
 
     Args:
         devices: Device strings such as `"GPU:0"` or `"/cpu:1"`, or `jax.Device` objects. Replica
@@ -34,11 +37,21 @@ class MirroredStrategy(Strategy):
             numbers with one value for all replicas, from 1 KiB on. A step gathers a weight where
             it needs it and again for its backward pass, at most twice, and
             reduce-scatters gradients. The results are those of mirrored variables, up to rounding.
+        experimental_model_parallel: Number of devices of each replica, which divide the layers of
+            Keras models as `experimental_layout_map` says. The devices of a replica are next to
+            each other in `devices`. None takes the number from the layout map, else 1.
+        experimental_layout_map: The variables that the devices of a replica divide, and along which
+            dim: a `keras.distribution.LayoutMap`, or a dict from regular expressions, which fit the
+            whole path of a variable, to tuples with `"model"`, `"batch"` or None for each dim.
+            `"batch"` divides over the replicas. "auto" divides attention, feed-forward layers and
+            embeddings. A layout changes no result, except for rounding.
 
     Raises:
         DeviceError: for devices that do not exist, are named twice or are of different kinds.
         InvalidTypeError: if `cross_device_ops` is not a `CrossDeviceOps`.
-        InvalidValueError: for `cross_device_ops` together with sharded state.
+        InvalidValueError: for `cross_device_ops` together with sharded state, and for rules that
+            cannot be used. A rule that fits no variable is an error when a model's first step
+            begins.
 
     Source: `tf.distribute.MirroredStrategy`.
     """
@@ -50,6 +63,8 @@ class MirroredStrategy(Strategy):
         *,
         experimental_shard_optimizer_state: bool = False,
         experimental_shard_parameters: bool = False,
+        experimental_model_parallel: int | None = None,
+        experimental_layout_map: Mapping[str, Any] | str | None = "auto",
     ) -> None:
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             is_class = isinstance(cross_device_ops, type)
@@ -65,12 +80,16 @@ class MirroredStrategy(Strategy):
                 f" {sharded.value} in parts, gradients are not combined on every device: XLA"
                 " scatters their sums. Leave out one of the two."
             )
+        rules = LayoutRules(
+            "MirroredStrategy", experimental_layout_map, experimental_model_parallel
+        )
         super().__init__(
             StrategyExtended(
                 self,
-                Placement.on_each(replica_devices(devices)),
+                Placement.on_each(rules.replicas_of(replica_devices(devices))),
                 cross_device_ops=cross_device_ops,
                 sharded=sharded,
+                layout_rules=rules,
             )
         )
         _log.info("Using %r", self)

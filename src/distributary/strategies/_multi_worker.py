@@ -1,6 +1,7 @@
 """Synchronous training on the devices of several machines."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any, final
 
 from distributary.cluster_resolver import ClusterResolver, TFConfigClusterResolver
@@ -12,6 +13,7 @@ from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import Sharded
 from distributary.strategies._job_devices import devices_of_all, extended_of_job
+from distributary.strategies._layout_rules import LayoutRules
 from distributary.strategies._tpu_system import connect_workers
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         experimental_shard_parameters: Whether every device of the cluster holds only one part of
             the variables of Keras models and optimizers; see `MirroredStrategy`. The same rules
             apply, also to the variables of models.
+        experimental_model_parallel: Number of devices of each replica, which lie on one worker and
+            divide the layers of Keras models; see `MirroredStrategy`.
+        experimental_layout_map: The variables that they divide; see `MirroredStrategy`.
 
     Raises:
         ClusterError: if a worker does not start in time, its port is taken, or the workers do not
@@ -65,6 +70,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         experimental_shard_optimizer_state: bool = False,
         experimental_shard_parameters: bool = False,
+        experimental_model_parallel: int | None = None,
+        experimental_layout_map: Mapping[str, Any] | str | None = "auto",
     ) -> None:
         options = communication_options
         check_type(
@@ -78,6 +85,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             options,
             CommunicationOptions | None,
             "distributary.experimental.CommunicationOptions",
+        )
+        rules = LayoutRules(
+            "MultiWorkerMirroredStrategy", experimental_layout_map, experimental_model_parallel
         )
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         devices = devices_of_all_hosts()  # of the machine for which the program is compiled
@@ -95,7 +105,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         if devices is None:
             devices = replica_devices(None) if place is None else devices_of_all(place)
         sharded = Sharded.of(experimental_shard_optimizer_state, experimental_shard_parameters)
-        super().__init__(extended_of_job(self, place, devices, options, sharded))
+        replicas = rules.replicas_of(devices, 1 if place is None else place.num_workers)
+        super().__init__(extended_of_job(self, place, replicas, options, sharded, rules))
         if place is None:
             return
         if self._extended.options.hierarchical:  # its groups of devices need their own connections

@@ -1,7 +1,7 @@
 """Synchronous training on TPUs, with one or several cores per replica."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -21,6 +21,7 @@ from distributary.programs import constrained, spec_of_split
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import Sharded
 from distributary.strategies._job_devices import extended_of_job
+from distributary.strategies._layout_rules import LayoutRules
 from distributary.strategies._tpu_system import connect_workers, resolver_or_local, tpu_devices
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ class TPUStrategy(Strategy):
 
     With several cores per replica, a step can split its arrays over them with
     `experimental_split_to_logical_devices`. XLA then partitions the computation and adds the
-    communication that it needs. Every core holds whole variables.
+    communication that it needs. Every core holds whole variables, unless
+    `experimental_layout_map` divides them.
 
     Args:
         tpu_cluster_resolver: Knows where the hosts are and which one this is. None asks the
@@ -48,6 +50,8 @@ class TPUStrategy(Strategy):
             the state of Keras optimizers; see `MirroredStrategy`.
         experimental_shard_parameters: Whether every replica holds only one part of the variables of
             Keras models and optimizers; see `MirroredStrategy`.
+        experimental_layout_map: The variables of Keras models that the cores of a replica divide;
+            see `MirroredStrategy`. None leaves variables whole on every core.
 
     Raises:
         DeviceError: if there is no TPU.
@@ -68,12 +72,14 @@ class TPUStrategy(Strategy):
         *,
         experimental_shard_optimizer_state: bool = False,
         experimental_shard_parameters: bool = False,
+        experimental_layout_map: Mapping[str, Any] | str | None = None,
     ) -> None:
         del experimental_spmd_xla_partitioning
         sharded = Sharded.of(experimental_shard_optimizer_state, experimental_shard_parameters)
         assignment = experimental_device_assignment
         what = "TPUStrategy: experimental_device_assignment"
         check_type(what, assignment, DeviceAssignment | None, "a DeviceAssignment")
+        num_cores = 1 if assignment is None else assignment.num_cores_per_replica
         resolver = tpu_cluster_resolver
         if resolver is None and assignment is not None and assignment.topology.num_tasks == 1:
             resolver = TPUClusterResolver("local")
@@ -84,7 +90,9 @@ class TPUStrategy(Strategy):
             devices = tpu_devices(place, "TPUStrategy", why)
         else:
             devices = _devices_of(assignment, place, why)
-        super().__init__(extended_of_job(self, place, devices, None, sharded))
+        rules = LayoutRules("TPUStrategy", experimental_layout_map, num_cores)
+        rules.check_mesh(len(devices))
+        super().__init__(extended_of_job(self, place, devices, None, sharded, rules))
         _log.info("Using %r", self)
 
     @property

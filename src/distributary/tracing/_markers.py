@@ -161,7 +161,9 @@ scatter_p = Primitive("scatter_parts")
 def _lies(value: Array, parts: NamedSharding, is_whole: bool) -> Array:
     # What a value is cast from is not gathered instead of it.
     value = jax.lax.with_sharding_constraint(value, parts)
-    whole = NamedSharding(parts.mesh, P())
+    # Each logical device keeps its part, if the value is divided over these as well.
+    axes = [None if axis == REPLICA_AXIS else axis for axis in parts.spec]
+    whole = NamedSharding(parts.mesh, P(*axes))
     return jax.lax.with_sharding_constraint(value, whole) if is_whole else value
 
 

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.devices import Nest, shard_dim
+from distributary.devices import REPLICA_AXIS, Nest, shard_dim
 from distributary.errors import UnsupportedError
 from distributary.programs import evaluate_jointly
 from distributary.tracing import (
@@ -117,7 +117,7 @@ def _results_with_specs(
 
 
 def _all_replicas(eqn: Equation, operands: list[Array]) -> list[Array]:
-    num_replicas = eqn.params["mesh"].size
+    num_replicas = eqn.params["mesh"].shape[REPLICA_AXIS]
     parts = []
     for operand, spec in zip(operands, eqn.params["in_specs"], strict=True):
         dim = shard_dim(spec)

@@ -1,0 +1,208 @@
+"""Rules that say how the variables of Keras models are divided over the devices of a replica."""
+
+import difflib
+import logging
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from distributary.devices import REPLICA_AXIS, spec_of_axes
+from distributary.errors import DeviceError, InvalidTypeError, InvalidValueError, check_type
+
+_log = logging.getLogger(__name__)
+_AXES = ("batch", "model")
+_NUM_NEAR = 3  # paths in a message
+
+
+@final
+class LayoutRules:
+    """The layout of each variable of a Keras model, by its path.
+
+    Args:
+        who: Name of the strategy, for messages.
+        given: A `keras.distribution.LayoutMap`, or a mapping from regular expressions, which fit
+            the whole path of a variable, to one axis per dim: `"model"`, `"batch"` or None. "auto"
+            goes by the layers of a model. None divides nothing.
+        model_parallel: Number of devices of each replica; None for as many as the layout map says,
+            and for one without it.
+
+    Attributes:
+        num_devices: Number of devices of each replica.
+        is_auto: Whether layers say how their variables are divided.
+        made: By the path of a block of layers, the sizes that its layers make and divide.
+
+    Raises:
+        InvalidTypeError: for arguments of another type.
+        InvalidValueError: for a number below 1, or rules that cannot be used.
+
+    Source: `keras.distribution.LayoutMap`.
+    """
+
+    def __init__(self, who: str, given: Any = None, model_parallel: Any = None) -> None:
+        what = f"{who}: experimental_layout_map"
+        self._what = what
+        self.is_auto = given == "auto" if isinstance(given, str) else False
+        if given is not None and not self.is_auto:
+            expected = 'a keras.distribution.LayoutMap, a dict of rules, or "auto"'
+            check_type(what, given, Mapping, expected)
+        device_mesh = getattr(given, "device_mesh", None)
+        names, self._mesh_shape = _AXES, None
+        if device_mesh is not None:
+            names, self._mesh_shape = tuple(device_mesh.axis_names), tuple(device_mesh.shape)
+            if len(names) != 2:
+                raise InvalidValueError(
+                    f"{what} has a DeviceMesh with the axes {names!r}, expected two: the first for"
+                    " the replicas, and the second for the devices of each."
+                )
+        self.num_devices = _checked_number(who, model_parallel, self._mesh_shape)
+        rules = {} if given is None or self.is_auto else given
+        # By pattern, for every dim the axis of the strategy's mesh, or "model".
+        self._rules = {
+            pattern: self._axes_of(pattern, layout, names) for pattern, layout in rules.items()
+        }
+        self._unused = dict.fromkeys(self._rules)
+        self.made: dict[str, set[tuple[int, ...]]] = {}
+        self._has_told = False
+
+    def _axes_of(self, pattern: Any, layout: Any, names: Sequence[str]) -> tuple[str | None, ...]:
+        axes = tuple(getattr(layout, "axes", layout))
+        used = [axis for axis in axes if axis is not None]
+        if len(set(used)) < len(used) or not set(used) <= set(names):
+            raise InvalidValueError(
+                f"{self._what}[{pattern!r}] is {axes!r}, expected for every dim one of"
+                f" {', '.join(map(repr, names))} or None, and each axis once."
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InvalidValueError(
+                f"{self._what}: {pattern!r} is no regular expression ({error}), expected one that"
+                " fits the whole path of a variable, such as '.*query/kernel'."
+            ) from None
+        meaning = dict(zip(names, (REPLICA_AXIS, "model"), strict=True))
+        return tuple([None if axis is None else meaning[axis] for axis in axes])
+
+    def replicas_of(self, devices: Sequence[jax.Device], num_workers: int = 1) -> list[Any]:
+        """Returns the devices of each replica, of all workers.
+
+        Raises:
+            DeviceError: if the devices of a worker do not divide into replicas.
+            InvalidValueError: if the layout map is for another mesh.
+        """
+        size, count = self.num_devices, len(devices) // num_workers
+        if count % size:
+            raise DeviceError(
+                f"{self._what}: {count} devices do not divide into replicas of {size} each. Choose"
+                " an experimental_model_parallel that divides their number, or fewer devices."
+            )
+        self.check_mesh(len(devices) // size)
+        if size == 1:
+            return list(devices)
+        return [devices[i : i + size] for i in range(0, len(devices), size)]
+
+    def check_mesh(self, num_replicas: int) -> None:
+        """Checks that a layout map is for this number of replicas."""
+        if self._mesh_shape not in (None, (num_replicas, self.num_devices)):
+            raise InvalidValueError(
+                f"{self._what} is for a DeviceMesh of the shape {self._mesh_shape}, expected"
+                f" {(num_replicas, self.num_devices)}: replicas, and devices of each."
+            )
+
+    def spec(
+        self, path: str, shape: Sequence[int], auto_dim: int | None, axes_of_devices: Sequence[str]
+    ) -> P:
+        """Returns the layout of a new variable.
+
+        Args:
+            path: Path of the variable.
+            shape: Its shape.
+            auto_dim: The dim along which its layer divides it, if the layers say it.
+            axes_of_devices: Axes of the strategy's mesh along which the devices of a replica lie.
+
+        Raises:
+            InvalidValueError: if several rules fit, or the one that fits has too many axes, or
+                divides a dim whose size is not a multiple of the number of devices.
+        """
+        found = [path] if path in self._rules else self._fitting(path)
+        if len(found) > 1:
+            raise InvalidValueError(
+                f"{self._what}: the rules {found!r} all fit the variable {path!r}; expected one."
+                " Make them differ."
+            )
+        axes: Sequence[str | None] = self._rules[found[0]] if found else ()
+        if auto_dim is not None:
+            axes = [None] * auto_dim + ["model"]
+        dim = axes.index("model") if "model" in axes else None
+        fits = dim is None or (dim < len(shape) and shape[dim] % self.num_devices == 0)
+        if len(axes) > len(shape) or not fits:
+            raise InvalidValueError(
+                f"{self._what}[{found[0]!r}] is {tuple(axes)!r}, but the variable {path!r} has the"
+                f" shape {list(shape)}: there must be a dim for each axis, and that of the model"
+                f" must divide by {self.num_devices}. Change the rule, or leave it out so that the"
+                " variable is whole."
+            )
+        for pattern in found:
+            self._unused.pop(pattern, None)
+        names = tuple(axes_of_devices)
+        own = None if not names else names[0] if len(names) == 1 else names
+        return spec_of_axes([own if axis == "model" else axis for axis in axes])
+
+    def _fitting(self, path: str) -> list[str]:
+        return [pattern for pattern in self._rules if re.fullmatch(pattern, path)]
+
+    def check_complete(self, owner: str, paths: Sequence[str]) -> None:
+        """Checks that every rule has met a variable, when a model is complete.
+
+        Args:
+            owner: Name of the model.
+            paths: Paths of its variables.
+
+        Raises:
+            InvalidValueError: if a rule has not.
+        """
+        for rule in self._unused:
+            near = difflib.get_close_matches(rule, paths, _NUM_NEAR, 0.0)
+            raise InvalidValueError(
+                f"{self._what}: the rule {rule!r} fits no variable of {owner}; near paths are"
+                f" {', '.join(map(repr, near))}. A rule is a regular expression for a whole path."
+                " Correct it or leave it out."
+            )
+
+    def tell_whole(self, owner: str, whole: Sequence[str], share: float) -> None:
+        """Says once which variables the layers of a model leave whole.
+
+        Args:
+            owner: Name of the model.
+            whole: Paths of the larger ones of its whole variables.
+            share: Share of all bytes that is divided.
+        """
+        if self.is_auto and self.num_devices > 1 and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "%s: the layers of %s divide %.0f %% of its bytes by %d. Variables from 1 KiB on"
+                " that are whole on every device of a replica: %s.",
+                self._what,
+                owner,
+                100 * share,
+                self.num_devices,
+                ", ".join(whole) or "none",
+            )
+
+
+def _checked_number(who: str, given: Any, mesh_shape: Sequence[int] | None) -> int:
+    in_map = 1 if mesh_shape is None else mesh_shape[1]
+    if given is None:
+        return in_map
+    what = f"{who}: experimental_model_parallel is {given!r}"
+    try:
+        number = -1 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        raise InvalidTypeError(f"{what}, expected an int.") from None
+    if number < 1 or (mesh_shape is not None and number != in_map):
+        expected = "a number >= 1" if mesh_shape is None else f"{in_map} as in the layout map"
+        raise InvalidValueError(f"{what}, expected {expected}.")
+    return number

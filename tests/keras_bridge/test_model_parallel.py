@@ -1,0 +1,284 @@
+"""Models whose layers are divided over the devices of a replica: the same numbers, less memory."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from keras import layers as kl, ops, optimizers as ko
+
+import distributary as dist
+
+_RANDOM = np.random.default_rng(5)
+_IDS = _RANDOM.integers(0, 64, (13, 6))  # with batches of 8, the last one is uneven
+_LABELS = _RANDOM.integers(0, 5, 13)
+_HEADS = ".*attention.*"
+_RULES = {
+    "embedding/embeddings": ("model", None),
+    f"{_HEADS}(query|key|value)/kernel": (None, "model", None),
+    f"{_HEADS}attention_output/kernel": ("model", None, None),
+    "up.*kernel": (None, "model"),
+    "up.*bias": ("model",),
+    "down.*kernel": ("model", None),
+}
+
+
+def _map():
+    mesh = keras.distribution.DeviceMesh((2, 2), ("data", "tensor"), [f"cpu:{i}" for i in range(4)])
+    layout_map = keras.distribution.LayoutMap(mesh)
+    axes = {"model": "tensor", None: None}
+    for pattern, layout in _RULES.items():
+        layout_map[pattern] = tuple(axes[axis] for axis in layout)
+    del layout_map["down.*kernel"]
+    layout_map["down.*kernel"] = ("tensor", "data")
+    return layout_map
+
+
+def _strategy(num_devices=4, layout="auto", **options):
+    return dist.MirroredStrategy(
+        [f"CPU:{i}" for i in range(num_devices)], experimental_layout_map=layout, **options
+    )
+
+
+def _transformer():
+    ids = keras.Input((6,), dtype="int32")
+    x = kl.Embedding(64, 16, name="embedding")(ids)
+    for i in range(2):
+        attention = kl.MultiHeadAttention(2, 8, use_bias=False, name=f"attention_{i}")
+        x = kl.LayerNormalization()(x + attention(x, x))
+        x = x + kl.Dense(16, name=f"down_{i}")(kl.Dense(32, "gelu", name=f"up_{i}")(x))
+    return keras.Model(ids, kl.Dense(5, name="head")(kl.GlobalAveragePooling1D()(x)))
+
+
+def _build(make_optimizer=lambda: ko.SGD(0.1, momentum=0.9), **kwargs):
+    def build():
+        model = _transformer()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(make_optimizer(), loss, **kwargs)
+        return model
+
+    return build
+
+
+def _parts(variable):
+    """Returns into how many parts each dim of a variable is divided, as its devices hold it."""
+    stored = variable.value
+    (shard, *_) = stored.addressable_shards
+    return [n // own for n, own in zip(variable.shape, shard.data.shape, strict=True)]
+
+
+def _variable(owner, ending):
+    return next(v for v in owner.variables if v.path.endswith(ending))
+
+
+_TRAININGS = {
+    "one replica": (lambda: _strategy(2, _RULES, experimental_model_parallel=2), {}),
+    "layers by themselves, steps at once": (
+        lambda: _strategy(experimental_model_parallel=2),
+        {"steps_per_execution": 2},
+    ),
+    "a map of Keras over both axes": (lambda: _strategy(layout=_map()), {}),
+    "parts over replicas": (
+        lambda: _strategy(
+            layout=_RULES, experimental_model_parallel=2, experimental_shard_parameters=True
+        ),
+        {"make_optimizer": lambda: ko.Adam(0.001, epsilon=1e-3, use_ema=True)},
+    ),
+    "state in parts": (
+        lambda: _strategy(experimental_model_parallel=2, experimental_shard_optimizer_state=True),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _TRAININGS)
+def test_training_ends_where_it_does_on_one_device(name, train, assert_same_training):
+    make_strategy, options = _TRAININGS[name]
+
+    alone = train(_build(**options), _IDS, _LABELS)
+    divided = train(_build(**options), _IDS, _LABELS, strategy=make_strategy())
+
+    # In so few steps, attention learns little where to look.
+    assert_same_training(alone, divided, rtol=1e-3, unchanged=("query", "key"))
+    replicas = 2 if name == "parts over replicas" else 1
+    model, optimizer = divided.model, divided.model.optimizer
+    assert _parts(_variable(model, "query/kernel")) == [replicas, 2, 1]
+    assert _parts(_variable(model, "attention_output/kernel")) == [2, replicas, 1]
+    assert _parts(_variable(model, "up_1/kernel")) == [replicas, 2]
+    if name == "a map of Keras over both axes":
+        assert _parts(_variable(model, "down_1/kernel")) == [2, 2]
+    if name in ("one replica", "parts over replicas"):
+        slot = next(v for v in optimizer.variables if "up_1_kernel" in v.path)
+        assert _parts(slot) == [replicas, 2]
+    np.testing.assert_allclose(
+        model.evaluate(_IDS, _LABELS, verbose=0),
+        alone.model.evaluate(_IDS, _LABELS, verbose=0),
+        rtol=1e-4,
+    )
+    np.testing.assert_allclose(
+        model.predict(_IDS, verbose=0), alone.model.predict(_IDS, verbose=0), atol=1e-4
+    )
+    # Operations of Python compute with the parts.
+    np.testing.assert_allclose(model(_IDS), alone.model(_IDS), atol=1e-4)
+
+
+def test_a_step_has_two_sums_per_block_and_pass_and_gathers_no_weight(monkeypatch):
+    strategy = _strategy(2, experimental_model_parallel=2)
+    with strategy.scope():
+        model = _transformer()
+        optimizer = ko.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def step(x, y):
+        def loss(y_true, y_pred):
+            losses = keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+            return ops.mean(losses)
+
+        with dist.GradientTape() as tape:
+            value = loss(y, model(x))
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(value, variables), variables)
+        return value
+
+    batch = (_IDS[:8].astype(np.int32), _LABELS[:8])
+    text = strategy.extended.lower(step, batch).compile().as_text()
+
+    found = re.findall(r" (all-[a-z-]+|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    blocks, passes = 2, 2
+    # One more is for the rows of the embedding, and the input of the first block has a gradient.
+    assert set(found) == {"all-reduce"}
+    assert len(found) == 2 * blocks * passes + 1
+
+
+def test_own_loops_train_divided_layers(quick_initializers):
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model, optimizer = _transformer(), ko.SGD(0.1, momentum=0.9)
+
+        def step(x, y):
+            with dist.GradientTape() as tape:
+                losses = keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+                loss = ops.sum(losses) / 8
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+
+        for batch in strategy.experimental_distribute_dataset(
+            [(_IDS[:8], _LABELS[:8]), (_IDS[8:], _LABELS[8:])]
+        ):
+            strategy.run(step, args=batch)
+        return model
+
+    divided = trained(_strategy(experimental_model_parallel=2))
+    whole = trained(dist.OneDeviceStrategy("CPU:0"))
+
+    assert _parts(_variable(divided, "up_0/kernel")) == [1, 2]
+    for value, expected in zip(divided.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_saved_goes_on_in_other_layouts(train, tmp_path):
+    build = _build()
+    model = train(build, _IDS, _LABELS, strategy=_strategy(experimental_model_parallel=2)).model
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    saved = dist.checkpoint.Checkpoint(model=model, optimizer=model.optimizer).save(
+        tmp_path / "checkpoint"
+    )
+    expected, state = model.get_weights(), [np.asarray(v) for v in model.optimizer.variables]
+    evaluated = model.evaluate(_IDS, _LABELS, verbose=0)
+
+    others = (
+        _strategy(4, experimental_model_parallel=4, layout={"up.*kernel": (None, "model")}),
+        _strategy(2, None, experimental_shard_parameters=True),
+        dist.OneDeviceStrategy("CPU:3"),
+    )
+    for strategy in others:
+        keras.backend.clear_session(free_memory=False)
+        with strategy.scope():
+            loaded = keras.models.load_model(tmp_path / "model.keras")
+            other = build()
+        other.optimizer.build(other.trainable_variables)
+        np.testing.assert_allclose(loaded.evaluate(_IDS, _LABELS, verbose=0), evaluated, rtol=1e-5)
+        other.load_weights(tmp_path / "model.weights.h5")
+        other.set_weights([np.zeros_like(value) for value in expected])
+        dist.checkpoint.Checkpoint(model=other, optimizer=other.optimizer).restore(saved)
+        for restored in (loaded, other):
+            for value, whole in zip(restored.get_weights(), expected, strict=True):
+                np.testing.assert_array_equal(value, whole)
+        for variable, whole in zip(other.optimizer.variables, state, strict=True):
+            np.testing.assert_array_equal(variable, whole)
+
+
+def test_layers_that_nobody_pairs_are_named_and_left_whole(train, caplog):
+    train(_build(), _IDS, _LABELS, strategy=_strategy(2, experimental_model_parallel=2))
+
+    assert "divide 96 % of its bytes by 2" in caplog.text
+    assert "whole on every device of a replica: none" in caplog.text
+
+
+def test_a_tpu_strategy_divides_layers_over_its_cores(train):
+    import jax
+
+    from distributary.tpu.experimental import DeviceAssignment, Topology
+
+    topology = Topology.of_devices(jax.devices()[:4], [2, 1, 1, 2])
+    assignment = DeviceAssignment.build(topology, [1, 1, 1, 2], num_replicas=2)
+    strategy = dist.TPUStrategy(
+        experimental_device_assignment=assignment, experimental_layout_map=_RULES
+    )
+
+    alone = train(_build(), _IDS, _LABELS)
+    divided = train(_build(), _IDS, _LABELS, strategy=strategy)
+
+    assert _parts(_variable(divided.model, "up_0/kernel")) == [1, 2]
+    np.testing.assert_allclose(divided.history["loss"], alone.history["loss"], rtol=1e-5)
+
+
+_UNUSABLE = {
+    "fits no variable": ({"up.*kernl": (None, "model")}, "'up_0/kernel'"),
+    "all fit the variable": ({"up.*": (None, "model"), ".*kernel": ()}, "'up_0/kernel'"),
+    "the shape [16, 5]": ({"head/kernel": (None, "model")}, "divide by 2"),
+    "a dim for each axis": ({"up_0/bias": (None, "model")}, "'up_0/bias'"),
+    "each axis once": ({"up_0/kernel": ("model", "model")}, "('model', 'model')"),
+    "one of 'batch', 'model' or None": ({"up_0/kernel": ("heads",)}, "('heads',)"),
+    "no regular expression": ({"(": ("model",)}, "'('"),
+}
+
+
+@pytest.mark.parametrize("problem", _UNUSABLE)
+def test_rules_that_cannot_be_used_are_refused(problem, train):
+    rules, what = _UNUSABLE[problem]
+
+    with pytest.raises(dist.errors.InvalidValueError) as error:
+        train(
+            _build(),
+            _IDS,
+            _LABELS,
+            strategy=_strategy(2, rules, experimental_model_parallel=2),
+        )
+
+    assert problem in str(error.value)
+    assert what in str(error.value)
+
+
+def test_devices_that_do_not_make_replicas_are_refused():
+    with pytest.raises(dist.errors.DeviceError, match="3 devices do not divide into replicas of 2"):
+        _strategy(3, experimental_model_parallel=2)
+    with pytest.raises(dist.errors.InvalidValueError, match=r"shape \(2, 2\), expected \(1, 2\)"):
+        _strategy(2, _map())
+    with pytest.raises(dist.errors.InvalidValueError, match="is 4, expected 2 as in the layout"):
+        _strategy(4, _map(), experimental_model_parallel=4)
+    with pytest.raises(dist.errors.InvalidTypeError, match="'2', expected an int"):
+        _strategy(2, experimental_model_parallel="2")
+    with pytest.raises(dist.errors.InvalidTypeError, match="a dict of rules"):
+        _strategy(2, ["up"], experimental_model_parallel=2)
+
+
+def test_a_whole_layout_is_that_of_one_device_per_replica():
+    assert _strategy(2).num_replicas_in_sync == 2
+    with _strategy(2).scope():
+        kernel = kl.Dense(4)
+        kernel.build((None, 3))
+    assert kernel.kernel.value.sharding.spec == P()
