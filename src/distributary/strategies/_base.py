@@ -19,6 +19,7 @@ from distributary.errors import (
     DistributaryError,
     InvalidTypeError,
     InvalidValueError,
+    UnsupportedError,
     shown,
 )
 from distributary.options import InputOptions, ReduceOp, RunOptions
@@ -84,7 +85,11 @@ def _advised(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: object, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         trial = current_trial()
         if trial is not None:
-            kwargs |= {k: v for k, v in trial.arguments.items() if k in signature.parameters}
+            known = signature.parameters
+            unknown = [k for k, v in trial.arguments.items() if v and k not in known]
+            if unknown:
+                raise UnsupportedError(f"{type(self).__name__} has no argument {unknown[0]}")
+            kwargs |= {k: v for k, v in trial.arguments.items() if k in known}
         try:
             init(self, *args, **kwargs)
         except DistributaryError as error:

@@ -21,7 +21,8 @@ def plan_of(run_program, tmp_path):
 
 
 def test_a_plan_has_the_compilers_numbers_and_takes_no_memory_for_the_model(plan_of):
-    plan, printed = plan_of("--topology", "h100:2", "large.py")
+    layouts = [word for name in LAYOUTS for word in ("--layout", name)]
+    plan, printed = plan_of("--topology", "h100:2", *layouts, "large.py")
 
     assert 1024 * int(printed.splitlines()[-1]) < 2 * GIB
     rows = plan["rows"]
@@ -49,6 +50,7 @@ def test_a_plan_has_the_compilers_numbers_and_takes_no_memory_for_the_model(plan
 def test_what_a_plan_cannot_change_is_said(plan_of):
     plan, printed = plan_of("--topology", "h100:8", "steps.py", "watched")
 
+    assert len(plan["rows"]) == 2 * 5  # layouts
     for row in plan["rows"]:
         assert row["largest_batch"] is None
         assert bool(row["outcome"]["failure"]) == row["rematerializes"]

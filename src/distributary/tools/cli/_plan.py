@@ -1,7 +1,8 @@
 """Finds how a script's variables can be divided so that its step fits.
 
 Compiles the training step of a script with each layout of its variables: mirrored, with sharded
-optimizer state, and with sharded parameters; with and without rematerialization. Prints the memory
+optimizer state, with sharded parameters, and with layers that are divided over two devices each;
+with and without rematerialization. Prints the memory
 that it needs on each device, the largest batch that fits, and what a step moves between devices.
 Needs neither the devices nor memory for the variables of Keras, which have no values.
 
@@ -29,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(
         parser, "--processes", whole(1), "N", "compilations at the same time, 1 to 5 GB each", 2
     )
+    parser.add_argument(
+        "--layout",
+        action="append",
+        metavar="NAME",
+        help="layout to compile, as in the table; you can give it several times (default: all)",
+    )
     add_script_arguments(
         parser,
         "Python script whose training step is compiled",
@@ -47,6 +54,7 @@ def run(namespace: argparse.Namespace) -> int:
         script,
         namespace.topology,
         namespace.processes,
+        namespace.layout,
         lambda text: print(text, file=sys.stderr, flush=True),
     )
     print("\n\n".join(plan.to_text() for plan in plans), flush=True)

@@ -7,16 +7,26 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from distributary.engine import format_bytes as _size, total_bytes
+from distributary.errors import InvalidValueError
 from distributary.tools.compilation._topologies import Topology, parse_topology
 from distributary.tools.compilation._trials import Outcome, Script, Variation, outcome_of
 
 # Arguments that are not those of a layout have these values, whatever the script says.
-_WHOLE = {"experimental_shard_optimizer_state": False, "experimental_shard_parameters": False}
-# The arguments of strategies that give each layout. A strategy that lacks one ignores it.
+_WHOLE: Mapping[str, object] = {
+    "experimental_shard_optimizer_state": False,
+    "experimental_shard_parameters": False,
+    "experimental_model_parallel": None,
+}
+# The arguments of strategies that give each layout.
 _LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "mirrored": {},
     "sharded optimizer state": {"experimental_shard_optimizer_state": True},
     "sharded parameters": {"experimental_shard_parameters": True},
+    "layers over 2 devices": {"experimental_model_parallel": 2},
+    "layers and parameters": {
+        "experimental_model_parallel": 2,
+        "experimental_shard_parameters": True,
+    },
 }
 _MOST_DOUBLINGS = 8
 
@@ -175,21 +185,28 @@ def plan_script(
     script: Script,
     topologies: Sequence[str],
     num_processes: int,
+    layouts: Sequence[str] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Plan]:
-    """Compiles the step of a script with all layouts, for several topologies.
+    """Compiles the step of a script with several layouts, for several topologies.
 
     Args:
         script: The script.
         topologies: Names of the devices.
         num_processes: Number of compilations at the same time.
+        layouts: Names of the layouts; None for all.
         tell: Gets a line of text for people after each compilation.
 
     Raises:
-        InvalidValueError: for a topology that does not exist.
+        InvalidValueError: for a topology or layout that does not exist.
         CompileError: if the script fails, or its step cannot be compiled.
     """
     found = [parse_topology(name) for name in topologies]
+    layouts = list(_LAYOUTS) if layouts is None else layouts
+    for layout in layouts:
+        if layout not in _LAYOUTS:
+            known = ", ".join(map(repr, _LAYOUTS))
+            raise InvalidValueError(f"distributary plan: no layout {layout!r}, expected {known}.")
     with ThreadPoolExecutor(num_processes) as pool:
 
         def rows_of(topology: Topology, layout: str) -> tuple[Future[Row], Future[Row]]:
@@ -199,7 +216,7 @@ def plan_script(
             same = first if first.state_bytes else None
             return pool.submit(plain.row, first), pool.submit(again.row, same)
 
-        started = [[pool.submit(rows_of, t, layout) for layout in _LAYOUTS] for t in found]
+        started = [[pool.submit(rows_of, t, layout) for layout in layouts] for t in found]
         try:
             rows = [
                 tuple(row.result() for both in futures for row in both.result())
@@ -238,7 +255,10 @@ class _Search:
 
     def outcome(self, num_rows: int | None = None) -> Outcome:
         """Compiles the step for a batch; None takes the script's."""
-        arguments = {**_WHOLE, **_LAYOUTS[self.layout]}
+        layout = _LAYOUTS[self.layout]
+        # The script's rules are for layers that are divided.
+        rules = {} if "experimental_model_parallel" in layout else {"experimental_layout_map": None}
+        arguments = {**_WHOLE, **rules, **layout}
         variation = Variation(self.topology.name, arguments, self.rematerializes, num_rows)
         outcome = outcome_of(self.script, variation)
         remat = ", rematerialized" if self.rematerializes else ""
