@@ -189,10 +189,11 @@ def _check_errors(errors, worker):
 
 
 # Files, and single operations, are the same for any number of devices.
-def test_keras_computes_what_it_computes_in_one_process(job, alone, tmp_path):
+@pytest.mark.parametrize("divided", ["sharded", "host"])
+def test_keras_computes_what_it_computes_in_one_process(divided, job, alone, tmp_path):
     workers = job(2)
     for worker in range(2):
-        workers.start("keras_contract", worker, tmp_path, "sharded", devices=2)
+        workers.start("keras_contract", worker, tmp_path, divided, devices=2)
     ended = workers.wait()
 
     assert [e.code for e in ended] == [0, 0], "\n\n".join(e.output for e in ended)

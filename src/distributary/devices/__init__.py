@@ -8,12 +8,15 @@ from distributary.devices._device_strings import (
     short_name,
 )
 from distributary.devices._discovery import (
+    LOCAL_AXIS,
     REPLICA_AXIS,
     host_groups,
     make_abstract_mesh,
     make_mesh,
+    num_hosts,
     num_logical_devices,
     replica_devices,
+    sharding_on,
 )
 from distributary.devices._dispatcher import Dispatcher, dispatcher_for
 from distributary.devices._gathering import fetch_whole
@@ -41,8 +44,10 @@ from distributary.devices._placement import (
     in_device_memory,
     in_host_memory,
     is_divided,
+    is_gathered,
     local_copy,
     local_devices,
+    local_spec,
     num_local_replicas,
     own_copies,
     padded,

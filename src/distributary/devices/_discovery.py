@@ -1,10 +1,11 @@
 """The devices of a strategy and their mesh."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from distributary.devices._device_strings import (
     DeviceName,
@@ -23,6 +24,8 @@ from distributary.errors import DeviceError
 
 REPLICA_AXIS = "replica"
 """The mesh axis over which replicas are spread."""
+LOCAL_AXIS = "local"
+"""The axis of the replicas of a host in the meshes of `sharding_on`; `"host"` has the hosts."""
 
 
 def replica_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Device, ...]:
@@ -73,6 +76,24 @@ def make_mesh(
     # Explicit, because JAX changes its defaults: since 0.11, abstract meshes default to `Explicit`.
     axis_types = (AxisType.Auto,) * len(axes)
     return jax.sharding.Mesh(grid.reshape(len(grid), *factors), axes, axis_types)
+
+
+def sharding_on(mesh: jax.sharding.Mesh, spec: P) -> NamedSharding:
+    """Returns a sharding over the devices of a mesh, whose spec may use `LOCAL_AXIS` as well."""
+    return NamedSharding(_by_host(mesh) if LOCAL_AXIS in spec else mesh, spec)
+
+
+@functools.lru_cache(maxsize=32)
+def _by_host(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    grid, (_, *others) = mesh.devices, mesh.axis_names
+    axes = ("host", LOCAL_AXIS, *others)
+    shape = (num_hosts(mesh), -1, *grid.shape[1:])
+    return jax.sharding.Mesh(grid.reshape(shape), axes, (AxisType.Auto,) * len(axes))
+
+
+def num_hosts(mesh: jax.sharding.Mesh) -> int:
+    """Returns the number of processes that have devices of a mesh, the same number each."""
+    return len({device.process_index for device in mesh.devices.flat})
 
 
 def make_abstract_mesh(num_replicas: int) -> jax.sharding.AbstractMesh:

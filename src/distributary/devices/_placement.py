@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
-from distributary.devices._discovery import REPLICA_AXIS, num_logical_devices
+from distributary.devices._discovery import LOCAL_AXIS, REPLICA_AXIS, num_logical_devices
 from distributary.devices._jax_private import put_rows
 from distributary.devices._nest import Nest
 
@@ -182,6 +182,23 @@ def shard_spec(shape: Sequence[int], num_shards: int, spec: P = P()) -> P:
     return spec_of_axes(axes)
 
 
+def local_spec(shape: Sequence[int], num_local: int, spec: P = P()) -> P:
+    """Returns the sharding over the replicas of a host, along the first dim that divides.
+
+    Args:
+        shape: Shape of the array.
+        num_local: Number of the replicas of a host.
+        spec: As in `shard_spec`. It is returned if no dim divides.
+    """
+    axes = [*spec, *[None] * (len(shape) - len(spec))]
+    sizes = zip(axes, shape, strict=True)
+    free = [i for i, (axis, n) in enumerate(sizes) if axis is None and n and not n % num_local]
+    if not free or LOCAL_AXIS in spec or shard_dim(spec) is not None:
+        return spec
+    axes[free[0]] = LOCAL_AXIS
+    return spec_of_axes(axes)
+
+
 def spec_of_axes(axes: Sequence[Any]) -> P:
     """Returns the spec for the mesh axes of each dim, without those of whole dims at its end."""
     last = max((i for i, axis in enumerate(axes) if axis is not None), default=-1)
@@ -192,6 +209,12 @@ def is_divided(sharding: object) -> bool:
     """Returns whether a sharding or its spec leaves a device only a part of an array."""
     spec = getattr(sharding, "spec", sharding)
     return isinstance(spec, P) and any(axis is not None for axis in spec)
+
+
+def is_gathered(sharding: object) -> bool:
+    """Returns whether a step puts the parts of replicas together before it computes with them."""
+    spec = getattr(sharding, "spec", sharding)
+    return shard_dim(spec) is not None or (isinstance(spec, P) and LOCAL_AXIS in spec)
 
 
 def shard_dim(sharding: object) -> int | None:

@@ -25,6 +25,7 @@ from distributary.devices import (
     progress,
     put_replicated,
     shard_dim,
+    sharding_on,
     stored_shards,
     whole_shards,
 )
@@ -397,7 +398,7 @@ def _sharding_of(handle: Handle) -> Any:
     if mesh is None or mesh.size == 1:
         return None
     if is_divided(handle.parts):
-        return NamedSharding(mesh, handle.parts)
+        return sharding_on(mesh, handle.parts)
     return NamedSharding(mesh, P(REPLICA_AXIS) if handle.per_replica else P())
 
 

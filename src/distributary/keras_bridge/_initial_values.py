@@ -23,9 +23,10 @@ _RANDOM = {
 # algebra would round in another way than Keras does, operation by operation.
 _CPU_OPTIONS: dict[str, str | bool] = {
     "xla_backend_optimization_level": "1",
-    "xla_cpu_use_fusion_emitters": False,
     "xla_disable_hlo_passes": "algsimp",
 }
+# Since jaxlib 0.11, nothing else is there, and the option is gone.
+_WITHOUT_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
 
 
 @final
@@ -93,7 +94,12 @@ def _program(
     program = jax.jit(value, in_shardings=everywhere, out_shardings=layout)
     lowered = program.lower(jax.ShapeDtypeStruct((2,), np.uint32))
     on_cpu = jax.default_backend() == "cpu" if layout is None else _is_on_cpu(layout)
-    return lowered.compile(_CPU_OPTIONS if on_cpu else None)
+    if not on_cpu:
+        return lowered.compile()
+    try:
+        return lowered.compile({**_CPU_OPTIONS, **_WITHOUT_EMITTERS})
+    except jax.errors.JaxRuntimeError:
+        return lowered.compile(_CPU_OPTIONS)
 
 
 def _is_on_cpu(layout: NamedSharding) -> bool:

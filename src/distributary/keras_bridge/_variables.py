@@ -21,13 +21,14 @@ from distributary.devices import (
     in_device_memory,
     in_host_memory,
     is_divided,
+    is_gathered,
     job_programs,
     latest_program,
     local_copy,
     make_mesh,
     put_replicated,
     put_sharded,
-    shard_dim,
+    sharding_on,
     without_memory,
 )
 from distributary.errors import UnsupportedError, WorkerMismatchError
@@ -312,12 +313,12 @@ def _put(value: Any, sharding: Any) -> Any:
 
 def _as_used(variable: Any, current: Any) -> Any:
     """Returns a value in a trace as layers compute with it: whole."""
-    is_whole = shard_dim(variable._layout) is None or not isinstance(current, jax.core.Tracer)
+    is_whole = not is_gathered(variable._layout) or not isinstance(current, jax.core.Tracer)
     if is_whole or _in_parts.get() or not in_global_view():
         return current
     # The layout has the mesh of the values, which is another if the program is only compiled.
     mesh = get_strategy().extended.mesh
-    return gathered(current, NamedSharding(mesh, variable._layout.spec))
+    return gathered(current, sharding_on(mesh, variable._layout.spec))
 
 
 def keeps_on_servers(strategy: Any) -> bool:

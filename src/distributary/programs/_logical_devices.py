@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.devices import REPLICA_AXIS, num_logical_devices
+from distributary.devices import REPLICA_AXIS, num_logical_devices, sharding_on
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from distributary.tracing import aval_of, jaxpr_of, walk
 
@@ -63,7 +63,7 @@ def laid_out(value: Array, mesh: Mesh | None, spec: P) -> Array:
     """Returns a global array with a sharding that XLA must give it; unchanged without a mesh."""
     if mesh is None:
         return value
-    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+    return jax.lax.with_sharding_constraint(value, sharding_on(mesh, spec))
 
 
 def spec_of_split(mesh: Mesh, shape: Sequence[int], parts: Sequence[int]) -> P:

@@ -44,9 +44,12 @@ from distributary.devices import (
     canonical_name,
     is_divided,
     local_copy,
+    local_spec,
     mesh_of_values,
+    num_hosts,
     num_logical_devices,
     shard_spec,
+    sharding_on,
     short_name,
     warn_of_untested,
 )
@@ -111,10 +114,22 @@ class Sharded(enum.Enum):
     NOTHING = ""
     OPTIMIZER_STATE = "Keras optimizer state"
     PARAMETERS = "variables"
+    IN_HOST = "variables (inside of each host)"
 
     @classmethod
-    def of(cls, optimizer_state: bool, parameters: bool) -> "Sharded":
-        """Returns the member for the arguments `experimental_shard_...` of strategies."""
+    def of(cls, optimizer_state: bool, parameters: bool | str) -> "Sharded":
+        """Returns the member for the arguments `experimental_shard_...` of strategies.
+
+        Raises:
+            InvalidValueError: if the parameters are neither a bool nor "host".
+        """
+        if isinstance(parameters, str):
+            if parameters != "host":
+                raise InvalidValueError(
+                    f"experimental_shard_parameters is {parameters!r}, expected True, False or"
+                    ' "host", which divides variables over the devices of each host.'
+                )
+            return cls.IN_HOST
         return (
             cls.PARAMETERS
             if parameters
@@ -403,7 +418,8 @@ class StrategyExtended:
         axes = self.mesh.axis_names[1:]
         spec = P() if path is None else self.layout_rules.spec(path, shape, dim, axes)
         num_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
-        is_large = self._sharded is Sharded.PARAMETERS and num_bytes >= _MIN_BYTES_IN_PARTS
+        divides = self._sharded in (Sharded.PARAMETERS, Sharded.IN_HOST)
+        is_large = divides and num_bytes >= _MIN_BYTES_IN_PARTS
         return self._parts(shape, spec, is_large)
 
     def optimizer_layout(self, shape: Sequence[int], beside: Any = None) -> Any:
@@ -416,13 +432,20 @@ class StrategyExtended:
         """
         if self.mesh is None:
             return None
-        is_same = isinstance(beside, NamedSharding) and beside.mesh == mesh_of_values(self.mesh)
+        is_same = isinstance(beside, NamedSharding) and beside == sharding_on(
+            mesh_of_values(self.mesh), beside.spec
+        )
         return self._parts(shape, beside.spec if is_same else P(), bool(self._sharded))
 
     def _parts(self, shape: Sequence[int], spec: P, over_replicas: bool) -> Any:
         if over_replicas:
-            spec = shard_spec(shape, self.placement.num_replicas, spec)
-        return NamedSharding(mesh_of_values(self.mesh), spec) if is_divided(spec) else None
+            num_replicas, count = self.placement.num_replicas, num_hosts(self.mesh)
+            is_local = self._sharded is Sharded.IN_HOST and count > 1
+            divided, num_parts = (
+                (local_spec, num_replicas // count) if is_local else (shard_spec, num_replicas)
+            )
+            spec = divided(shape, num_parts, spec)
+        return sharding_on(mesh_of_values(self.mesh), spec) if is_divided(spec) else None
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Returns whether variable `v` belongs to this strategy.

@@ -62,7 +62,7 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         experimental_shard_optimizer_state: bool = False,
-        experimental_shard_parameters: bool = False,
+        experimental_shard_parameters: bool | str = False,
         experimental_model_parallel: int | None = None,
         experimental_layout_map: Mapping[str, Any] | str | None = "auto",
     ) -> None:

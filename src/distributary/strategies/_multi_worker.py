@@ -47,7 +47,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             the gradients of optimizers.
         experimental_shard_parameters: Whether every device of the cluster holds only one part of
             the variables of Keras models and optimizers; see `MirroredStrategy`. The same rules
-            apply, also to the variables of models.
+            apply, also to the variables of models. `"host"` divides them over the devices of each
+            host, whose parts together are a whole copy, so weights do not travel between hosts.
         experimental_model_parallel: Number of devices of each replica, which lie on one worker and
             divide the layers of Keras models; see `MirroredStrategy`.
         experimental_layout_map: The variables that they divide; see `MirroredStrategy`.
@@ -69,7 +70,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         *,
         experimental_shard_optimizer_state: bool = False,
-        experimental_shard_parameters: bool = False,
+        experimental_shard_parameters: bool | str = False,
         experimental_model_parallel: int | None = None,
         experimental_layout_map: Mapping[str, Any] | str | None = "auto",
     ) -> None:

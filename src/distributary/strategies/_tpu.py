@@ -71,7 +71,7 @@ class TPUStrategy(Strategy):
         experimental_spmd_xla_partitioning: bool = False,
         *,
         experimental_shard_optimizer_state: bool = False,
-        experimental_shard_parameters: bool = False,
+        experimental_shard_parameters: bool | str = False,
         experimental_layout_map: Mapping[str, Any] | str | None = None,
     ) -> None:
         del experimental_spmd_xla_partitioning

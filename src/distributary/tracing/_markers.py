@@ -30,7 +30,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.devices import REPLICA_AXIS
+from distributary.devices import LOCAL_AXIS, REPLICA_AXIS
 from distributary.errors import UnsupportedError
 from distributary.tracing._jaxprs import Equation, walk
 
@@ -159,10 +159,14 @@ scatter_p = Primitive("scatter_parts")
 
 
 def _lies(value: Array, parts: NamedSharding, is_whole: bool) -> Array:
+    if not is_whole and LOCAL_AXIS in parts.spec:
+        # Sums go to parts of all replicas first, which then travel between hosts.
+        every = [("host", LOCAL_AXIS) if axis == LOCAL_AXIS else axis for axis in parts.spec]
+        value = jax.lax.with_sharding_constraint(value, NamedSharding(parts.mesh, P(*every)))
     # What a value is cast from is not gathered instead of it.
     value = jax.lax.with_sharding_constraint(value, parts)
     # Each logical device keeps its part, if the value is divided over these as well.
-    axes = [None if axis == REPLICA_AXIS else axis for axis in parts.spec]
+    axes = [None if axis in (REPLICA_AXIS, LOCAL_AXIS) else axis for axis in parts.spec]
     whole = NamedSharding(parts.mesh, P(*axes))
     return jax.lax.with_sharding_constraint(value, whole) if is_whole else value
 

@@ -23,6 +23,7 @@ from distributary.devices import (
     put_replicated,
     put_sharded,
     put_stacked,
+    sharding_on,
 )
 from distributary.errors import InvalidTypeError, described, shown
 from distributary.tracing import describe_value, gathered, native
@@ -76,7 +77,7 @@ class VariableLayout:
         """Returns a value of a variable that is read in a trace."""
         if self.parts is None or not in_global_view():
             return value
-        return gathered(value, NamedSharding(self.strategy.extended.mesh, self.parts.spec))
+        return gathered(value, sharding_on(self.strategy.extended.mesh, self.parts.spec))
 
     def initial(self, value: object, what: str) -> Any:
         """Returns the initial value of a variable: with several workers, the chief's.

@@ -2,7 +2,7 @@
 
 The numbers are the same for any number of workers with as many devices in all.
 
-keras_contract.py FOLDER [sharded]
+keras_contract.py FOLDER [sharded | host]
 """
 
 import json
@@ -19,7 +19,8 @@ import distributary as dist
 from distributary.data import Dataset, FixedLengthRecordDataset
 
 directory, *options = sys.argv[1:]
-strategy = dist.MultiWorkerMirroredStrategy(experimental_shard_parameters="sharded" in options)
+divided = "host" if "host" in options else "sharded" in options
+strategy = dist.MultiWorkerMirroredStrategy(experimental_shard_parameters=divided)
 
 import keras  # noqa: E402  (it must not start JAX before the strategy connects it)
 
@@ -81,6 +82,8 @@ class StopsOnOneWorker(keras.callbacks.Callback):
 with strategy.scope():
     model = make_model(dropout=0.2)
 result["initial"] = rounded(model.get_weights())
+num_parts = {"host": 2, True: 4, False: 1}[divided]
+assert model.weights[0]._value.addressable_shards[0].data.size == 4 * 64 // num_parts
 result["read"] = rounded([keras.ops.sum(model.weights[0]), model.weights[0] * 2])
 
 # Shuffled arrays whose last batch is uneven; validation; files of callbacks and of the user.

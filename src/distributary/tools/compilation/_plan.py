@@ -22,6 +22,7 @@ _LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "mirrored": {},
     "sharded optimizer state": {"experimental_shard_optimizer_state": True},
     "sharded parameters": {"experimental_shard_parameters": True},
+    "sharded in each host": {"experimental_shard_parameters": "host"},
     "layers over 2 devices": {"experimental_model_parallel": 2},
     "layers and parameters": {
         "experimental_model_parallel": 2,
@@ -203,6 +204,9 @@ def plan_script(
     """
     found = [parse_topology(name) for name in topologies]
     layouts = list(_LAYOUTS) if layouts is None else layouts
+    is_on_one_host = all(len(topology.hosts) == 1 for topology in found)
+    if is_on_one_host:  # where it is the same as sharded parameters
+        layouts = [name for name in layouts if name != "sharded in each host"]
     for layout in layouts:
         if layout not in _LAYOUTS:
             known = ", ".join(map(repr, _LAYOUTS))
