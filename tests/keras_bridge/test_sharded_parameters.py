@@ -252,6 +252,17 @@ def test_first_values_are_those_of_keras_and_lie_in_parts():
         np.testing.assert_allclose(variable, other, rtol=2e-7, atol=1e-7)
 
 
+def test_values_of_many_new_variables_are_donated_to_steps():
+    with _parts(2).scope():
+        model = keras.Sequential([keras.Input((16,)), *[kl.Dense(16) for _ in range(16)]])
+        model.compile("sgd", "mse")
+    x = np.zeros((80, 16), np.float32)
+
+    history = model.fit(x, x, batch_size=2, verbose=0)  # more steps than may be in flight
+
+    assert history.history["loss"] == [0]
+
+
 _MEASURED = """
 import os, threading
 os.environ["KERAS_BACKEND"] = "jax"

@@ -76,8 +76,12 @@ def first_value(
     program = _program(kind, config, tuple(shape), dtype, layout)
     if layout is None:
         return program(seed)
-    value = dispatcher_for(tuple(layout.mesh.devices.flat)).run(program, lambda out: out, seed)
-    return value.block_until_ready()  # what other variables need meanwhile would be in memory, too
+    # Ends before others begin, whose temporaries would be in memory, too. So there is no token: a
+    # step may donate the value.
+    devices = tuple(layout.mesh.devices.flat)
+    return dispatcher_for(devices).run(
+        lambda seed: program(seed).block_until_ready(), lambda value: None, seed
+    )
 
 
 @functools.lru_cache(maxsize=256)
