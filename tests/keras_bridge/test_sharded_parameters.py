@@ -47,6 +47,15 @@ def _convolutional():
     )
 
 
+def _adapted():
+    """Returns a model with LoRA on weights that are quantized and frozen."""
+    wide = kl.Dense(64, "relu")
+    model = keras.Sequential([keras.Input((6, 6, 3)), kl.Flatten(), wide, kl.Dense(5)])
+    wide.quantize("int8")
+    wide.enable_lora(4)
+    return model
+
+
 class _OfTensorFlow(keras.Model):
     """A model with a step of its own, as it is written for TensorFlow."""
 
@@ -103,6 +112,7 @@ _TRAININGS = {
     ),
     "several steps at once": (_IDS, _build(_transformer, steps_per_execution=2)),
     "single operations": (_IMAGES, _build(_convolutional, run_eagerly=True)),
+    "adapters of a quantized layer": (_IMAGES, _build(_adapted)),
     "a step of one's own": (_IDS, _build(_own_step)),
 }
 
