@@ -19,14 +19,6 @@ _RANDOM = {
     for kind in vars(keras.initializers).values()
     if isinstance(kind, type) and "seed" in inspect.signature(kind).parameters
 }
-# A program runs about once, so that compiling it costs more than running it. The simplifier of
-# algebra would round in another way than Keras does, operation by operation.
-_CPU_OPTIONS: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "1",
-    "xla_disable_hlo_passes": "algsimp",
-}
-# Since jaxlib 0.11, nothing else is there, and the option is gone.
-_WITHOUT_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
 
 
 @final
@@ -68,43 +60,58 @@ def first_value(
     seed = getattr(initializer, "seed", None)
     if type(initializer) not in _RANDOM or not isinstance(seed, int):
         return None
+    kind: Any = type(initializer)
+    own = {k: v for k, v in vars(initializer).items() if k not in ("seed", "_init_seed")}
+    settings = tuple([(k, tuple(v) if isinstance(v, list) else v) for k, v in own.items()])
+    try:
+        program = _program(kind, settings, tuple(shape), dtype, layout)
+    except TypeError:  # a setting is an array
+        return None
     # What Keras makes of a number that is a seed.
     (seed,) = agreed([np.asarray([seed, 0], np.uint32)])
-    kind: Any = type(initializer)
-    given = {**initializer.get_config(), "seed": 0}
-    config = tuple([(k, tuple(v) if isinstance(v, list) else v) for k, v in given.items()])
-    program = _program(kind, config, tuple(shape), dtype, layout)
-    if layout is None:
-        return program(seed)
-    # Ends before others begin, whose temporaries would be in memory, too. So there is no token: a
-    # step may donate the value.
-    devices = tuple(layout.mesh.devices.flat)
-    return dispatcher_for(devices).run(
-        lambda seed: program(seed).block_until_ready(), lambda value: None, seed
-    )
+    # In a trace, too, the value is an array.
+    with jax.ensure_compile_time_eval():
+        if layout is None:
+            return program(seed)
+        # Ends before others begin, whose temporaries would be in memory, too. So there is no token:
+        # a step may donate the value.
+        devices = tuple(layout.mesh.devices.flat)
+        return dispatcher_for(devices).run(
+            lambda seed: program(seed).block_until_ready(), lambda value: None, seed
+        )
 
 
 @functools.lru_cache(maxsize=256)
 def _program(
-    kind: Any, config: Any, shape: tuple[int, ...], dtype: str, layout: NamedSharding | None
+    kind: Any, settings: Any, shape: tuple[int, ...], dtype: str, layout: NamedSharding | None
 ) -> Callable[[np.ndarray], jax.Array]:
     def value(seed: jax.Array) -> jax.Array:
-        initializer = kind(**dict(config))
-        initializer.seed = _Seed(seed)
+        initializer = object.__new__(kind)
+        vars(initializer).update(settings, seed=_Seed(seed))
         whole = keras.ops.convert_to_tensor(initializer(shape, dtype=dtype))
         return whole if layout is None else stored_shards(whole, layout)
 
     everywhere = None if layout is None else NamedSharding(layout.mesh, P())
-    program = jax.jit(value, in_shardings=everywhere, out_shardings=layout)
-    lowered = program.lower(jax.ShapeDtypeStruct((2,), np.uint32))
-    on_cpu = jax.default_backend() == "cpu" if layout is None else _is_on_cpu(layout)
-    if not on_cpu:
-        return lowered.compile()
+    first = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
+    options = _cpu_options() if first.platform == "cpu" else None
+    return jax.jit(value, in_shardings=everywhere, out_shardings=layout, compiler_options=options)
+
+
+@functools.cache
+def _cpu_options() -> dict[str, str | bool]:
+    """Returns compiler options for programs that run about once.
+
+    Compiling one costs more than running it. The simplifier of algebra would round in another way
+    than Keras does, operation by operation.
+    """
+    options: dict[str, str | bool] = {
+        "xla_backend_optimization_level": "1",
+        "xla_disable_hlo_passes": "algsimp",
+    }
+    # Since jaxlib 0.11, nothing else is there, and the option is gone.
+    without_emitters = {**options, "xla_cpu_use_fusion_emitters": False}
     try:
-        return lowered.compile({**_CPU_OPTIONS, **_WITHOUT_EMITTERS})
+        jax.jit(lambda: 0, compiler_options=without_emitters).lower().compile()
     except jax.errors.JaxRuntimeError:
-        return lowered.compile(_CPU_OPTIONS)
-
-
-def _is_on_cpu(layout: NamedSharding) -> bool:
-    return bool(layout.mesh.devices.flat[0].platform == "cpu")
+        return options
+    return without_emitters

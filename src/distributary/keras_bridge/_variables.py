@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.checkpoint import settle
@@ -139,6 +140,8 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, initializer, shape, dtype, *args, **kw)
         except WorkerMismatchError as error:
             raise error.with_traceback(None) from None  # whose frames tell nothing to users
+        if is_divided(getattr(self, "_layout", None)) and not callable(initializer):
+            self._shape = tuple(np.shape(initializer))  # Keras has that of the stored array
         if scope is not None:
             scope.created.append(self.path)
 
@@ -169,6 +172,7 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, initializer)
         elif layout is None:
             self._initialize(value)
+            self._shared = False
         else:
             self._value, self._shared = put_sharded(value, layout), False
 
@@ -284,16 +288,19 @@ def value(original: property) -> property:
                 is_symbolic = keras_private.in_symbolic_scope()
                 current = jnp.zeros(kept.shape, kept.dtype) if is_symbolic else kept._peek()
             return self._maybe_autocast(current)
+        # A tape records the cast, too, and what is put together is cast afterwards.
+        casts = is_recording() or is_divided(self._layout)
         with latest_program.lock:  # so that programs see `_shared` before they donate
-            # A tape records the cast, too.
-            with keras_private.AutocastScope(None) if is_recording() else nullcontext():
+            with keras_private.AutocastScope(None) if casts else nullcontext():
                 current = in_device_memory(read(self))
             # In a symbolic scope, Keras wants shapes only.
             if current is self._value and not keras_private.in_symbolic_scope():
                 self._shared = current_trial() is None
         current = whole_value(self, current)
         if is_recording():
-            current = self._maybe_autocast(noted_read(self, current))
+            current = noted_read(self, current)
+        if casts:
+            current = self._maybe_autocast(current)
         return _as_used(self, current)
 
     return property(value, doc=original.__doc__)

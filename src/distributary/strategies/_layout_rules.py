@@ -69,7 +69,11 @@ class LayoutRules:
         self._has_told = False
 
     def _axes_of(self, pattern: Any, layout: Any, names: Sequence[str]) -> tuple[str | None, ...]:
-        axes = tuple(getattr(layout, "axes", layout))
+        layout = getattr(layout, "axes", layout)
+        check_type(f"{self._what}: the key {pattern!r}", pattern, str, "a regular expression")
+        what = f"{self._what}[{pattern!r}]"
+        check_type(what, layout, tuple | list, "a tuple with an axis or None for each dim")
+        axes = tuple(layout)
         used = [axis for axis in axes if axis is not None]
         if len(set(used)) < len(used) or not set(used) <= set(names):
             raise InvalidValueError(
