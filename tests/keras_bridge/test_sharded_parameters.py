@@ -318,7 +318,7 @@ def watch():
 
 with dist.MirroredStrategy(devices, experimental_shard_parameters=True).scope():
     keras.Variable("glorot_uniform", (64, 64))
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     before = used()
     thread.start()
     variables = [keras.Variable("glorot_uniform", (2048, 2048)) for _ in range(16)]

@@ -140,7 +140,8 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, initializer, shape, dtype, *args, **kw)
         except WorkerMismatchError as error:
             raise error.with_traceback(None) from None  # whose frames tell nothing to users
-        if is_divided(getattr(self, "_layout", None)) and not callable(initializer):
+        is_value = not callable(initializer) and not isinstance(initializer, str)
+        if is_value and is_divided(getattr(self, "_layout", None)):
             self._shape = tuple(np.shape(initializer))  # Keras has that of the stored array
         if scope is not None:
             scope.created.append(self.path)
