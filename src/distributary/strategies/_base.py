@@ -19,7 +19,6 @@ from distributary.errors import (
     DistributaryError,
     InvalidTypeError,
     InvalidValueError,
-    UnsupportedError,
     shown,
 )
 from distributary.options import InputOptions, ReduceOp, RunOptions
@@ -85,11 +84,7 @@ def _advised(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: object, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         trial = current_trial()
         if trial is not None:
-            known = signature.parameters
-            unknown = [k for k, v in trial.arguments.items() if v and k not in known]
-            if unknown:
-                raise UnsupportedError(f"{type(self).__name__} has no argument {unknown[0]}")
-            kwargs |= {k: v for k, v in trial.arguments.items() if k in known}
+            kwargs |= {k: v for k, v in trial.arguments.items() if k in signature.parameters}
         try:
             init(self, *args, **kwargs)
         except DistributaryError as error:

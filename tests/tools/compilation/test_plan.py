@@ -48,7 +48,7 @@ def test_a_plan_has_the_compilers_numbers_and_takes_no_memory_for_the_model(plan
 
 
 def test_what_a_plan_cannot_change_is_said(plan_of):
-    layouts = ["--layout", "sharded optimizer state", "--layout", "layers over 2 devices"]
+    layouts = ["--layout", "mirrored", "--layout", "sharded parameters"]
     plan, printed = plan_of("--topology", "h100:8", *layouts, "steps.py", "watched")
 
     assert len(plan["rows"]) == 4

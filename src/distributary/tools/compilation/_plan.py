@@ -17,7 +17,7 @@ _WHOLE: Mapping[str, object] = {
     "experimental_shard_parameters": False,
     "experimental_model_parallel": None,
 }
-# The arguments of strategies that give each layout.
+# The arguments of strategies that give each layout. A strategy that lacks one ignores it.
 _LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "mirrored": {},
     "sharded optimizer state": {"experimental_shard_optimizer_state": True},
