@@ -76,8 +76,8 @@ def run(namespace: argparse.Namespace) -> int:
     _check(namespace)
     replicas = namespace.replicas or scaling.default_replicas(os.environ)
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    programs = {number: _program(namespace, number) for number in replicas}
-    timings = scaling.measure(programs, namespace.seconds, environ)
+    scripts = {number: _script(namespace, number) for number in replicas}
+    timings = scaling.measure(scripts, namespace.seconds, environ)
     last = timings[-1]
     network = _network(namespace)
     # One replica reduces nothing; larger numbers of replicas show what there is to reduce.
@@ -122,10 +122,10 @@ def _check(namespace: argparse.Namespace) -> None:
     check_script(namespace)
 
 
-def _program(namespace: argparse.Namespace, num_replicas: int) -> "scaling.Program":
+def _script(namespace: argparse.Namespace, num_replicas: int) -> "compilation.Script":
     if namespace.script is not None:
         arguments = tuple(namespace.arguments)
-        return scaling.Program(namespace.script, arguments, namespace.module, namespace.step)
+        return compilation.Script(namespace.script, arguments, namespace.module, namespace.step)
     batch = namespace.batch
     if namespace.global_batch is not None:
         batch, rest = divmod(namespace.global_batch, num_replicas)
@@ -134,7 +134,7 @@ def _program(namespace: argparse.Namespace, num_replicas: int) -> "scaling.Progr
                 f"--global-batch {namespace.global_batch} is not divisible by {num_replicas}"
                 " replicas"
             )
-    return scaling.Program(_MODULE, (namespace.model, str(batch)), is_module=True)
+    return compilation.Script(_MODULE, (namespace.model, str(batch)), is_module=True)
 
 
 def _title(namespace: argparse.Namespace) -> str:

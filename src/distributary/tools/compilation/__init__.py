@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distributary.tools.compilation._plan import plan_script
     from distributary.tools.compilation._report import Report
     from distributary.tools.compilation._script import (
+        Script,
         ScriptEnded,
         StandIn,
         compile_script,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         parse_topology,
         prepare_compilers,
     )
-    from distributary.tools.compilation._trials import Script, answer_trial
+    from distributary.tools.compilation._trials import answer_trial
 
 __all__ = [
     "Report",
@@ -53,8 +54,8 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "_dataflow": "collectives_of collectives_of_step moved_activations",
             "_plan": "plan_script",
             "_report": "Report",
-            "_script": "ScriptEnded StandIn compile_script run_script",
+            "_script": "Script ScriptEnded StandIn compile_script run_script",
             "_topologies": "known_topologies parse_topology prepare_compilers",
-            "_trials": "Script answer_trial",
+            "_trials": "answer_trial",
         },
     )

@@ -8,8 +8,9 @@ from typing import Any, final
 
 from distributary.engine import format_bytes as _size, total_bytes
 from distributary.errors import InvalidValueError
+from distributary.tools.compilation._script import Script
 from distributary.tools.compilation._topologies import Topology, parse_topology
-from distributary.tools.compilation._trials import Outcome, Script, Variation, outcome_of
+from distributary.tools.compilation._trials import Outcome, Variation, outcome_of
 
 # Arguments that are not those of a layout have these values, whatever the script says.
 _WHOLE: Mapping[str, object] = {

@@ -30,6 +30,25 @@ from distributary.tools.compilation._report import Report, report_of
 from distributary.tools.compilation._topologies import Topology
 
 
+@final
+@dataclass(frozen=True)
+class Script:
+    """A script that trains.
+
+    Args:
+        path: Path of the script, or name of the module.
+        arguments: Arguments of the script.
+        is_module: Whether `path` names a module.
+        step_name: Name of the function that is the step; None for the first program that updates a
+            trainable variable.
+    """
+
+    path: str
+    arguments: Sequence[str]
+    is_module: bool = False
+    step_name: str | None = None
+
+
 def compile_script(
     script: str,
     arguments: Sequence[str],

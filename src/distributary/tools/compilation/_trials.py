@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -22,29 +22,10 @@ from distributary.context import get_strategy
 from distributary.devices import Nest, Trial, without_memory
 from distributary.errors import CompileError, UnsupportedError
 from distributary.tools.compilation._report import Report
-from distributary.tools.compilation._script import DoesNotFitError, compile_script
+from distributary.tools.compilation._script import DoesNotFitError, Script, compile_script
 from distributary.tools.compilation._topologies import parse_topology, prepare_compilers
 
 _CHILD = "from distributary.tools.compilation import answer_trial; answer_trial()"
-
-
-@final
-@dataclass(frozen=True)
-class Script:
-    """A script, and its training step.
-
-    Args:
-        path: Path of the script, or name of the module.
-        arguments: Arguments of the script.
-        is_module: Whether `path` names a module.
-        step_name: Name of the function that is the step; None for the first program that updates a
-            trainable variable.
-    """
-
-    path: str
-    arguments: Sequence[str]
-    is_module: bool = False
-    step_name: str | None = None
 
 
 @final

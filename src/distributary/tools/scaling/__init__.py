@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from distributary.tools.scaling._measurement import (
         Network,
         Prediction,
-        Program,
         default_replicas,
         measure,
         predict,
@@ -25,7 +24,6 @@ __all__ = [
     "MODELS",
     "Network",
     "Prediction",
-    "Program",
     "Timing",
     "default_replicas",
     "draw",
@@ -39,7 +37,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "_measurement": "Network Prediction Program default_replicas measure predict",
+            "_measurement": "Network Prediction default_replicas measure predict",
             "_models": "MODELS",
             "_plot": "draw write_png",
             "_timer": "Timing",

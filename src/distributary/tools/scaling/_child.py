@@ -1,8 +1,8 @@
 """Runs a script as the main program and times its training step.
 
-    python -m distributary.tools.scaling._child RESULT_FILE SECONDS PROGRAM
+    python -m distributary.tools.scaling._child RESULT_FILE SECONDS SCRIPT
 
-`PROGRAM` is a `Program` in JSON, and the result a `Timing`.
+`SCRIPT` is a `Script` in JSON, and the result a `Timing`.
 """
 
 import json
@@ -12,18 +12,17 @@ from pathlib import Path
 
 from distributary.devices import watch_programs
 from distributary.errors import DistributaryError
-from distributary.tools.compilation import run_script
-from distributary.tools.scaling._measurement import Program
+from distributary.tools.compilation import Script, run_script
 from distributary.tools.scaling._timer import StepTimer
 
 
 def _main(result: str, seconds: str, content: str) -> int:
-    program = Program(**json.loads(content))
-    timer = StepTimer(float(seconds), program.step_name)
+    script = Script(**json.loads(content))
+    timer = StepTimer(float(seconds), script.step_name)
     watch_programs(timer.wrap)
     try:
-        run_script(program.script, program.arguments, is_module=program.is_module)
-        timing = timer.timing(program.script)
+        run_script(script.path, script.arguments, is_module=script.is_module)
+        timing = timer.timing(script.path)
     except DistributaryError as error:
         print(error, file=sys.stderr)
         return 1

@@ -17,28 +17,10 @@ from typing import final
 from distributary.devices import num_cores
 from distributary.errors import LaunchError
 from distributary.launch import ALLOCATOR_SETTINGS
+from distributary.tools.compilation import Script
 from distributary.tools.scaling._timer import Timing
 
 _NUM_LAST_LINES = 20
-
-
-@final
-@dataclass(frozen=True)
-class Program:
-    """A script that trains.
-
-    Args:
-        script: Path of the script, or name of a module.
-        arguments: Arguments of the script.
-        is_module: Whether `script` names a module.
-        step_name: Name of the step's function; None for the first program that updates a trainable
-            variable.
-    """
-
-    script: str
-    arguments: Sequence[str]
-    is_module: bool = False
-    step_name: str | None = None
 
 
 def default_replicas(environ: Mapping[str, str]) -> tuple[int, ...]:
@@ -54,19 +36,19 @@ def default_replicas(environ: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def measure(
-    program_of: Mapping[int, Program], seconds: float, environ: Mapping[str, str]
+    script_of: Mapping[int, Script], seconds: float, environ: Mapping[str, str]
 ) -> list[Timing]:
-    """Measures a program with each number of replicas, one after the other.
+    """Measures a script with each number of replicas, one after the other.
 
     Args:
-        program_of: The program for each number of replicas.
+        script_of: The script for each number of replicas.
         seconds: Seconds for which to measure each.
         environ: The environment.
 
     Raises:
-        LaunchError: if a program fails, or has another number of replicas.
+        LaunchError: if a script fails, or has another number of replicas.
     """
-    timings = [_timed(program, n, seconds, environ) for n, program in sorted(program_of.items())]
+    timings = [_timed(script, n, seconds, environ) for n, script in sorted(script_of.items())]
     rates = [(t.examples_per_step or 0) / t.seconds / t.num_replicas for t in timings]
     is_known = all(timing.examples_per_step for timing in timings)
     return [
@@ -75,15 +57,13 @@ def measure(
     ]
 
 
-def _timed(
-    program: Program, num_replicas: int, seconds: float, environ: Mapping[str, str]
-) -> Timing:
+def _timed(script: Script, num_replicas: int, seconds: float, environ: Mapping[str, str]) -> Timing:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "timing.json"
         child = "distributary.tools.scaling._child"
         command = [sys.executable, "-m", child, str(result), str(seconds)]
         process = subprocess.run(
-            [*command, json.dumps(asdict(program))],
+            [*command, json.dumps(asdict(script))],
             env=_environ(num_replicas, environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -94,13 +74,13 @@ def _timed(
         if process.returncode or not result.exists():
             lines = process.stdout.splitlines()[-_NUM_LAST_LINES:]
             raise LaunchError(
-                f"With --replicas {num_replicas}, {program.script} ended with exit code"
+                f"With --replicas {num_replicas}, {script.path} ended with exit code"
                 f" {process.returncode}. Its last lines:\n  " + "\n  ".join(lines)
             )
         timing = Timing(**json.loads(result.read_text(encoding="utf-8")))
     if timing.num_replicas != num_replicas:
         raise LaunchError(
-            f"{program.script} has {timing.num_replicas} replicas, expected {num_replicas}. Let its"
+            f"{script.path} has {timing.num_replicas} replicas, expected {num_replicas}. Let its"
             " strategy use all devices, as MirroredStrategy() does, and ask for at most as many"
             " replicas as there are GPUs. A TPU can only be measured as a whole."
         )
