@@ -47,7 +47,6 @@ from distributary.devices._placement import (
     is_gathered,
     local_copy,
     local_devices,
-    local_spec,
     num_local_replicas,
     own_copies,
     padded,

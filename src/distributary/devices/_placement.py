@@ -163,39 +163,26 @@ def local_copy(value: object) -> Any:
     return value
 
 
-def shard_spec(shape: Sequence[int], num_shards: int, spec: P = P()) -> P:
+def shard_spec(shape: Sequence[int], num_shards: int, spec: P = P(), axis: str = REPLICA_AXIS) -> P:
     """Returns the sharding with the smallest parts: along the dim that needs the least padding.
 
     Scalars and empty arrays are not partitioned.
 
     Args:
         shape: Shape of the array.
-        num_shards: Number of replicas.
+        num_shards: Number of parts.
         spec: A sharding over logical devices, whose dims are not divided once more. If it divides
             over replicas as well, it is returned.
+        axis: `REPLICA_AXIS`, or `LOCAL_AXIS`, along which arrays are not padded: without a dim that
+            divides, `spec` is returned.
     """
     axes = [*spec, *[None] * (len(shape) - len(spec))]
-    free = [i for i, axis in enumerate(axes) if axis is None]
-    if num_shards == 1 or 0 in shape or not free or shard_dim(spec) is not None:
+    free = [i for i, used in enumerate(axes) if used is None]
+    if axis == LOCAL_AXIS:
+        free = [i for i in free if shape[i] % num_shards == 0]
+    if num_shards == 1 or 0 in shape or not free or is_gathered(spec):
         return spec
-    axes[min(free, key=lambda i: math.ceil(shape[i] / num_shards) / shape[i])] = REPLICA_AXIS
-    return spec_of_axes(axes)
-
-
-def local_spec(shape: Sequence[int], num_local: int, spec: P = P()) -> P:
-    """Returns the sharding over the replicas of a host, along the first dim that divides.
-
-    Args:
-        shape: Shape of the array.
-        num_local: Number of the replicas of a host.
-        spec: As in `shard_spec`. It is returned if no dim divides.
-    """
-    axes = [*spec, *[None] * (len(shape) - len(spec))]
-    sizes = zip(axes, shape, strict=True)
-    free = [i for i, (axis, n) in enumerate(sizes) if axis is None and n and not n % num_local]
-    if not free or LOCAL_AXIS in spec or shard_dim(spec) is not None:
-        return spec
-    axes[free[0]] = LOCAL_AXIS
+    axes[min(free, key=lambda i: math.ceil(shape[i] / num_shards) / shape[i])] = axis
     return spec_of_axes(axes)
 
 

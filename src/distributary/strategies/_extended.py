@@ -40,11 +40,11 @@ from distributary.data import (
     spec_of,
 )
 from distributary.devices import (
+    LOCAL_AXIS,
     REPLICA_AXIS,
     canonical_name,
     is_divided,
     local_copy,
-    local_spec,
     mesh_of_values,
     num_hosts,
     num_logical_devices,
@@ -440,11 +440,10 @@ class StrategyExtended:
     def _parts(self, shape: Sequence[int], spec: P, over_replicas: bool) -> Any:
         if over_replicas:
             num_replicas, count = self.placement.num_replicas, num_hosts(self.mesh)
-            is_local = self._sharded is Sharded.IN_HOST and count > 1
-            divided, num_parts = (
-                (local_spec, num_replicas // count) if is_local else (shard_spec, num_replicas)
-            )
-            spec = divided(shape, num_parts, spec)
+            if self._sharded is Sharded.IN_HOST and count > 1:
+                spec = shard_spec(shape, num_replicas // count, spec, LOCAL_AXIS)
+            else:
+                spec = shard_spec(shape, num_replicas, spec)
         return sharding_on(mesh_of_values(self.mesh), spec) if is_divided(spec) else None
 
     def variable_created_in_scope(self, v: Any) -> bool:
