@@ -68,6 +68,32 @@ def _built(build: Callable[[], Any], strategy: dist.Strategy | None, seed: int) 
 
 
 @pytest.fixture
+def train_in_loop(quick_initializers) -> Callable[..., Any]:
+    """Trains a classifier with momentum in a loop of one's own, and returns it.
+
+    A batch has at most 8 rows, and the loss of each counts an eighth.
+    """
+
+    def train_in_loop(make_model, batches, strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model, optimizer = make_model(), keras.optimizers.SGD(0.1, momentum=0.9)
+
+        def step(x, y):
+            with dist.GradientTape() as tape:
+                losses = keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+                loss = keras.ops.sum(losses) / 8
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+
+        for batch in strategy.experimental_distribute_dataset(batches):
+            strategy.run(step, args=batch)
+        return model
+
+    return train_in_loop
+
+
+@pytest.fixture
 def train_twice(strategy_of, train) -> Callable[..., tuple[Trained, Trained]]:
     """Like `train`, in plain Keras and under a `MirroredStrategy`."""
 

@@ -151,27 +151,11 @@ def test_a_step_has_two_sums_per_block_and_pass_and_gathers_no_weight(monkeypatc
     assert len(found) == 2 * blocks * passes + 1
 
 
-def test_own_loops_train_divided_layers(quick_initializers):
-    def trained(strategy):
-        keras.utils.set_random_seed(0)
-        with strategy.scope():
-            model, optimizer = _transformer(), ko.SGD(0.1, momentum=0.9)
+def test_own_loops_train_divided_layers(train_in_loop):
+    batches = [(_IDS[:8], _LABELS[:8]), (_IDS[8:], _LABELS[8:])]
 
-        def step(x, y):
-            with dist.GradientTape() as tape:
-                losses = keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
-                loss = ops.sum(losses) / 8
-            variables = model.trainable_variables
-            optimizer.apply(tape.gradient(loss, variables), variables)
-
-        for batch in strategy.experimental_distribute_dataset(
-            [(_IDS[:8], _LABELS[:8]), (_IDS[8:], _LABELS[8:])]
-        ):
-            strategy.run(step, args=batch)
-        return model
-
-    divided = trained(_strategy(experimental_model_parallel=2))
-    whole = trained(dist.OneDeviceStrategy("CPU:0"))
+    divided = train_in_loop(_transformer, batches, _strategy(experimental_model_parallel=2))
+    whole = train_in_loop(_transformer, batches, dist.OneDeviceStrategy("CPU:0"))
 
     assert _parts(_variable(divided, "up_0/kernel")) == [1, 2]
     for value, expected in zip(divided.get_weights(), whole.get_weights(), strict=True):

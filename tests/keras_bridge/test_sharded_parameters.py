@@ -9,7 +9,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from keras import layers as kl, ops, optimizers as ko
+from keras import layers as kl, optimizers as ko
 
 import distributary as dist
 
@@ -199,26 +199,11 @@ def test_models_built_elsewhere_are_divided_by_fit(train):
     assert len({str(shard.index) for shard in kernel._value.addressable_shards}) == 2
 
 
-def test_loops_of_ones_own_train_parts(quick_initializers):
-    def trained(strategy):
-        keras.utils.set_random_seed(0)
-        with strategy.scope():
-            model, optimizer = _convolutional(), ko.SGD(0.1, momentum=0.9)
+def test_loops_of_ones_own_train_parts(train_in_loop):
+    batches = [(_IMAGES[:8], _LABELS[:8]), (_IMAGES[8:14], _LABELS[8:14])]
 
-        def step(x, y):
-            with dist.GradientTape() as tape:
-                logits = model(x)
-                losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
-                loss = ops.sum(losses) / 8
-            variables = model.trainable_variables
-            optimizer.apply(tape.gradient(loss, variables), variables)
-
-        batches = [(_IMAGES[:8], _LABELS[:8]), (_IMAGES[8:14], _LABELS[8:14])]
-        for batch in strategy.experimental_distribute_dataset(batches):
-            strategy.run(step, args=batch)
-        return model
-
-    divided, whole = trained(_parts(2)), trained(dist.OneDeviceStrategy("CPU:0"))
+    divided = train_in_loop(_convolutional, batches, _parts(2))
+    whole = train_in_loop(_convolutional, batches, dist.OneDeviceStrategy("CPU:0"))
 
     _assert_in_parts(divided.variables, 2)
     for value, expected in zip(divided.get_weights(), whole.get_weights(), strict=True):
