@@ -196,7 +196,7 @@ def plan_script(
         script: The script.
         topologies: Names of the devices.
         num_processes: Number of compilations at the same time.
-        layouts: Names of the layouts; None for all.
+        layouts: Names of the layouts; None for all that differ on a topology.
         tell: Gets a line of text for people after each compilation.
 
     Raises:
@@ -204,11 +204,7 @@ def plan_script(
         CompileError: if the script fails, or its step cannot be compiled.
     """
     found = [parse_topology(name) for name in topologies]
-    layouts = list(_LAYOUTS) if layouts is None else layouts
-    is_on_one_host = all(len(topology.hosts) == 1 for topology in found)
-    if is_on_one_host:  # where it is the same as sharded parameters
-        layouts = [name for name in layouts if name != "sharded in each host"]
-    for layout in layouts:
+    for layout in layouts or ():
         if layout not in _LAYOUTS:
             known = ", ".join(map(repr, _LAYOUTS))
             raise InvalidValueError(f"distributary plan: no layout {layout!r}, expected {known}.")
@@ -221,7 +217,10 @@ def plan_script(
             same = first if first.state_bytes else None
             return pool.submit(plain.row, first), pool.submit(again.row, same)
 
-        started = [[pool.submit(rows_of, t, layout) for layout in layouts] for t in found]
+        started = [
+            [pool.submit(rows_of, t, layout) for layout in layouts or _layouts_for(t)]
+            for t in found
+        ]
         try:
             rows = [
                 tuple(row.result() for both in futures for row in both.result())
@@ -234,6 +233,13 @@ def plan_script(
         Plan(t.name, t.hosts[0][0].device_kind, sum(map(len, t.hosts)), t.memory_bytes, own)
         for t, own in zip(found, rows, strict=True)
     ]
+
+
+def _layouts_for(topology: Topology) -> list[str]:
+    """Returns the layouts that differ on a topology."""
+    # On one host, its devices are all devices.
+    same = "sharded in each host" if len(topology.hosts) == 1 else None
+    return [name for name in _LAYOUTS if name != same]
 
 
 @final
