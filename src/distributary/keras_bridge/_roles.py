@@ -78,9 +78,10 @@ def _divided_dim(
 
 def check_rules(model: Any, strategy: Any) -> None:
     """Checks that each rule of a strategy fits a variable, before a model's first step."""
-    rules, variables = strategy.extended.layout_rules, model.variables
-    if not model.built or not variables:
+    rules = strategy.extended.layout_rules
+    if rules.is_settled or not model.built or not model.variables:
         return
+    variables = model.variables
     rules.check_complete(model.name, [v.path for v in variables])
     if not rules.is_auto:
         return

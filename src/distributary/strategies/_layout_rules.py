@@ -158,6 +158,12 @@ class LayoutRules:
     def _fitting(self, path: str) -> list[str]:
         return [pattern for pattern in self._rules if re.fullmatch(pattern, path)]
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to check or to say about a model that is complete."""
+        tells = self.is_auto and self.num_devices > 1 and not self._has_told
+        return not self._unused and not tells
+
     def check_complete(self, owner: str, paths: Sequence[str]) -> None:
         """Checks that every rule has met a variable, when a model is complete.
 
@@ -177,24 +183,23 @@ class LayoutRules:
             )
 
     def tell_whole(self, owner: str, whole: Sequence[str], share: float) -> None:
-        """Says once which variables the layers of a model leave whole.
+        """Says which variables the layers of a model leave whole.
 
         Args:
             owner: Name of the model.
             whole: Paths of the larger ones of its whole variables.
             share: Share of all bytes that is divided.
         """
-        if self.is_auto and self.num_devices > 1 and not self._has_told:
-            self._has_told = True
-            _log.warning(
-                "%s: the layers of %s divide %.0f %% of its bytes by %d. Variables from 1 KiB on"
-                " that are whole on every device of a replica: %s.",
-                self._what,
-                owner,
-                100 * share,
-                self.num_devices,
-                ", ".join(whole) or "none",
-            )
+        self._has_told = True
+        _log.warning(
+            "%s: the layers of %s divide %.0f %% of its bytes by %d. Variables from 1 KiB on"
+            " that are whole on every device of a replica: %s.",
+            self._what,
+            owner,
+            100 * share,
+            self.num_devices,
+            ", ".join(whole) or "none",
+        )
 
 
 def _checked_number(who: str, given: Any, mesh_shape: Sequence[int] | None) -> int:
