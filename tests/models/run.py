@@ -89,10 +89,10 @@ def _central() -> Any:
     return dist.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
 
 
-def _workers() -> Any:
+def _workers(**options: Any) -> Any:
     import distributary as dist
 
-    return dist.MultiWorkerMirroredStrategy()
+    return dist.MultiWorkerMirroredStrategy(**options)
 
 
 def _servers() -> Any:
@@ -112,6 +112,13 @@ SETTINGS = {
         lambda: _mirrored(4, experimental_model_parallel=2, experimental_shard_parameters=True),
         devices=4,
     ),
+    "sharded parameters": Setting(lambda: _mirrored(2, experimental_shard_parameters=True)),
+    "sharded parameters, 4 replicas": Setting(
+        lambda: _mirrored(4, experimental_shard_parameters=True), devices=4
+    ),
+    "sharded parameters, 2 workers": Setting(
+        lambda: _workers(experimental_shard_parameters=True), devices=2, workers=2
+    ),
     "central storage": Setting(_central),
     "2 workers": Setting(_workers, devices=1, workers=2),
     "servers": Setting(_servers, devices=1),
@@ -122,7 +129,12 @@ SETTINGS = {
 
 
 class Outcome(NamedTuple):
-    """What a run found."""
+    """What a run found.
+
+    Attributes:
+        share: Bytes of all variables, those of the optimizer included, on the first device, as a
+            part of the bytes of the whole variables.
+    """
 
     x: Any
     y: Any
@@ -133,6 +145,7 @@ class Outcome(NamedTuple):
     predicted: list[np.ndarray]
     loaded: bool
     messages: list[str]
+    share: float = 1.0
 
 
 class _Messages(logging.Handler):
@@ -164,7 +177,7 @@ def _run_model(case: Case, setting: Setting, given: Outcome | None) -> Outcome:
 
     strategy = setting.strategy() if setting.strategy is not None else None
     if strategy is not None and setting.workers > 1:
-        assert strategy.num_replicas_in_sync == setting.workers
+        assert strategy.num_replicas_in_sync == setting.workers * setting.devices
     scope = contextlib.nullcontext() if strategy is None else strategy.scope()
     keras.utils.set_random_seed(0)
     with _messages() as messages:
@@ -199,7 +212,19 @@ def _run_model(case: Case, setting: Setting, given: Outcome | None) -> Outcome:
         predicted=leaves,
         loaded=loaded,
         messages=messages,
+        share=_share(model),
     )
+
+
+def _share(model: Any) -> float:
+    variables = [*model.variables, *model.optimizer.variables]
+    stored = whole = 0
+    for variable in variables:
+        array = variable._value
+        if hasattr(array, "addressable_shards"):
+            stored += array.addressable_shards[0].data.nbytes
+            whole += int(np.prod(variable.shape)) * array.dtype.itemsize
+    return stored / max(whole, 1)
 
 
 def _targets(model: Any, case: Case, x: Any) -> Any:
@@ -454,6 +479,8 @@ def _row(case: Case | Loop, name: str, found: Outcome | str, expected: Outcome) 
         and max(apart["weights"], apart["predict"]) <= _WEIGHT_TOLERANCE
     )
     result, reason = "equal" if within else "differs", ""
+    if found.share < 1:
+        row["share"] = round(found.share, 3)
     if expected.loaded and not found.loaded:
         result, reason = "fails", "another model is loaded than was saved"
     return {
