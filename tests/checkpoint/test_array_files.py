@@ -1,12 +1,13 @@
-"""Files of arrays: as the format says, read by rows, and every byte checked."""
+"""Files of arrays: as the format says, read by boxes, and every byte checked."""
 
+import itertools
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distributary.checkpoint import SavedRows, _array_files, read_rows, write_arrays
+from distributary.checkpoint import ArrayReader, SavedPart, _array_files, box_of, write_arrays
 from distributary.errors import CheckpointError
 
 RNG = np.random.default_rng(0)
@@ -56,26 +57,46 @@ def test_the_file_is_one_of_safetensors(small_pieces, tmp_path):
     assert header["of int4"] == {**header["of int4"], "dtype": "U8", "shape": [69]}
 
 
-def test_rows_of_several_arrays_are_put_together(small_pieces, tmp_path):
+def _read(path, parts, box, dtype):
+    target = np.empty([own.stop - own.start for own in box], dtype)
+    with ArrayReader(path) as reader:
+        reader.check([(box, parts)])
+        reader.fill(target, box, parts)
+    return target
+
+
+def test_whole_arrays_are_read(small_pieces, tmp_path):
     arrays = _arrays()
-    checksum = write_arrays(tmp_path / "ps-3.safetensors", arrays).checksum
+    checksum = write_arrays(tmp_path / "worker-3.safetensors", arrays).checksum
 
-    def rows(name, start, stop):
-        return SavedRows("ps-3.safetensors", checksum, name, start, stop)
-
-    targets, wanted, expected = [], [], []
     for name, array in arrays.items():
-        num_rows = array.shape[0] if array.ndim else 1
-        cuts = [(0, num_rows)]
-        if num_rows > 4:
-            cuts = [(2, 2), (3, num_rows), (0, 1), (1, 4)]
-        wanted.append([rows(name, *cut) for cut in cuts])
-        expected.append(np.concatenate([array[a:b] for a, b in cuts]) if array.ndim else array)
-        targets.append(np.empty(expected[-1].shape, array.dtype))
-    read_rows(tmp_path, targets, wanted)
+        begin = [0] * array.ndim
+        parts = [SavedPart("worker-3.safetensors", checksum, name, begin, array.shape)]
+        read = _read(tmp_path, parts, box_of(array.shape), array.dtype)
+        np.testing.assert_array_equal(read, array)
 
-    for target, array in zip(targets, expected, strict=True):
-        np.testing.assert_array_equal(target, array)
+
+@pytest.mark.parametrize(
+    "cuts", [((0, 23), (0, 3, 7)), ((0, 9, 23), (0, 7)), ((0, 9, 23), (0, 3, 7))]
+)
+@pytest.mark.parametrize(
+    "box", [(slice(0, 23), slice(0, 7)), (slice(4, 17), slice(0, 7)), (slice(4, 17), slice(2, 5))]
+)
+def test_boxes_are_put_together_of_parts(small_pieces, tmp_path, cuts, box):
+    array = RNG.normal(size=(23, 7))
+    places = [
+        (slice(a, b), slice(c, d))
+        for a, b in itertools.pairwise(cuts[0])
+        for c, d in itertools.pairwise(cuts[1])
+    ]
+    parts = []
+    for worker, place in enumerate(reversed(places)):
+        file = f"worker-{worker}.safetensors"
+        checksum = write_arrays(tmp_path / file, {"a": array[place]}).checksum
+        begin = [own.start for own in place]
+        parts.append(SavedPart(file, checksum, "a", begin, array[place].shape))
+
+    np.testing.assert_array_equal(_read(tmp_path, parts, box, float), array[box])
 
 
 def test_only_the_pieces_that_are_read_have_to_be_whole(small_pieces, tmp_path):
@@ -85,35 +106,34 @@ def test_only_the_pieces_that_are_read_have_to_be_whole(small_pieces, tmp_path):
     data = bytearray(path.read_bytes())
     data[-800 + 400] ^= 8
     path.write_bytes(data)
+    parts = [SavedPart(path.name, checksum, "a", [0], [100])]
 
-    def read(start, stop):
-        target = np.zeros(stop - start, np.int64)
-        read_rows(tmp_path, [target], [[SavedRows(path.name, checksum, "a", start, stop)]])
-        return target
-
-    np.testing.assert_array_equal(read(60, 100), array[60:])
+    box = (slice(60, 100),)
+    np.testing.assert_array_equal(_read(tmp_path, parts, box, np.int64), array[60:])
     for start, stop in ((0, 100), (50, 51), (46, 50)):
+        with (
+            ArrayReader(tmp_path) as reader,
+            pytest.raises(CheckpointError, match=r"bytes \d+ to \d+, of 'a', do not have the che"),
+        ):
+            reader.check([((slice(start, stop),), parts)])
         with pytest.raises(CheckpointError, match=r"bytes \d+ to \d+, of 'a', do not have the che"):
-            read(start, stop)
+            _read(tmp_path, parts, (slice(start, stop),), np.int64)
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("part", "message"),
     [
-        (("arrays.safetensors", 0, "b", 0, 4), "arrays.safetensors has no array 'b'"),
-        (("arrays.safetensors", 0, "a", 8, 12), "'a' in its file .* has 80 bytes, of which 64 to"),
-        (("arrays.safetensors", 0, "a", 0, 3), "do not make up the 4 rows"),
-        (("arrays.safetensors", 1, "a", 0, 4), "its file arrays.safetensors is damaged, or that"),
-        (("ps-1.safetensors", 0, "a", 0, 4), "its file ps-1.safetensors is missing"),
-        (
-            ("../arrays.safetensors", 0, "a", 0, 4),
-            "'../arrays.safetensors' is not the name of a file",
-        ),
+        (("arrays.safetensors", 0, "b", [0], [10]), "arrays.safetensors has no array 'b'"),
+        (("arrays.safetensors", 0, "a", [0], [12]), "'a' in its file .* has 80 bytes, which are"),
+        (("arrays.safetensors", 0, "a", [2], [10]), "have 8 of the 10 elements"),
+        (("arrays.safetensors", 1, "a", [0], [10]), "its file arrays.safetensors is damaged, or"),
+        (("ps-1.safetensors", 0, "a", [0], [10]), "its file ps-1.safetensors is missing"),
+        (("../a.safetensors", 0, "a", [0], [10]), "'../a.safetensors' is not the name of a file"),
     ],
 )
-def test_rows_that_are_not_there_are_refused(rows, message, tmp_path):
+def test_parts_that_are_not_there_are_refused(part, message, tmp_path):
     checksum = write_arrays(tmp_path / "arrays.safetensors", {"a": np.arange(10.0)}).checksum
-    file, added, *rest = rows
+    file, added, *rest = part
 
     with pytest.raises(CheckpointError, match=message):
-        read_rows(tmp_path, [np.zeros(4)], [[SavedRows(file, checksum + added, *rest)]])
+        _read(tmp_path, [SavedPart(file, checksum + added, *rest)], (slice(0, 10),), float)

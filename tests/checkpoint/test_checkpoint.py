@@ -305,10 +305,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     index = tmp_path / "ckpt-1" / "checkpoint.json"
     text = index.read_text(encoding="utf-8")
 
-    checked, mark, _ = text.replace('"format": 2', '"format": 3').partition('"crc32c": "')
+    checked, mark, _ = text.replace('"format": 3', '"format": 4').partition('"crc32c": "')
     checksum = google_crc32c.value((checked + mark).encode())
     index.write_text(f'{checked}{mark}{checksum:08x}"\n}}', encoding="utf-8")
-    with pytest.raises(OSError, match="has format 3, and this version of distributary reads"):
+    with pytest.raises(OSError, match="has format 4, and this version of distributary reads"):
         checkpoint.restore(path)
     index.write_text(text[:50], encoding="utf-8")
     with pytest.raises(OSError, match=r"ckpt-1 cannot be read: its file checkpoint.json is dam"):

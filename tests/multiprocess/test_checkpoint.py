@@ -6,6 +6,7 @@ import re
 import signal
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
@@ -100,6 +101,51 @@ def test_workers_with_more_devices_restore_it_and_a_killed_worker_leaves_it_as_i
     assert other.code == -signal.SIGKILL
     assert chief.code != 0
     assert latest_checkpoint(directory) == str(directory / "ckpt-1")
+
+
+@pytest.mark.parametrize("divided", ["parts", "parts inside of hosts"])
+def test_each_worker_writes_its_parts_and_any_layout_restores_them(divided, job, tmp_path):
+    chief, other = _run(job, divided, tmp_path, devices=2)
+
+    assert chief.result and other.result, chief.output + other.output
+    assert chief.result["same"] is other.result["same"] is True
+    assert chief.result["saved"] == other.result["saved"]
+    assert "the disk of" in chief.result["failed"]
+    assert "No space left on device" in other.result["failed"]
+    assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "workertemp"]
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "ckpt-1").iterdir()}
+    large = 4 * (33 * 21 + 3 * 40 * 30)  # bytes of w, the kernel and its two slots of Adam
+    if divided == "parts":
+        assert sizes["worker-0.safetensors"] == pytest.approx(large / 2, rel=0.25)
+        assert sizes["worker-1.safetensors"] == pytest.approx(large / 2, rel=0.25)
+    else:
+        assert sizes["worker-0.safetensors"] == pytest.approx(large, rel=0.25)
+        assert "worker-1.safetensors" not in sizes
+    devices = [f"CPU:{i}" for i in range(4)]
+    for strategy in (
+        dist.MirroredStrategy(devices[:3], experimental_shard_parameters=True),
+        dist.MirroredStrategy(devices, experimental_model_parallel=2),
+        dist.MirroredStrategy(
+            devices, experimental_model_parallel=2, experimental_shard_parameters=True
+        ),
+        dist.MirroredStrategy(devices[:2]),
+        dist.OneDeviceStrategy("CPU:0"),
+    ):
+        with strategy.scope():
+            w = dist.Variable(jnp.zeros((33, 21)))
+            model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(30)])
+            model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+        Checkpoint(w=w, model=model, step=0).restore(tmp_path / "ckpt-1")
+        restored = [w.numpy(), *model.get_weights()]
+        for value, expected in zip(restored, chief.result["saved"], strict=True):
+            np.testing.assert_array_equal(value, np.float32(expected))
+        model.fit(np.ones((8, 40)), np.ones((8, 30)), batch_size=8, verbose=0)
+        again = Checkpoint(w=w, model=model).save(tmp_path / "again")
+        saved = np.array(model.get_weights()[0])
+        model.set_weights([np.zeros_like(value) for value in model.get_weights()])
+        Checkpoint(w=w, model=model).restore(again, partial=True)
+        np.testing.assert_array_equal(model.get_weights()[0], saved)
 
 
 def test_a_signal_to_one_worker_saves_on_all_and_the_restarted_job_ends_on_the_same_weights(

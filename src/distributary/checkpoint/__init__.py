@@ -1,10 +1,11 @@
 """Checkpoints: save and restore a training, on any number of replicas and workers."""
 
 from distributary.checkpoint._array_files import (
-    SavedRows as SavedRows,
+    ArrayReader as ArrayReader,
+    SavedPart as SavedPart,
     WrittenFile as WrittenFile,
-    read_rows as read_rows,
-    rows_between as rows_between,
+    box_of as box_of,
+    common_box as common_box,
     write_arrays as write_arrays,
 )
 from distributary.checkpoint._checkpoint import (

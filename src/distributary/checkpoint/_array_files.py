@@ -1,4 +1,4 @@
-"""Files of arrays of which several processes read some rows each, with checksums of every byte.
+"""Files of arrays of which several processes read a box each, with checksums of every byte.
 
 The format is safetensors (https://huggingface.co/docs/safetensors): a header with the place of each
 array, followed by their bytes. The header also has a checksum of every piece of the arrays, and the
@@ -15,9 +15,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import google_crc32c
 import numpy as np
@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 _PIECE_BYTES = 4 << 20
 _MAX_THREADS = 4
-_FILE = re.compile(r"(arrays|ps-\d+)\.safetensors")
+_FILE = re.compile(r"(arrays|worker-\d+|ps-\d+)\.safetensors")
 _LENGTH_BYTES = 8  # bytes of the length of the header, which follows
 _METADATA = "__metadata__"
 _CHECKSUM_DIGITS = 8
@@ -46,24 +46,53 @@ _DTYPES = {
 }
 
 
+#: A slice for each dim of an array, with a beginning and an end.
+Box: TypeAlias = tuple[slice, ...]
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class SavedRows:
-    """Some rows of an array in a checkpoint.
+class SavedPart:
+    """A part of an array in a checkpoint, which is an array of a file.
 
     Attributes:
         file: Name of the file in the folder of the checkpoint.
         checksum: Checksum of the header of the file.
-        name: Name of the array in the file.
-        start: The first row. A scalar has one row.
-        stop: The row after the last.
+        name: Name of the part in the file.
+        begin: Place of its first element in the whole array, by dim.
+        shape: Shape of the part.
     """
 
     file: str
     checksum: int
     name: str
-    start: int
-    stop: int
+    begin: Sequence[int]
+    shape: Sequence[int]
+
+    @property
+    def box(self) -> Box:
+        """The elements of the whole array that the part has."""
+        return box_of(self.shape, self.begin)
+
+
+def box_of(shape: Sequence[int], begin: Sequence[int] | None = None) -> Box:
+    """Returns the box of an array of a shape that begins somewhere in another array."""
+    begin = [0] * len(shape) if begin is None else begin
+    return tuple([slice(b, b + n) for b, n in zip(begin, shape, strict=True)])
+
+
+def common_box(one: Box, other: Box) -> Box | None:
+    """Returns the elements that two boxes of one array have in common; None for none."""
+    pairs = list(zip(one, other, strict=True))
+    common = tuple([slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs])
+    return common if all(own.start < own.stop for own in common) else None
+
+
+def _within(box: Box, outer: Box) -> Box:
+    """Returns the place of a box inside of an array that holds the outer one."""
+    return tuple(
+        [slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True)]
+    )
 
 
 @final
@@ -78,18 +107,6 @@ class WrittenFile:
 
     num_bytes: int
     checksum: int
-
-
-def rows_between(rows: Sequence[SavedRows], start: int, stop: int) -> list[SavedRows]:
-    """Returns rows `start` to `stop` of an array that consists of `rows`."""
-    found = []
-    for part in rows:
-        size = part.stop - part.start
-        low, high = max(start, 0), min(stop, size)
-        if low < high:
-            found.append(replace(part, start=part.start + low, stop=part.start + high))
-        start, stop = start - size, stop - size
-    return found
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> WrittenFile:
@@ -136,38 +153,95 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> WrittenFile:
     return WrittenFile(num_bytes, google_crc32c.value(header))
 
 
-def read_rows(
-    path: Path, arrays: Sequence[np.ndarray], rows: Sequence[Sequence[SavedRows]]
-) -> None:
-    """Fills arrays with rows of a checkpoint.
+@final
+class ArrayReader:
+    """Reads boxes of the arrays of a checkpoint. Close it at the end.
 
     Args:
         path: Path of the checkpoint.
-        arrays: The arrays to fill, contiguous in memory.
-        rows: For every array, the rows that it consists of, in order.
-
-    Raises:
-        CheckpointError: if there are no such rows, or they differ from what was written.
     """
-    try:
-        with contextlib.ExitStack() as stack:
-            files: dict[tuple[str, int], _ArrayFile] = {}
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stack = contextlib.ExitStack()
+        self._files: dict[tuple[str, int], _ArrayFile] = {}
+
+    def __enter__(self) -> "ArrayReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def check(self, boxes: Iterable[tuple[Box, Sequence[SavedPart]]]) -> None:
+        """Checks that boxes can be read, without keeping their elements.
+
+        Args:
+            boxes: Each with the parts of its array.
+
+        Raises:
+            CheckpointError: if a box is not there, or differs from what was written.
+        """
+        with self._problems_told():
             calls = []
-            for array, own in zip(arrays, rows, strict=True):
-                num_rows = array.shape[0] if array.ndim else 1
-                if sum(part.stop - part.start for part in own) != num_rows:
-                    raise _UnreadableError(f"{own} do not make up the {num_rows} rows of an array")
-                target, row_bytes = _bytes_of(array), array.nbytes // max(1, num_rows)
-                for part in own:
-                    key = (part.file, part.checksum)
-                    if key not in files:
-                        files[key] = stack.enter_context(_opened(path, *key))
-                    size = (part.stop - part.start) * row_bytes
-                    calls += files[key].calls(part.name, part.start * row_bytes, target[:size])
-                    target = target[size:]
+            for box, parts in boxes:
+                for part, common in self._sources(box, parts):
+                    calls += self._rows(part, common, None)
             _in_threads(calls)
-    except (OSError, _UnreadableError) as error:
-        raise unreadable(path, str(error)) from None
+
+    def fill(self, target: np.ndarray, box: Box, parts: Sequence[SavedPart]) -> None:
+        """Fills an array, contiguous in memory, with a box of an array that consists of `parts`.
+
+        Raises:
+            CheckpointError: as `check`.
+        """
+        with self._problems_told():
+            calls = []
+            for part, common in self._sources(box, parts):
+                place = _within(common, box)
+                if common[1:] == part.box[1:] == box[1:]:
+                    calls += self._rows(part, common, target[place[0]] if place else target)
+                else:  # the rows have other elements, too
+                    of_rows = (*common[:1], *part.box[1:])
+                    rows = np.empty([own.stop - own.start for own in of_rows], target.dtype)
+                    _in_threads(self._rows(part, common, rows))
+                    target[place] = rows[_within(common, of_rows)]
+            _in_threads(calls)
+
+    def _sources(self, box: Box, parts: Sequence[SavedPart]) -> list[tuple[SavedPart, Box]]:
+        found = [(part, common_box(part.box, box)) for part in parts]
+        sources = [(part, common) for part, common in found if common is not None]
+        num_found = sum(_size(common) for _, common in sources)
+        if num_found != _size(box):
+            raise _UnreadableError(
+                f"{parts} have {num_found} of the {_size(box)} elements of an array"
+            )
+        return sources
+
+    def _rows(
+        self, part: SavedPart, common: Box, target: np.ndarray | None
+    ) -> list[Callable[[], None]]:
+        """Returns calls that check all rows of a part that a box needs, and put them somewhere."""
+        key = (part.file, part.checksum)
+        if key not in self._files:
+            self._files[key] = self._stack.enter_context(_opened(self._path, *key))
+        if not part.shape:
+            low, high, num_rows = 0, 1, 1
+        else:
+            rows = _within(common, part.box)[0]
+            low, high, num_rows = rows.start, rows.stop, part.shape[0]
+        data = None if target is None else _bytes_of(target)
+        return self._files[key].calls(part.name, low, high, num_rows, data)
+
+    @contextlib.contextmanager
+    def _problems_told(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, _UnreadableError) as error:
+            raise unreadable(self._path, str(error)) from None
+
+
+def _size(box: Box) -> int:
+    return math.prod(own.stop - own.start for own in box)
 
 
 def unreadable(path: Path, problem: str) -> CheckpointError:
@@ -206,31 +280,35 @@ class _ArrayFile:
                 own = list(itertools.islice(checksums, len(_pieces(stop - start))))
                 self._places[name] = (first + start, stop - start, own)
 
-    def calls(self, name: str, start: int, target: np.ndarray) -> list[Callable[[], None]]:
-        """Returns calls that fill a target with bytes of an array, from `start` on."""
+    def calls(
+        self, name: str, low_row: int, high_row: int, num_rows: int, target: np.ndarray | None
+    ) -> list[Callable[[], None]]:
+        """Returns calls that check rows of an array, and fill a target with their bytes."""
         if name not in self._places:
             raise _UnreadableError(f"its file {self._file} has no array {name!r}")
         first, size, checksums = self._places[name]
-        stop = start + target.size
-        if stop > size:
+        row_bytes = size // num_rows
+        start, stop = low_row * row_bytes, high_row * row_bytes
+        if row_bytes * num_rows != size or (target is not None and target.size != stop - start):
             raise _UnreadableError(
-                f"{name!r} in its file {self._file} has {size} bytes, of which {start} to {stop}"
-                " are needed"
+                f"{name!r} in its file {self._file} has {size} bytes, which are not {num_rows} rows"
+                " of its dtype"
             )
 
         def read_piece(low: int, high: int, checksum: int) -> None:
             """Reads and checks bytes `low` to `high` of the array, and copies the wanted ones."""
-            is_wanted = start <= low and high <= stop
-            piece = (
-                target[low - start : high - start] if is_wanted else np.empty(high - low, np.uint8)
-            )
+            is_whole = start <= low and high <= stop
+            if target is not None and is_whole:
+                piece = target[low - start : high - start]
+            else:
+                piece = np.empty(high - low, np.uint8)
             num_read = _read_all(self._descriptor, piece, first + low)
             if num_read != piece.size or google_crc32c.value(piece) != checksum:
                 raise _UnreadableError(
                     f"its file {self._file} is damaged: bytes {first + low} to {first + high}, of"
                     f" {name!r}, do not have the checksum that was saved"
                 )
-            if not is_wanted:
+            if target is not None and not is_whole:
                 from_, to = max(low, start), min(high, stop)
                 target[from_ - start : to - start] = piece[from_ - low : to - low]
 

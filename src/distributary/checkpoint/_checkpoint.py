@@ -1,22 +1,26 @@
 """Checkpoints, which save and restore named state."""
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, NoReturn, Self, final
 
 from distributary._late import libraries
+from distributary.checkpoint._array_files import ArrayReader, Box
 from distributary.checkpoint._commit import (
     located,
     numbered,
+    parts_of,
     read,
+    read_array,
     read_arrays,
-    rows_of,
+    whole_box,
 )
 from distributary.checkpoint._deferred import Deferred, differences, forget
-from distributary.checkpoint._leaves import Entry, Group, Leaf, by_store, find_leaves
+from distributary.checkpoint._leaves import Entry, Group, Leaf, VariableLeaf, by_store, find_leaves
 from distributary.checkpoint._remote_store import RemoteCopy
 from distributary.checkpoint._save_locks import wait_for_writers
 from distributary.checkpoint._saving import Save, check_outside
@@ -368,13 +372,22 @@ class _Plan:
         kept = by_store({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
         far = {name for own in kept.values() for name in own}
         self._leaves = {name: leaf for name, leaf in present.items() if name not in far}
-        near = [*self._leaves, *self._deferred]
-        near = [name for name in near if entries[name]["kind"] == "array"]
-        self._arrays = read_arrays(path, near, saved)
+        self._reader = stack.enter_context(ArrayReader(located(path)))
+        # Read twice: variables get their values one by one, after everything was found to be whole.
+        self._reader.check(
+            (_box(leaf) or whole_box(entries[name]), parts_of(name, saved))
+            for name, leaf in self._leaves.items()
+            if entries[name]["kind"] == "array"
+        )
+        self._waiting = {
+            name: read_array(self._reader, name, saved)
+            for name in self._deferred
+            if entries[name]["kind"] == "array"
+        }
         self._kept: list[RemoteCopy] = []
         for store, own in kept.items():
-            rows = {name: rows_of(name, saved) for name in own}
-            self._kept.append(store.load(located(path), own, rows))
+            parts = {name: parts_of(name, saved) for name in own}
+            self._kept.append(store.load(located(path), own, parts))
             stack.callback(self._kept[-1].drop)
         for store in by_store(present):
             stack.enter_context(store.at_rest())
@@ -414,8 +427,8 @@ class _Plan:
         """Restores the states of iterators and generators; leaving `undo` takes this back."""
         for name, leaf in self._leaves.items():
             if self._entries[name]["kind"] == "state":
-                undo.callback(leaf.restore, leaf.entry(), None)
-                leaf.restore(self._entries[name], None)
+                undo.callback(leaf.restore, leaf.entry(), _nothing)
+                leaf.restore(self._entries[name], _nothing)
 
     def carry_out(self) -> dict[str, Any]:
         """Restores the rest; returns the objects, with new ones in place of immutable ones."""
@@ -423,7 +436,10 @@ class _Plan:
             copy.adopt()
         with latest_program.lock:
             restored = {
-                name: leaf.restore(self._entries[name], self._arrays.get(name))
+                name: leaf.restore(
+                    self._entries[name],
+                    functools.partial(read_array, self._reader, name, self.saved),
+                )
                 for name, leaf in self._leaves.items()
                 if self._entries[name]["kind"] != "state"
             }
@@ -435,9 +451,17 @@ class _Plan:
         if not self._deferred:
             return None
         entries = {name: self._entries[name] for name in self._deferred}
-        arrays = {name: self._arrays[name] for name in self._deferred if name in self._arrays}
         known = {*self._entries, *self._found.leaves}
-        return Deferred(self._path, self._found.waiting, entries, arrays, known, self._partial)
+        objects, arrays = self._found.waiting, self._waiting
+        return Deferred(self._path, objects, entries, arrays, known, self._partial)
+
+
+def _box(leaf: Leaf) -> Box | None:
+    return leaf.box() if isinstance(leaf, VariableLeaf) else None
+
+
+def _nothing(box: Box | None) -> NoReturn:
+    raise AssertionError("states have no array")
 
 
 def _of_worker(entry: Entry, worker: int, num_workers: int) -> Entry:

@@ -3,8 +3,9 @@
     ckpt-7/
     ├── checkpoint.json       names, shapes, dtypes; numbers, states of iterators; checksums
     ├── arrays.safetensors    arrays by name
+    ├── worker-0.safetensors  what worker 0 has of arrays in parts, written by it
     └── ps-0.safetensors      variables of parameter server 0, written by it. For an array that is
-                              not in the file above, the index lists the rows that make it up
+                              not in the first file, the index lists the parts that make it up
 
 A folder is written as `ckpt-7.tmp-...` and then renamed. If `ckpt-7` already exists, it is first
 renamed to `ckpt-7.replaced`, which counts as `ckpt-7` as long as there is no other.
@@ -24,16 +25,18 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import google_crc32c
 import jax.numpy as jnp
 import numpy as np
 
 from distributary.checkpoint._array_files import (
-    SavedRows,
+    ArrayReader,
+    Box,
+    SavedPart,
     WrittenFile,
-    read_rows,
+    box_of,
     unreadable,
     write_arrays,
 )
@@ -44,11 +47,11 @@ from distributary.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _INDEX = "checkpoint.json"
 _ARRAYS = "arrays.safetensors"
 #: The files of a checkpoint, and `token`, which exists while parameter servers write theirs.
-_OWN_FILE = re.compile(r"checkpoint\.json|(arrays|ps-\d+)\.safetensors|token")
+_OWN_FILE = re.compile(r"checkpoint\.json|(arrays|worker-\d+|ps-\d+)\.safetensors|token")
 _MARK = b'"written_by": "distributary"'  # at the beginning of these files
 _MARK_BYTES = 256
 _SEALED = re.compile(rb'(.*")([0-9a-f]{8})"\n\}', re.DOTALL)
@@ -90,55 +93,120 @@ class Snapshot:
     Args:
         entries: The entry of each leaf, by name.
         counters: Numbers that belong to the checkpoint itself.
-        arrays: NumPy arrays, by name. Empty on workers that do not write.
+        arrays: NumPy arrays, by name. Empty on all workers but the chief.
+        parts: The parts of other arrays that this worker has: where each begins, and its elements.
+            Empty for an array of which other workers have all parts.
         kept: Copies of variables that are kept elsewhere and saved from there.
     """
 
     entries: Mapping[str, Entry]
     counters: Mapping[str, int]
     arrays: Mapping[str, np.ndarray]
+    parts: Mapping[str, Sequence[tuple[Sequence[int], np.ndarray]]]
     kept: Sequence[RemoteCopy]
 
 
-def commit(path: Path, snapshot: Snapshot, is_series: bool) -> None:
-    """Writes a checkpoint, which appears as a whole or not at all. Hold its `SaveLock`.
+def make_folder(path: Path, is_series: bool) -> Path:
+    """Makes a folder in which all workers write a checkpoint. Hold its `SaveLock`.
+
+    Args:
+        path: Folder of the checkpoint.
+        is_series: Whether checkpoints with other numbers belong to this job, too.
+
+    Raises:
+        CheckpointError: if something else is at `path`.
+        OSError: if the folder cannot be made.
+    """
+    check_replaceable(path)
+    _remove_leftovers(path, is_series)
+    folder = _temporary(path)
+    folder.mkdir()
+    # Marks the folder as ours, in case this process is killed.
+    (folder / _INDEX).write_bytes(b"{\n " + _MARK)
+    return folder
+
+
+#: What a worker has written, which JSON can hold: its `WrittenFile`, if it has one, and the parts
+#: of each array in it, each with its name in the file, where it begins, and its shape.
+Written: TypeAlias = tuple[Sequence[int] | None, Mapping[str, Sequence[Sequence[Any]]]]
+
+
+def write_parts(folder: Path, snapshot: Snapshot, worker: int) -> Written:
+    """Writes the parts that a worker has to a folder that `make_folder` has made on the chief.
+
+    Raises:
+        CheckpointError: if this worker does not see the folder.
+        OSError: if the parts cannot be written.
+    """
+    parts: dict[str, list[Sequence[Any]]] = {name: [] for name in snapshot.parts}
+    arrays = {}
+    for name, own in snapshot.parts.items():
+        for begin, array in own:
+            place = f"{name}{[*begin]}"
+            arrays[place] = array
+            parts[name].append([place, [*begin], [*array.shape]])
+    if not arrays:
+        return None, parts
+    if not (folder / _INDEX).exists():
+        raise CheckpointError(
+            f"worker {worker} does not see the folder {folder}, which worker 0 has made. Each"
+            " worker writes its parts of the variables, so all of them need the same folder"
+        )
+    return astuple(write_arrays(folder / _file_of(worker), arrays)), parts
+
+
+def commit(
+    path: Path, folder: Path, snapshot: Snapshot, written: Sequence[Written], is_series: bool
+) -> None:
+    """Completes a checkpoint, which appears as a whole or not at all. Hold its `SaveLock`.
 
     Args:
         path: Folder of the checkpoint. A checkpoint that is already there is replaced.
+        folder: The folder that `make_folder` has made.
         snapshot: The state to save.
-        is_series: Whether checkpoints with other numbers belong to this job, too.
+        written: What each worker has written.
+        is_series: As for `make_folder`.
 
     Raises:
         Exception: any error, if the checkpoint cannot be written.
     """
+    _fill(folder, path, snapshot, written)
     check_replaceable(path)
-    _remove_leftovers(path, is_series)
-    temporary = _temporary(path)
-    temporary.mkdir()
-    try:
-        _fill(temporary, path, snapshot)
-        check_replaceable(path)
-        with contextlib.suppress(FileNotFoundError):
-            # If there already is a replaced one, it stays: it is known to be complete, and counts
-            # until the new checkpoint is there.
-            path.rename(_temporary(path) if _replaced(path).exists() else _replaced(path))
-        temporary.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            _delete(temporary)
-        raise
+    with contextlib.suppress(FileNotFoundError):
+        # If there already is a replaced one, it stays: it is known to be complete, and counts
+        # until the new checkpoint is there.
+        path.rename(_temporary(path) if _replaced(path).exists() else _replaced(path))
+    folder.rename(path)
     _sync(path.parent)
     _remove_leftovers(path, is_series)
 
 
-def _fill(folder: Path, path: Path, snapshot: Snapshot) -> None:
+def discard(folder: Path) -> None:
+    """Removes what has been written of a checkpoint."""
+    with contextlib.suppress(OSError):
+        _delete(folder)
+
+
+def _fill(folder: Path, path: Path, snapshot: Snapshot, written: Sequence[Written]) -> None:
     """Writes the files of the checkpoint for `path` to `folder`."""
-    # Marks the folder as ours, in case this process is killed.
-    (folder / _INDEX).write_bytes(b"{\n " + _MARK)
     files = {_ARRAYS: write_arrays(folder / _ARRAYS, snapshot.arrays)}
-    rows = {name: own for copy in snapshot.kept for name, own in copy.save(folder).items()}
-    for part in (part for own in rows.values() for part in own):
+    parts = {name: [*own] for copy in snapshot.kept for name, own in copy.save(folder).items()}
+    for part in (part for own in parts.values() for part in own):
         files[part.file] = WrittenFile((folder / part.file).stat().st_size, part.checksum)
+    for worker, (of_worker, own) in enumerate(written):
+        if of_worker is not None:
+            name, file = _file_of(worker), WrittenFile(*of_worker)
+            seen = (folder / name).stat().st_size if (folder / name).exists() else 0
+            if seen != file.num_bytes:
+                raise CheckpointError(
+                    f"worker {worker} has written {file.num_bytes} bytes to {folder / name}, of"
+                    f" which worker 0 sees {seen}. All workers need the same folder"
+                )
+            files[name] = file
+            for leaf, places in own.items():
+                parts.setdefault(leaf, []).extend(
+                    SavedPart(name, file.checksum, *place) for place in places
+                )
     index = {
         "written_by": "distributary",
         "format": _FORMAT,
@@ -146,8 +214,8 @@ def _fill(folder: Path, path: Path, snapshot: Snapshot) -> None:
         "counters": dict(snapshot.counters),
         "files": {name: astuple(file) for name, file in files.items()},
         "entries": {
-            name: {**entry, "parts": [[p.file, p.name, p.start, p.stop] for p in rows[name]]}
-            if name in rows
+            name: {**entry, "parts": [[p.file, p.name, p.begin, p.shape] for p in parts[name]]}
+            if name in parts
             else entry
             for name, entry in snapshot.entries.items()
         },
@@ -156,6 +224,10 @@ def _fill(folder: Path, path: Path, snapshot: Snapshot) -> None:
     for name in os.listdir(folder):
         _sync(folder / name)
     _sync(folder)
+
+
+def _file_of(worker: int) -> str:
+    return f"worker-{worker}.safetensors"
 
 
 def sealed(index: Mapping[str, Any]) -> bytes:
@@ -210,37 +282,46 @@ def read(path: Path) -> Saved:
     return Saved(index["entries"], index["counters"], index["saved_at"], files)
 
 
-def _stored(entry: Entry) -> tuple[list[int], str]:
-    """Returns the shape and dtype that an array has in its file."""
-    data = entry.get("data", entry)  # random keys are saved as arrays of another shape and dtype
-    return ([entry["rows"]] if "rows" in entry else []) + data["shape"], data["dtype"]
+def stored_shape(entry: Entry) -> list[int]:
+    """Returns the shape that an array has in its file."""
+    # Random keys are saved as arrays of another shape and dtype.
+    return ([entry["rows"]] if "rows" in entry else []) + list(entry.get("data", entry)["shape"])
+
+
+def read_array(reader: ArrayReader, name: str, saved: Saved, box: Box | None = None) -> np.ndarray:
+    """Reads an array of a checkpoint, or a box of it.
+
+    Raises:
+        CheckpointError: if it cannot be read, or differs from what was written.
+    """
+    entry = saved.entries[name]
+    box = whole_box(entry) if box is None else box
+    dtype = jnp.dtype(entry.get("data", entry)["dtype"])
+    array = np.empty([own.stop - own.start for own in box], dtype)
+    reader.fill(array, box, parts_of(name, saved))
+    return array
 
 
 def read_arrays(path: Path, names: Collection[str], saved: Saved) -> dict[str, np.ndarray]:
-    """Reads the arrays with the given names.
-
-    Raises:
-        CheckpointError: if they cannot be read, or differ from what was written.
-    """
-    arrays, rows = {}, []
-    for name in names:
-        shape, dtype = _stored(saved.entries[name])
-        arrays[name] = np.empty(shape, jnp.dtype(dtype))
-        rows.append(rows_of(name, saved))
-    read_rows(located(path), list(arrays.values()), rows)
-    return arrays
+    """Reads the arrays with the given names; raises as `read_array`."""
+    with ArrayReader(located(path)) as reader:
+        return {name: read_array(reader, name, saved) for name in names}
 
 
-def rows_of(name: str, saved: Saved) -> list[SavedRows]:
-    """Returns the places of the rows that make up an array."""
+def parts_of(name: str, saved: Saved) -> list[SavedPart]:
+    """Returns the parts that make up an array."""
     entry = saved.entries[name]
     if "parts" in entry:
         return [
-            SavedRows(file, saved.files[file].checksum, of_file, start, stop)
-            for file, of_file, start, stop in entry["parts"]
+            SavedPart(file, saved.files[file].checksum, *place) for file, *place in entry["parts"]
         ]
-    shape, _ = _stored(entry)
-    return [SavedRows(_ARRAYS, saved.files[_ARRAYS].checksum, name, 0, shape[0] if shape else 1)]
+    shape = stored_shape(entry)
+    return [SavedPart(_ARRAYS, saved.files[_ARRAYS].checksum, name, [0] * len(shape), shape)]
+
+
+def whole_box(entry: Entry) -> Box:
+    """Returns the box of a whole array."""
+    return box_of(stored_shape(entry))
 
 
 def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved]]:

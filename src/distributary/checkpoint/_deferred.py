@@ -133,7 +133,8 @@ class Deferred:
         self.missing += missing
         for leaf_name in leaves.keys() & self._entries.keys():
             entry, array = self._entries.pop(leaf_name), self._arrays.pop(leaf_name, None)
-            leaves[leaf_name].restore(entry, array)
+            read = lambda box, array=array: array if box is None else array[box]
+            leaves[leaf_name].restore(entry, read)
             self.arrived.add(leaf_name)
 
 

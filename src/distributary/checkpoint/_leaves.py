@@ -6,15 +6,16 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from distributary._late import libraries
+from distributary.checkpoint._array_files import Box
 from distributary.checkpoint._remote_store import RemoteStore, SavedVariable
-from distributary.devices import local_copy
+from distributary.devices import is_divided, local_box, local_copy, put_sharded
 from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -34,6 +35,8 @@ from distributary.values import (
 
 #: The description of a leaf without its array, which is saved as JSON.
 Entry = dict[str, Any]
+#: Reads a box of an array; None stands for all of it.
+Read: TypeAlias = Callable[[Box | None], np.ndarray]
 _NUMBERS = (bool, int, float, str)
 
 
@@ -48,8 +51,13 @@ class Leaf(Protocol):
         """Returns why the leaf cannot be restored from `entry`, or None if it can."""
         ...
 
-    def restore(self, entry: Entry, array: Any) -> Any:
-        """Restores the leaf; returns the object that takes its place from now on."""
+    def restore(self, entry: Entry, read: Read) -> Any:
+        """Restores the leaf; returns the object that takes its place from now on.
+
+        Args:
+            entry: The description that was saved.
+            read: Reads the array, if there is one.
+        """
         ...
 
 
@@ -277,14 +285,29 @@ class VariableLeaf:
             )
         return problem
 
-    def restore(self, entry: Entry, array: np.ndarray) -> None:
-        """Restores the value; `array` is `[replica, *shape]` if each replica had its own.
+    def box(self) -> Box | None:
+        """Returns what this process has of an array in parts; None if it has all of the array."""
+        variable = self.variable
+        if self.num_rows is not None or isinstance(variable, ShardedVariable):
+            return None
+        sharding: Any = getattr(variable._value, "sharding", None)
+        return local_box(variable.shape, sharding) if is_divided(sharding) else None
+
+    def restore(self, entry: Entry, read: Read) -> None:
+        """Restores the value. What `read` gives is `[replica, *shape]` if each replica had its own.
 
         If there are as many replicas as rows, each replica gets its own row back. Otherwise, the
         aggregated value stays the same. With SUM, replica 0 then holds all of it and the others
         hold zero, so that the sum is exactly the same.
         """
-        variable, num_rows = self.variable, self.num_rows
+        variable, num_rows, box = self.variable, self.num_rows, self.box()
+        if box is not None and "rows" not in entry:
+            assert not isinstance(variable, ShardedVariable)
+            sharding = variable._value.sharding
+            variable._value = put_sharded(read(box), sharding, variable.shape, box)
+            variable._shared = False
+            return
+        array = read(None)
         if "rows" in entry and entry["rows"] != num_rows:
             aggregation = VariableAggregation[entry["aggregation"]]
             array = np.asarray(of_rows(jnp.asarray(array), aggregation, variable.name))
@@ -341,8 +364,8 @@ class ArrayLeaf:
     def problem(self, entry: Entry) -> str | None:
         return _array_problem(entry, self.value.shape, self.value.dtype)
 
-    def restore(self, entry: Entry, array: np.ndarray) -> jax.Array | np.ndarray | np.generic:
-        value = self.value
+    def restore(self, entry: Entry, read: Read) -> jax.Array | np.ndarray | np.generic:
+        value, array = self.value, read(None)
         if isinstance(value, jax.Array):
             if _is_key(value):
                 return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(value))
@@ -396,7 +419,7 @@ class _Number:
             return None
         return f"is {_described(entry)}, and here of type {name}"
 
-    def restore(self, entry: Entry, array: np.ndarray | None) -> bool | int | float | str:
+    def restore(self, entry: Entry, read: Read) -> bool | int | float | str:
         return type(self.value)(entry["value"])
 
 
@@ -426,7 +449,7 @@ class _State:
             return f"is {_described(entry)}, and here a {type(self.value).__name__}"
         return entry.get("problem")
 
-    def restore(self, entry: Entry, array: np.ndarray | None) -> None:
+    def restore(self, entry: Entry, read: Read) -> None:
         self.set_state(json.loads(entry["state"]))
 
 

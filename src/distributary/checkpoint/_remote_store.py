@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from distributary.checkpoint._array_files import SavedRows
+from distributary.checkpoint._array_files import SavedPart
 from distributary.values import ForeignVariable, ShardedVariable, Variable
 
 SavedVariable: TypeAlias = Variable | ForeignVariable | ShardedVariable
@@ -26,14 +26,14 @@ class RemoteStore(Protocol):
         self,
         path: Path,
         variables: Mapping[str, SavedVariable],
-        rows: Mapping[str, Sequence[SavedRows]],
+        parts: Mapping[str, Sequence[SavedPart]],
     ) -> "RemoteCopy":
         """Loads values for variables from a checkpoint, without assigning them.
 
         Args:
             path: Path of the checkpoint.
             variables: The variables, by any names.
-            rows: All rows that the values consist of, by the same names.
+            parts: All parts that the values consist of, by the same names.
         """
         ...
 
@@ -41,8 +41,8 @@ class RemoteStore(Protocol):
 class RemoteCopy(Protocol):
     """A second set of values for variables, kept beside their current values."""
 
-    def save(self, path: Path) -> Mapping[str, Sequence[SavedRows]]:
-        """Writes the values to files in a folder, and returns the places of their rows."""
+    def save(self, path: Path) -> Mapping[str, Sequence[SavedPart]]:
+        """Writes the values to files in a folder, and returns the places of their parts."""
         ...
 
     def adopt(self) -> None:

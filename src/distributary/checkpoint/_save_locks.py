@@ -114,15 +114,19 @@ class SaveLock:
         """Returns the results of `compute` on every worker; see `agree` of `_workers`."""
         return agree(self._what, self._timeout_seconds, compute, self._topic)
 
-    def run_on_chief(self, write: Callable[[], str]) -> str:
+    def run_on_chief(self, what: str, write: Callable[[], str]) -> str:
         """Runs `write` on the chief, when it is this lock's turn; returns its result on all.
+
+        Args:
+            what: Name of what is returned, once for each lock.
+            write: The function.
 
         Raises:
             Exception: on the chief, any error that `write` raises.
             CheckpointError: on the other workers, if `write` raises an error or the chief does not
                 finish in time.
         """
-        topic, job = f"the end of {self._topic}", self._job
+        topic, job = f"{what} of {self._topic}", self._job
         if job is not None and job.number:
             try:
                 result, problem = job.receive(topic, self._timeout_seconds)

@@ -3,21 +3,32 @@
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 import numpy as np
 
-from distributary.checkpoint._commit import Snapshot, check_replaceable, commit, siblings
+from distributary.checkpoint._commit import (
+    Snapshot,
+    check_replaceable,
+    commit,
+    discard,
+    make_folder,
+    siblings,
+    stored_shape,
+    write_parts,
+)
 from distributary.checkpoint._leaves import ArrayLeaf, Entry, VariableLeaf, by_store, find_leaves
 from distributary.checkpoint._remote_store import SavedVariable
 from distributary.checkpoint._save_locks import SaveLock
-from distributary.devices import fetch_whole, is_divided, latest_program, local_copy
+from distributary.checkpoint._workers import this_worker
+from distributary.devices import fetch_whole, latest_program
 from distributary.errors import CheckpointError, ContextError, DistributaryError, InvalidValueError
 from distributary.job import copies
 from distributary.tracing import current_scope
@@ -93,8 +104,14 @@ class Save:
         Raises:
             CheckpointError: if the checkpoint cannot be written.
         """
+        folder: Path | None = None
         try:
             states = self._states_of_workers()
+            make = lambda: str(make_folder(self._path, self._is_series))
+            folder = Path(self._lock.run_on_chief("the place", make))
+            worker, _ = this_worker()
+            write = functools.partial(write_parts, folder, self._snapshot, worker)
+            written = self._lock.agree(write)
 
             def act() -> str:
                 entries = {
@@ -102,15 +119,19 @@ class Save:
                     for name, entry in self._snapshot.entries.items()
                 }
                 snapshot = dataclasses.replace(self._snapshot, entries=entries)
-                commit(self._path, snapshot, self._is_series)
+                commit(self._path, folder, snapshot, written, self._is_series)
                 afterwards()
                 return str(self._path)
 
-            return self._lock.run_on_chief(act)
-        except (OSError, DistributaryError) as error:  # the message says it all, no traceback
-            raise self._not_written(error) from None
-        except Exception as error:
-            raise self._not_written(error) from error
+            return self._lock.run_on_chief("the end", act)
+        except BaseException as error:
+            if folder is not None and self._lock.is_chief:
+                discard(folder)
+            if isinstance(error, (OSError, DistributaryError)):
+                raise self._not_written(error) from None  # the message says it all, no traceback
+            if isinstance(error, Exception):
+                raise self._not_written(error) from error
+            raise
         finally:
             self.drop()
 
@@ -173,13 +194,26 @@ def _snapshot(
                 for name, leaf in leaves.items()
                 if isinstance(leaf, VariableLeaf) and leaf.remote_store is None
             }
-            arrays = _stored(variables)
+            arrays, parts = _stored(variables)
             for name, leaf in leaves.items():
                 if isinstance(leaf, ArrayLeaf):
                     arrays[name] = leaf.array()
-            copied = _copied(arrays) if with_arrays else {}
+            whole: dict[_Place, Any] = {}
+            if with_arrays:
+                whole = {(name, ()): array for name, array in arrays.items()}
+            copied = _copied(whole | parts)
         kept_copies = [store.copy(own) for store, own in kept.items()]
-    return Snapshot(entries, dict(counters), copied, kept_copies)
+    own_parts: dict[str, list[tuple[Sequence[int], np.ndarray]]] = {
+        name: [] for name in variables if name not in arrays
+    }
+    for name, begin in parts:
+        # Without the padding at the end.
+        sizes = [n - b for n, b in zip(stored_shape(entries[name]), begin, strict=True)]
+        part = copied[name, begin][tuple([slice(max(0, size)) for size in sizes])]
+        if part.size:
+            own_parts[name].append((begin, part))
+    copies_of_whole = {name: copied[name, begin] for name, begin in whole}
+    return Snapshot(entries, dict(counters), copies_of_whole, own_parts, kept_copies)
 
 
 def check_outside(what: str) -> None:
@@ -191,37 +225,44 @@ def check_outside(what: str) -> None:
         )
 
 
-def _stored(variables: Mapping[str, SavedVariable]) -> dict[str, jax.Array | np.ndarray]:
-    """Returns the stored arrays; `[replica, *shape]` for variables with a value per replica.
+#: Names of variables and where a part begins.
+_Place: TypeAlias = tuple[str, tuple[int, ...]]
 
-    This process can read all of them. With several workers, all of them must call this, because it
-    fetches values from other workers' devices. Steps may donate the arrays, so hold the lock of
-    `latest_program` while you use them.
+
+def _stored(
+    variables: Mapping[str, SavedVariable],
+) -> tuple[dict[str, jax.Array | np.ndarray], dict[_Place, jax.Array | np.ndarray]]:
+    """Returns the stored arrays of variables, and the parts of others that this process saves.
+
+    A variable with a value per replica is stored as `[replica, *shape]`. Steps may donate the
+    arrays, so hold the lock of `latest_program` while you use them. All workers call this, because
+    it fetches such values from other workers' devices, and compares the copies of others.
     """
-    arrays = {name: _stored_array(variable) for name, variable in variables.items()}
-    of_job = [
-        name
+    arrays: dict[str, jax.Array | np.ndarray] = {}
+    parts: dict[_Place, jax.Array | np.ndarray] = {}
+    for name, variable in variables.items():
+        if isinstance(variable, ShardedVariable):
+            arrays[name] = np.asarray(variable)
+        elif variable._value.is_fully_replicated:
+            arrays[name] = variable._value
+        elif variable._handle.per_replica:
+            arrays[name] = fetch_whole(variable._value, variable._value.shape)
+        else:
+            for shard in variable._value.addressable_shards:
+                if shard.replica_id == 0:  # another worker may have the part, too
+                    begin = tuple([own.start or 0 for own in shard.index])
+                    parts[name, begin] = shard.data
+    of_job = {
+        name: array
         for name, array in arrays.items()
         if isinstance(array, jax.Array) and not array.is_fully_addressable
-    ]
-    mirrored = [name for name in of_job if arrays[name].is_fully_replicated]
-    names = [variables[name].name for name in mirrored]
-    copies.compare("while saving", names, [arrays[name] for name in mirrored])
-    for name in of_job:
-        if name not in mirrored:
-            arrays[name] = fetch_whole(arrays[name], arrays[name].shape)
-    return {name: local_copy(array) for name, array in arrays.items()}
+    }
+    names = [variables[name].name for name in of_job]
+    copies.compare("while saving", names, list(of_job.values()))
+    return arrays, parts
 
 
-def _stored_array(variable: SavedVariable) -> Any:
-    if isinstance(variable, ShardedVariable):
-        return np.asarray(variable)
-    if is_divided(variable._handle.parts):
-        return fetch_whole(variable._value, variable.shape)
-    return variable._value
-
-
-def _copied(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, np.ndarray]:
+def _copied(arrays: Mapping[_Place, jax.Array | np.ndarray]) -> dict[_Place, np.ndarray]:
     """Returns copies of arrays in host memory, made by several threads."""
     # From the data of one device: the variable's own array would keep NumPy's view of it, and then
     # no step could donate that array.

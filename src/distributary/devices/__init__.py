@@ -45,6 +45,7 @@ from distributary.devices._placement import (
     in_host_memory,
     is_divided,
     is_gathered,
+    local_box,
     local_copy,
     local_devices,
     num_local_replicas,

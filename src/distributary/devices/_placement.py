@@ -239,26 +239,48 @@ def padded(value: jax.Array, dim: int, num_shards: int) -> jax.Array:
     return jnp.pad(value, [(0, missing if i == dim else 0) for i in range(value.ndim)])
 
 
-def put_sharded(value: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Stores a whole value, which is the same in all processes, in parts.
+def local_box(shape: Sequence[int], sharding: NamedSharding) -> tuple[slice, ...]:
+    """Returns the smallest box of an array that has all parts of this process."""
+    stored = stored_shape(shape, sharding)
+    parts = [part or () for part in sharding.addressable_devices_indices_map(stored).values()]
+    box = []
+    for size, whole, own in zip(shape, stored, zip(*parts, strict=True), strict=True):
+        ends = [whole if part.stop is None else part.stop for part in own]
+        box.append(slice(min(size, *(part.start or 0 for part in own)), min(size, max(ends))))
+    return tuple(box)
+
+
+def put_sharded(
+    value: jax.Array | np.ndarray,
+    sharding: NamedSharding,
+    shape: Sequence[int] | None = None,
+    box: tuple[slice, ...] | None = None,
+) -> jax.Array:
+    """Stores a value, which is the same in all processes, in parts.
 
     Args:
         value: Array that this process can read, or one that is already stored in this way.
         sharding: Sharding that partitions dims.
+        shape: Shape of the whole value, if this process has only a box of it.
+        box: What `value` is of the whole value; at least `local_box`.
     """
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
-    whole = np.asarray(local_copy(value))
-    shape = stored_shape(whole.shape, sharding)
+    own = np.asarray(local_copy(value))
+    sizes = own.shape if shape is None else shape
+    begin = [0] * own.ndim if box is None else [part.start for part in box]
+    stored_as = stored_shape(sizes, sharding)
 
     def stored(part: tuple[slice, ...] | None) -> np.ndarray:
         # A copy: JAX may keep the memory of the array it gets, and with it the whole value.
-        copy = np.zeros(sharding.shard_shape(shape), whole.dtype)
-        values = whole[part]
+        copy = np.zeros(sharding.shard_shape(stored_as), own.dtype)
+        places = zip(part or (), begin, strict=False)
+        values = own[tuple([slice((place.start or 0) - b, None) for place, b in places])]
+        values = values[tuple([slice(size) for size in copy.shape])]
         copy[tuple([slice(size) for size in values.shape])] = values
         return copy
 
-    return jax.make_array_from_callback(shape, sharding, stored)
+    return jax.make_array_from_callback(stored_as, sharding, stored)
 
 
 def unpadded(stored: _Array, shape: Sequence[int]) -> _Array:

@@ -84,8 +84,12 @@ class KerasVariable(ForeignVariable):
         self.holder()._value = value
 
     @property
-    def _shared(self) -> bool:  # type: ignore[override]
+    def _shared(self) -> bool:
         return getattr(self.holder(), "_shared", False)
+
+    @_shared.setter
+    def _shared(self, value: bool) -> None:
+        self.holder()._shared = value
 
     @property
     def _shards(self) -> list[Any]:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from distributary.checkpoint import SavedRows, SavedVariable
+from distributary.checkpoint import SavedPart, SavedVariable
 from distributary.devices import (
     backends_started,
     call_when_collected,
@@ -180,15 +180,16 @@ class Session:
         self,
         path: Path,
         variables: Mapping[str, SavedVariable],
-        rows: Mapping[str, Sequence[SavedRows]],
+        parts: Mapping[str, Sequence[SavedPart]],
     ) -> CopyOnServers:
         """Loads values from a checkpoint on the servers; see `RemoteStore`."""
-        return self._new_copy(variables).load(path, rows)
+        return self._new_copy(variables).load(path, parts)
 
     def _new_copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
         shards = {name: _shards_of(variable) for name, variable in variables.items()}
         connect = lambda server: SessionLink(self.cluster.servers[server], self.id, is_server=True)
-        return CopyOnServers(next(self._copy_numbers), shards, connect)
+        shapes = {name: variable.shape for name, variable in variables.items()}
+        return CopyOnServers(next(self._copy_numbers), shards, shapes, connect)
 
     def shards_of(self, handle: Handle) -> list[Shard]:
         """Returns the shards of a handle's variable, one or several."""

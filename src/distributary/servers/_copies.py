@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, final
@@ -11,7 +11,14 @@ from typing import Any, final
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.checkpoint import SavedRows, WrittenFile, read_rows, rows_between, write_arrays
+from distributary.checkpoint import (
+    ArrayReader,
+    SavedPart,
+    WrittenFile,
+    box_of,
+    common_box,
+    write_arrays,
+)
 from distributary.errors import CheckpointError, InvalidValueError, UnavailableError
 from distributary.servers._messages import JSON, Message
 from distributary.servers._partitioners import Shard
@@ -27,8 +34,8 @@ class Copies:
     It handles these messages. Each has the number of the copy in `copy`, and can be sent again:
 
         copy    ids                        copies the current values of variables
-        load    ids, path, rows            reads values from a checkpoint, given a list of
-                                           `SavedRows` for each variable
+        load    ids, path, parts           reads values from a checkpoint, given for each
+                                           variable where it begins and a list of `SavedPart`
         save    path, token -> file        writes the copy to a new file `ps-<number>.safetensors`
                                            in a folder that has a file `token` with this text; the
                                            reply has a `WrittenFile`
@@ -68,8 +75,10 @@ class Copies:
         with self._lock:
             variables = self._variables(message)
         arrays = {number: np.empty(old.shape, old.dtype) for number, old in variables.items()}
-        rows = [[SavedRows(*part) for part in parts] for parts in message.fields["rows"]]
-        read_rows(path, list(arrays.values()), rows)
+        with ArrayReader(path) as reader:
+            for array, (begin, own) in zip(arrays.values(), message.fields["parts"], strict=True):
+                parts = [SavedPart(*part) for part in own]
+                reader.fill(array, box_of(array.shape, begin), parts)
         self._copies[message.fields["copy"]] = arrays
 
     def _on_save(self, message: Message) -> Message:
@@ -125,6 +134,7 @@ class CopyOnServers:
     Args:
         number: Number of the copy.
         shards: The shards of each variable, by name.
+        shapes: The shape of each variable, by name.
         connect: Opens a link to a server for this copy alone, so that other calls do not wait.
     """
 
@@ -132,10 +142,12 @@ class CopyOnServers:
         self,
         number: int,
         shards: Mapping[str, Sequence[Shard]],
+        shapes: Mapping[str, Sequence[int]],
         connect: Callable[[int], SessionLink],
     ) -> None:
         self._number = number
         self._shards = shards
+        self._shapes = shapes
         self._ids: dict[int, list[int]] = {}
         for own in shards.values():
             for server, number, _ in own:
@@ -146,19 +158,18 @@ class CopyOnServers:
         """Makes the servers copy the current values of the variables."""
         return self._begin("copy", {})
 
-    def load(self, path: Path, rows: Mapping[str, Sequence[SavedRows]]) -> "CopyOnServers":
+    def load(self, path: Path, parts: Mapping[str, Sequence[SavedPart]]) -> "CopyOnServers":
         """Makes the servers read values from a checkpoint; see `RemoteStore.load`."""
         wanted: dict[int, list[JSON]] = {server: [] for server in self._links}
         for name, own in self._shards.items():
-            start = 0
-            for server, _, num_rows in own:
-                found = rows_between(rows[name], start, start + num_rows)
-                wanted[server].append([astuple(part) for part in found])
-                start += num_rows
-        fields = {i: {"path": str(path), "rows": own} for i, own in wanted.items()}
+            for server, _, begin, shape in _places(own, self._shapes[name]):
+                box = box_of(shape, begin)
+                found = [part for part in parts[name] if common_box(part.box, box) is not None]
+                wanted[server].append([begin, [astuple(part) for part in found]])
+        fields = {i: {"path": str(path), "parts": own} for i, own in wanted.items()}
         return self._begin("load", fields)
 
-    def save(self, path: Path) -> Mapping[str, Sequence[SavedRows]]:
+    def save(self, path: Path) -> Mapping[str, Sequence[SavedPart]]:
         """Makes the servers write the copy to a folder; see `RemoteCopy`.
 
         Raises:
@@ -181,8 +192,8 @@ class CopyOnServers:
                 )
         return {
             name: [
-                SavedRows(_file(server), files[server].checksum, str(number), 0, rows)
-                for server, number, rows in own
+                SavedPart(_file(server), files[server].checksum, str(number), begin, shape)
+                for server, number, begin, shape in _places(own, self._shapes[name])
             ]
             for name, own in self._shards.items()
         }
@@ -216,6 +227,17 @@ class CopyOnServers:
             for i, ids in self._ids.items()
         }
         return call_all(self._links, messages)
+
+
+def _places(
+    shards: Sequence[Shard], shape: Sequence[int]
+) -> Iterator[tuple[int, int, list[int], list[int]]]:
+    """Yields the server and number of each shard, where it begins, and its shape."""
+    row = 0
+    for server, number, num_rows in shards:
+        own = [num_rows, *shape[1:]] if shape else []
+        yield server, number, [row, *[0] * len(shape[1:])] if shape else [], own
+        row += num_rows
 
 
 def _file(server: int) -> str:

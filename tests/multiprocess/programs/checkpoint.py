@@ -1,8 +1,10 @@
 """Saves and restores in a job; the first argument says what else happens.
 
-"save", "restore", or the seconds of grace after the signal that it sends itself. Prints JSON.
+"save", "restore", how parameters are sharded, or the seconds of grace after the signal that it
+sends itself. Prints JSON.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -17,7 +19,8 @@ from distributary.checkpoint import Checkpoint, CheckpointManager
 from distributary.data import Dataset
 
 what, directory = sys.argv[1:]
-strategy = dist.MultiWorkerMirroredStrategy()
+divided = {"parts": True, "parts inside of hosts": "host"}.get(what, False)
+strategy = dist.MultiWorkerMirroredStrategy(experimental_shard_parameters=divided)
 worker = strategy.extended.worker_number
 X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 
@@ -122,6 +125,35 @@ elif what == "restore":
     manager.save(2)
     message(manager.wait_until_finished)
     os._exit(7)  # without waiting for the other one
+elif divided:
+    import keras
+
+    with strategy.scope():
+        w = dist.Variable(np.arange(33 * 21, dtype=np.float32).reshape(33, 21))
+        model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(30)])
+        model.compile("adam", "mse")
+    model.fit(np.ones((8, 40)), np.arange(240).reshape(8, 30), batch_size=8, verbose=0)
+    checkpoint = Checkpoint(w=w, model=model, step=3)
+    own = directory if worker == 0 else f"{directory}/workertemp"
+    path = checkpoint.save(f"{own}/ckpt")
+    saved = [w.numpy(), *map(np.array, model.get_weights())]
+    w.assign(np.zeros((33, 21), np.float32))
+    model.set_weights([np.zeros_like(value) for value in model.get_weights()])
+    checkpoint.restore(f"{directory}/ckpt-1")
+    restored = [w.numpy(), *map(np.array, model.get_weights())]
+    result["same"] = all(map(np.array_equal, saved, restored))
+    result["saved"] = [value.tolist() for value in saved]
+    model.fit(np.ones((8, 40)), np.ones((8, 30)), batch_size=8, verbose=0)
+
+    # A worker that cannot write ends the save on all.
+    def fill_disk(event, args):
+        if event == "open" and str(args[0]).endswith("worker-0.safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    if worker == 0:
+        sys.addaudithook(fill_disk)
+    result["failed"] = message(checkpoint.write, f"{directory}/failed")
+    print(json.dumps(result))
 else:
     checkpoint = Checkpoint(**objects())
     handler = dist.experimental.PreemptionCheckpointHandler(
