@@ -107,9 +107,12 @@ def test_workers_with_more_devices_restore_it_and_a_killed_worker_leaves_it_as_i
 def test_each_worker_writes_its_parts_and_any_layout_restores_them(divided, job, tmp_path):
     chief, other = _run(job, divided, tmp_path, devices=2)
 
-    assert chief.result and other.result, chief.output + other.output
+    assert chief.result, chief.output
+    assert other.result, other.output
     assert chief.result["same"] is other.result["same"] is True
     assert chief.result["saved"] == other.result["saved"]
+    assert "none.weights.h5" in chief.result["not loaded"]
+    assert "Worker 0 could not save or load" in other.result["not loaded"]
     assert "the disk of" in chief.result["failed"]
     assert "No space left on device" in other.result["failed"]
     assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "workertemp"]

@@ -29,14 +29,16 @@ from distributary.devices import job_programs, progress
 from distributary.errors import CheckpointError, ClusterError, InvalidValueError
 from distributary.job import consensus
 from distributary.keras_bridge._data import DatasetAdapter, current_call, epoch_of
-from distributary.keras_bridge._keras_private import file_utils, find, saving_api, saving_lib
-from distributary.keras_bridge._models import strategy_of
-from distributary.keras_bridge._variables import (
-    created_whole,
-    keeps_on_servers,
-    place,
-    together,
+from distributary.keras_bridge._keras_private import (
+    file_utils,
+    find,
+    saving_api,
+    saving_lib,
+    sync_state,
 )
+from distributary.keras_bridge._models import strategy_of
+from distributary.keras_bridge._turns import in_parts_of_workers, in_turn, loading_together
+from distributary.keras_bridge._variables import keeps_on_servers
 
 _log = logging.getLogger(__name__)
 
@@ -75,8 +77,9 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
             with complete_file(Path(filepath)) as temporary:
                 original(model, str(temporary), *args, **kwargs)
 
-        with progress.doing("saving"), together(model), _by_itself(strategy):
-            _once(strategy, os.fspath(filepath), write)
+        with progress.doing("saving"), _by_itself(strategy):
+            sync_state(model)
+            _once(model, strategy, os.fspath(filepath), write)
         return None
 
     return save
@@ -90,11 +93,14 @@ def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None:
             with _by_itself(None):
                 return original(model, *args, **kwargs)
-        with together(model):
-            if strategy.extended.worker_number == 0:
-                with _by_itself(strategy):
-                    original(model, *args, **kwargs)
-            take_over(model, strategy)
+
+        def load() -> None:
+            with _by_itself(strategy):
+                original(model, *args, **kwargs)
+
+        sync_state(model)
+        in_turn(0, model, strategy, load)
+        take_over(model, strategy)
         return None
 
     return load_weights
@@ -106,10 +112,11 @@ def load_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def _load_state(saveable: object, *args: Any, **kwargs: Any) -> Any:
         if not has_strategy():  # also for the parts of the model
             return original(saveable, *args, **kwargs)
-        with together(saveable):
-            with _by_itself(get_strategy()):
-                result = original(saveable, *args, **kwargs)
-            take_over(saveable, get_strategy())
+        strategy = get_strategy()
+        sync_state(saveable)
+        with _by_itself(strategy), loading_together():
+            result = original(saveable, *args, **kwargs)
+        take_over(saveable, strategy)
         return result
 
     return _load_state
@@ -121,13 +128,9 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(*args: Any, **kwargs: Any) -> Any:
         if not has_strategy() or get_strategy().extended.num_workers == 1:
             return original(*args, **kwargs)
-        strategy = get_strategy()
-        # Each worker reads a file of its own, and parts of different values would be no value.
-        with job_programs.alone(), created_whole():
+        with loading_together():
             model = original(*args, **kwargs)
-        take_over(model, strategy)
-        for variable in (*model.variables, *getattr(model.optimizer, "variables", ())):
-            place(variable, strategy)
+        take_over(model, get_strategy())
         return model
 
     return load_model
@@ -150,10 +153,12 @@ def _by_itself(strategy: Any) -> Iterator[None]:
 
 
 def take_over(model: Any, strategy: Any) -> None:
-    """Gives the variables of a model and its optimizer the first worker's values."""
+    """Gives the variables that all workers have the first worker's values."""
     if strategy.extended.num_workers == 1:
         return
     variables = [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
+    in_parts = {id(variable) for variable in in_parts_of_workers(model)}
+    variables = [variable for variable in variables if id(variable) not in in_parts]
     values = strategy.extended.from_chief(
         [np.asarray(v.value) for v in variables], f"the loaded weights of {model.name}"
     )
@@ -162,7 +167,7 @@ def take_over(model: Any, strategy: Any) -> None:
             variable.assign(value)
 
 
-def _once(strategy: Any, path: str, write: Callable[[], None]) -> None:
+def _once(model: Any, strategy: Any, path: str, write: Callable[[], None]) -> None:
     """Calls `write` on the first worker, and on those that have another path."""
     extended = strategy.extended
     if extended.num_workers == 1:
@@ -175,6 +180,12 @@ def _once(strategy: Any, path: str, write: Callable[[], None]) -> None:
     position = job_programs.position
     topic = f"file {job.count(f'files at {position}')} saved at place {position}"
     place = path if file_utils.is_remote_path(path) else os.path.abspath(path)
+    if in_parts_of_workers(model):
+        paths = job.agree(f"saving {model.name}", lambda: place)
+        for worker, own in enumerate(paths):
+            if worker == 0 or own != paths[0]:
+                in_turn(worker, model, strategy, write)
+        return
     if extended.worker_number == 0:
         result: dict[str, Any] = {"path": place, "error": None}
         try:
@@ -260,10 +271,13 @@ def _backup(callback: Any, original: Callable[[Any], None]) -> None:
     if strategy is None or file_utils.is_remote_path(callback.backup_dir):
         original(callback)
         return
-    with together(model):
-        if strategy.extended.worker_number == 0:
-            with _by_itself(strategy):
-                _write_backup(callback)
+
+    def write() -> None:
+        with _by_itself(strategy):
+            _write_backup(callback)
+
+    sync_state(model)
+    in_turn(0, model, strategy, write)
 
 
 def _write_backup(callback: Any) -> None:
@@ -351,21 +365,25 @@ def _restore(callback: Any, original: Callable[[Any], None]) -> None:
         return
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    with together(model):
-        epoch, packed = -1, b""
-        if strategy.extended.worker_number == 0:
-            with _by_itself(strategy):
-                epoch, packed = _read_backup(callback)
-        (agreed,) = strategy.extended.from_chief(
-            [np.array([epoch, len(packed)])], "the epoch to go on with"
-        )
-        epoch, size = map(int, agreed)
-        if epoch < 0:
-            return
-        take_over(model, strategy)
-        (bytes_of_callbacks,) = strategy.extended.from_chief(
-            [np.frombuffer(packed or bytes(size), np.uint8)], "the state of the callbacks"
-        )
+    epoch, packed = -1, b""
+
+    def read() -> None:
+        nonlocal epoch, packed
+        with _by_itself(strategy):
+            epoch, packed = _read_backup(callback)
+
+    sync_state(model)
+    in_turn(0, model, strategy, read)
+    (agreed,) = strategy.extended.from_chief(
+        [np.array([epoch, len(packed)])], "the epoch to go on with"
+    )
+    epoch, size = map(int, agreed)
+    if epoch < 0:
+        return
+    take_over(model, strategy)
+    (bytes_of_callbacks,) = strategy.extended.from_chief(
+        [np.frombuffer(packed or bytes(size), np.uint8)], "the state of the callbacks"
+    )
     _unpack_callbacks(bytes_of_callbacks.tobytes())
     model._initial_epoch = epoch
     call = current_call.get()

@@ -36,6 +36,7 @@ from distributary.errors import UnsupportedError, WorkerMismatchError
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._initial_values import first_value
 from distributary.keras_bridge._roles import note_role
+from distributary.keras_bridge._turns import before_assign, before_read
 from distributary.tracing import current_scope, describe_value, gathered, is_recording, noted_read
 from distributary.values import ShardedVariable, Variable, colocated_with
 
@@ -45,7 +46,7 @@ ON_SERVERS = (Variable, ShardedVariable)
 
 def sharding_of(strategy: Any, variable: Any) -> Any:
     """Returns the sharding of a variable of a strategy; None leaves it to JAX."""
-    if not _whole.get() and not is_sum(variable):
+    if not is_sum(variable):
         extended, shape = strategy.extended, variable.shape
         if hasattr(variable, "_distributary_layout"):  # of an optimizer
             parts = extended.optimizer_layout(shape, variable._layout)
@@ -94,14 +95,6 @@ _in_parts: ContextVar[bool] = ContextVar("reads values as they are stored", defa
 def in_parts() -> AbstractContextManager[None]:
     """Runs the block; in a trace, what it reads of variables in parts is not gathered."""
     return bound(_in_parts, True)
-
-
-_whole: ContextVar[bool] = ContextVar("creates whole variables", default=False)
-
-
-def created_whole() -> AbstractContextManager[None]:
-    """Runs the block; Keras variables that it creates are whole on every device."""
-    return bound(_whole, True)
 
 
 def planned_layout(variable: object) -> Any:
@@ -217,6 +210,8 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
                 what = f"assign of Keras variable {self.path!r}"
                 job_programs.begin(JobEvent(what), (describe_value(value),))
             if not isinstance(value, jax.core.Tracer):
+                if is_divided(layout) and not layout.is_fully_addressable:
+                    value = before_assign(self, value)
                 value = _put(value, layout)
                 is_own |= is_divided(layout) and value is not given
         with latest_program.lock:
@@ -351,34 +346,12 @@ def whole_value(variable: Any, value: Any) -> Any:
     if value.is_fully_addressable and value.shape == tuple(variable.shape):
         return value  # JAX computes with its parts
     with jax.ensure_compile_time_eval():
+        if not layout.is_fully_addressable:
+            before_read(variable)
         whole = fetch_whole(value, variable.shape)
         if layout.is_fully_addressable:
             return jax.device_put(whole, NamedSharding(layout.mesh, P()))
         return jnp.asarray(whole)
-
-
-@contextmanager
-def together(model: Any) -> Iterator[None]:
-    """Runs the block with whole values in a model's and its optimizer's variables, on every worker.
-
-    There, each worker can read and assign these variables by itself. All workers enter and leave
-    the block together. At the end, assigned values must be the same on all workers, or be replaced
-    by such values.
-    """
-    keras_private.sync_state(model)
-    optimizer = getattr(model, "optimizer", None)
-    variables = [*getattr(model, "variables", ()), *getattr(optimizer, "variables", ())]
-    divided = [v for v in variables if not getattr(v._layout, "is_fully_addressable", True)]
-    divided = [v for v in divided if is_divided(v._layout)]
-    before = [(v._layout, v._value, fetch_whole(v._value, v.shape)) for v in divided]
-    for variable, (_, _, whole) in zip(divided, before, strict=True):
-        variable._layout, variable._value = None, whole
-    try:
-        yield
-    finally:
-        for variable, (layout, stored, whole) in zip(divided, before, strict=True):
-            current, variable._layout = variable._value, layout
-            variable._value = stored if current is whole else put_sharded(current, layout)
 
 
 def place(variable: Any, strategy: Any) -> None:
@@ -437,7 +410,7 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
         if not has_strategy() and not isinstance(layout, ON_SERVERS):
             variable = original(**given)
         else:
-            if has_strategy() and not (_whole.get() or isinstance(layout, ON_SERVERS)):
+            if has_strategy() and not isinstance(layout, ON_SERVERS):
                 extended = get_strategy().extended
                 parts = extended.optimizer_layout(given["shape"], layout)
                 layout = parts or extended.variable_layout().replicated

@@ -145,6 +145,8 @@ elif divided:
     result["saved"] = [value.tolist() for value in saved]
     model.fit(np.ones((8, 40)), np.ones((8, 30)), batch_size=8, verbose=0)
 
+    result["not loaded"] = message(model.load_weights, f"{directory}/none.weights.h5")
+
     # A worker that cannot write ends the save on all.
     def fill_disk(event, args):
         if event == "open" and str(args[0]).endswith("worker-0.safetensors"):

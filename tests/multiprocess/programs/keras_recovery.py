@@ -14,7 +14,8 @@ import numpy as np
 
 import distributary as dist
 
-strategy = dist.MultiWorkerMirroredStrategy()
+# The first kernel is in parts, and the other variables are whole on every worker.
+strategy = dist.MultiWorkerMirroredStrategy(experimental_shard_parameters=True)
 
 import keras  # noqa: E402  (it must not start JAX before the strategy connects it)
 
@@ -41,7 +42,7 @@ def weights(*callbacks):
         model = keras.Sequential(
             [
                 keras.Input((4,)),
-                keras.layers.Dense(4),
+                keras.layers.Dense(64),
                 keras.layers.Dropout(0.2),
                 keras.layers.Dense(1),
             ]
