@@ -76,6 +76,26 @@ def test_other_strategies_restore_it_and_the_other_way_round(tmp_path):
     _check_equal(again.v, 2.0)
 
 
+def test_servers_restore_what_devices_had_in_parts(tmp_path):
+    values = {"columns": RNG.normal(size=(3, 402)), "rows": RNG.normal(size=(402, 3))}
+
+    def checkpoint(strategy, scale):
+        with strategy.scope():
+            return Checkpoint(**{n: dist.Variable(np.float32(scale * v)) for n, v in values.items()})
+
+    devices = [f"CPU:{i}" for i in range(4)]
+    parts = dist.MirroredStrategy(devices, experimental_shard_parameters=True)
+    path = checkpoint(parts, 1.0).save(tmp_path / "parts")
+    on_servers = checkpoint(_strategy(2, 3), 0.0)
+    on_servers.restore(path)
+    again = checkpoint(parts, 0.0)
+    again.restore(on_servers.save(tmp_path / "servers"))
+
+    for name, value in values.items():
+        for restored in (on_servers, again):
+            np.testing.assert_array_equal(getattr(restored, name).numpy(), np.float32(value))
+
+
 def test_shards_on_devices_are_saved_as_a_whole(tmp_path):
     table = dist.ShardedVariable([dist.Variable(TABLE[:20]), dist.Variable(TABLE[20:])])
     path = Checkpoint(table=table).save(tmp_path / "shards")
