@@ -42,7 +42,8 @@ class ProgramKind:
 class Trial:
     """A variation of the step of a script, of which nothing but shapes matters.
 
-    The variables of Keras are zeros that take no memory, whatever is assigned to them.
+    Strategies get the devices of all hosts. The variables of Keras are zeros that take no memory,
+    whatever is assigned to them.
 
     Args:
         arguments: Arguments of strategies, in place of those that the script gives.
@@ -77,6 +78,8 @@ class Target:
 
     def __post_init__(self) -> None:
         self.home = jax.local_devices(backend="cpu")[0]
+        if self.trial is not None:  # a strategy of one host stands for one of all hosts
+            self.stand_for_all_hosts()
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

@@ -98,7 +98,7 @@ PARTS_BYTES = 2 * (2 * 512 * 256 + 512 + 3 * (4 * 256 * 256 + 2 * 256 * 1024))  
 
 
 def test_weights_in_parts_are_gathered_twice_and_their_gradients_scattered(compile_all):
-    (outcome,) = compile_all([["--topology", "h100:8", "parts.py"]])
+    (outcome,) = compile_all([["parts.py", "--topology", "h100:8"]])
     (report,) = outcome.reports
 
     gathered = sum(c["num_bytes"] for c in report["collectives"] if c["kind"] == "all-gather")

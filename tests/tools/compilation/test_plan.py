@@ -57,3 +57,13 @@ def test_what_a_plan_cannot_change_is_said(plan_of):
         assert bool(row["outcome"]["failure"]) == row["rematerializes"]
     assert "the batch of its loop" in printed
     assert "only layers of models in fit are rematerialized" in printed
+
+
+def test_a_strategy_of_one_host_is_planned_for_all_hosts(plan_of):
+    plan, _ = plan_of("--layout", "sharded in each host", "large.py", "--topology", "h100:2x2")
+
+    report = plan["rows"][0]["outcome"]["report"]
+    assert report["num_replicas"] == 4
+    assert 1.5 * WEIGHTS < report["memory"]["arguments"] < 1.5 * WEIGHTS + GIB / 8
+    argument = "experimental_shard_parameters='host'"
+    assert plan["code"] == [f"    strategy = dist.MultiWorkerMirroredStrategy({argument})"]

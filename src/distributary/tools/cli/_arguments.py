@@ -181,7 +181,6 @@ def add_topology_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--topology",
         action="append",
-        required=True,
         metavar="NAME",
         help=f"devices to compile for; you can give it several times. Known are {_TOPOLOGIES}.",
     )
@@ -191,6 +190,23 @@ def add_topology_arguments(parser: argparse.ArgumentParser) -> None:
         help="name of the step function (default: the first that updates a trainable variable)",
     )
     add("--json", type=output_file, metavar="FILE", help="also write the reports to FILE, as JSON")
+
+
+def check_topologies(namespace: argparse.Namespace) -> None:
+    """Ends the command if no topology is given. Takes them from behind the script if all are there.
+
+    Args:
+        namespace: The parsed arguments, with the command's parser as `parser`.
+    """
+    if namespace.topology is None:
+        behind = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        behind.add_argument("--topology", action="append")
+        found, namespace.arguments = behind.parse_known_args(namespace.arguments)
+        namespace.topology = found.topology
+    if namespace.topology is None:
+        namespace.parser.error(
+            f"--topology says which devices to compile for. Known are {_TOPOLOGIES}."
+        )
 
 
 def check_script(namespace: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from distributary.tools.cli._arguments import (
     add_script_arguments,
     add_topology_arguments,
     check_script,
+    check_topologies,
     write_json,
 )
 
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Prints a report for each topology; returns 1 if one of them cannot be compiled for."""
     check_script(namespace)
+    check_topologies(namespace)
     compilation.prepare_compilers()
     reports: list[compilation.Report] = []
     exit_code = 0

@@ -2,8 +2,9 @@
 
 Compiles the training step of a script with each layout of its variables: mirrored, with sharded
 optimizer state, with sharded parameters, and with layers that are divided over two devices each;
-with and without rematerialization. Prints the memory
-that it needs on each device, the largest batch that fits, and what a step moves between devices.
+with and without rematerialization. Prints the memory that it needs on each device, what a step
+moves between devices, and the largest batch that fits with the best layout, or with each layout
+that you name.
 Needs neither the devices nor memory for the variables of Keras, which have no values.
 
 Examples:
@@ -19,6 +20,7 @@ from distributary.tools.cli._arguments import (
     add_script_arguments,
     add_topology_arguments,
     check_script,
+    check_topologies,
     whole,
     write_json,
 )
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Prints a table for each topology; returns 1 if nothing fits on one of them."""
     check_script(namespace)
+    check_topologies(namespace)
     compilation.prepare_compilers()
     script = compilation.Script(
         namespace.script, namespace.arguments, namespace.module, namespace.step

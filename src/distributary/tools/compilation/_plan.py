@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 from distributary.engine import format_bytes as _size, total_bytes
@@ -44,8 +44,8 @@ class Row:
         rematerializes: Whether the backward pass computes the inside of blocks once more.
         outcome: Result for the script's batch.
         largest_batch: Largest batch of the search that fits: a power of two rows per replica. 0 if
-            none does; None if the batch of the script cannot be changed.
-        is_largest: Whether twice as many rows do not fit.
+            none does; None if the batch of the script cannot be changed or was not searched.
+        is_largest: Whether twice as many rows do not fit; False if that was not searched.
     """
 
     layout: str
@@ -101,6 +101,7 @@ class Plan:
         topology: Name of the topology.
         device_kind: Name of the devices.
         num_devices: Number of devices.
+        num_hosts: Number of their hosts.
         memory_bytes: Memory of a device that a program can use.
         rows: The layouts.
     """
@@ -108,6 +109,7 @@ class Plan:
     topology: str
     device_kind: str
     num_devices: int
+    num_hosts: int
     memory_bytes: int
     rows: tuple[Row, ...]
 
@@ -162,7 +164,10 @@ class Plan:
         if best is None:
             return []
         given = ", ".join(f"{name}={value!r}" for name, value in best.arguments.items())
-        lines = [f"strategy = dist.{best.outcome.strategy or 'MirroredStrategy'}({given})"]
+        strategy = best.outcome.strategy or "MirroredStrategy"
+        if strategy == "MirroredStrategy" and self.num_hosts > 1:
+            strategy = "MultiWorkerMirroredStrategy"
+        lines = [f"strategy = dist.{strategy}({given})"]
         if best.rematerializes:
             lines += _REMATERIALIZED
             for model, names in (best.outcome.blocks or {}).items():
@@ -192,6 +197,9 @@ def plan_script(
 ) -> list[Plan]:
     """Compiles the step of a script with several layouts, for several topologies.
 
+    The largest batch is searched for the best layout of a topology; if nothing fits, or if you name
+    layouts, for each of them.
+
     Args:
         script: The script.
         topologies: Names of the devices.
@@ -210,29 +218,46 @@ def plan_script(
             raise InvalidValueError(f"distributary plan: no layout {layout!r}, expected {known}.")
     with ThreadPoolExecutor(num_processes) as pool:
 
-        def rows_of(topology: Topology, layout: str) -> tuple[Future[Row], Future[Row]]:
+        def plan_of(topology: Topology, rows: Sequence[Row]) -> Plan:
+            hosts = topology.hosts
+            counts = sum(map(len, hosts)), len(hosts)
+            kind = hosts[0][0].device_kind
+            return Plan(topology.name, kind, *counts, topology.memory_bytes, tuple(rows))
+
+        def rows_of(topology: Topology, layout: str) -> list[Future[Row]]:
             plain, again = (_Search(script, topology, layout, r, tell) for r in (False, True))
             first = plain.outcome()
             # Rematerialization does not change the state.
             same = first if first.state_bytes else None
-            return pool.submit(plain.row, first), pool.submit(again.row, same)
+            return [pool.submit(plain.row, first), pool.submit(again.row, same)]
+
+        def searched(topology: Topology, row: Row) -> Row:
+            return _Search(script, topology, row.layout, row.rematerializes, tell).searched(row)
 
         started = [
             [pool.submit(rows_of, t, layout) for layout in layouts or _layouts_for(t)]
             for t in found
         ]
         try:
-            rows = [
-                tuple(row.result() for both in futures for row in both.result())
-                for futures in started
+            plans = []
+            for topology, futures in zip(found, started, strict=True):
+                rows = [row.result() for both in futures for row in both.result()]
+                best = None if layouts else plan_of(topology, rows).best
+                plans.append(
+                    [
+                        pool.submit(searched, topology, row)
+                        if best is None or row.layout == best.layout
+                        else row
+                        for row in rows
+                    ]
+                )
+            return [
+                plan_of(t, [row if isinstance(row, Row) else row.result() for row in own])
+                for t, own in zip(found, plans, strict=True)
             ]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return [
-        Plan(t.name, t.hosts[0][0].device_kind, sum(map(len, t.hosts)), t.memory_bytes, own)
-        for t, own in zip(found, rows, strict=True)
-    ]
 
 
 def _layouts_for(topology: Topology) -> list[str]:
@@ -254,15 +279,16 @@ class _Search:
     tell: Callable[[str], None]
 
     def row(self, known: Outcome | None) -> Row:
-        """Compiles the step with as many batches as the search needs.
-
-        Args:
-            known: The outcome for the script's batch if it is known.
-        """
+        """Compiles the step with the script's batch, unless the outcome is known."""
         first = known or self.outcome()
-        largest, is_largest = self._largest(first)
+        largest = 0 if first.state_bytes else first.num_rows if first.fits else None
         arguments = _LAYOUTS[self.layout]
-        return Row(self.layout, arguments, self.rematerializes, first, largest, is_largest)
+        return Row(self.layout, arguments, self.rematerializes, first, largest, not largest)
+
+    def searched(self, row: Row) -> Row:
+        """Compiles the step with as many batches as the search for the largest needs."""
+        largest, is_largest = self._largest(row.outcome)
+        return replace(row, largest_batch=largest, is_largest=is_largest)
 
     def outcome(self, num_rows: int | None = None) -> Outcome:
         """Compiles the step for a batch; None takes the script's."""

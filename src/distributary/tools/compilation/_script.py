@@ -21,6 +21,7 @@ from distributary.devices import (
     Target,
     Trial,
     mesh_of_values,
+    sharding_on,
     stored_shape,
     watch_programs,
 )
@@ -242,7 +243,7 @@ def _avals(args: Nest, mesh: Mesh) -> Nest:
         sharding, shape = None, jnp.shape(leaf)
         if isinstance(leaf, jax.Array):
             here = leaf.sharding
-            sharding = NamedSharding(mesh, here.spec if isinstance(here, NamedSharding) else P())
+            sharding = sharding_on(mesh, here.spec if isinstance(here, NamedSharding) else P())
             shape = stored_shape(shape, sharding)
         elif none_placed:  # at least one argument must name the devices
             sharding = NamedSharding(mesh, P())
