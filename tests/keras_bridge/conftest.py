@@ -88,6 +88,7 @@ def train_in_loop(quick_initializers) -> Callable[..., Any]:
 
         for batch in strategy.experimental_distribute_dataset(batches):
             strategy.run(step, args=batch)
+        model.step = step  # keeps its program, of which the strategy has statistics
         return model
 
     return train_in_loop

@@ -121,3 +121,23 @@ def test_several_steps_in_one_program(train, assert_same_training):
     divided = train(build, _IDS, _Y, strategy=_parts(2), epochs=2)
 
     _assert_same(alone, divided, assert_same_training)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_loops_of_ones_own_move_rows(policy, train_in_loop):
+    def make_model():
+        ids = keras.Input((3,), dtype="int32")
+        table = kl.Embedding(_ROWS, _WIDTH, dtype=policy)
+        return keras.Model(ids, kl.Dense(2)(kl.Flatten()(table(ids))))
+
+    labels = _RANDOM.integers(0, 2, 16)
+    batches = [(_IDS[:8], labels[:8]), (_IDS[8:16], labels[8:])]
+    divided = _parts(4)
+    models = [
+        train_in_loop(make_model, batches, s) for s in (dist.OneDeviceStrategy("CPU:0"), divided)
+    ]
+
+    expected, actual = (model.get_weights() for model in models)
+    for value, whole in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(value, whole, atol=1e-5 if policy == "float32" else 1e-2)
+    assert 0 < _bytes_per_step(divided) < _TABLE_BYTES / 8

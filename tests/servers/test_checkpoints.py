@@ -81,7 +81,9 @@ def test_servers_restore_what_devices_had_in_parts(tmp_path):
 
     def checkpoint(strategy, scale):
         with strategy.scope():
-            return Checkpoint(**{n: dist.Variable(np.float32(scale * v)) for n, v in values.items()})
+            return Checkpoint(
+                **{n: dist.Variable(np.float32(scale * v)) for n, v in values.items()}
+            )
 
     devices = [f"CPU:{i}" for i in range(4)]
     parts = dist.MirroredStrategy(devices, experimental_shard_parameters=True)

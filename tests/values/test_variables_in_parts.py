@@ -170,3 +170,51 @@ def test_a_function_of_the_whole_program_trains_parts():
     np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(total, expected.sum(), rtol=1e-3, atol=1e-3)
     assert not variable.sharding.is_fully_replicated
+
+
+_IDS = _RANDOM.integers(0, 4096, (3, 16, 2)).astype(np.int32)
+_IDS[:, ::4, 0] = 7  # examples of several replicas have it
+_IDS[:, 0] = 5000, -9000  # no rows of the table
+_AIMS = _RANDOM.normal(size=(3, 16, 2, 11)).astype(np.float32)
+
+
+def _table_after(table, mode, momentum):
+    """Returns the table after three steps, by NumPy."""
+    table, change = table.astype(np.float64), np.zeros(table.shape)
+    for ids, aims in zip(_IDS, _AIMS, strict=True):
+        known = np.clip(ids, 0, len(table) - 1)
+        is_there = (ids == known) | (mode == "clip")
+        error = (table[known] - aims[..., : table.shape[1]]) * is_there[..., None]
+        gradient = np.zeros(table.shape)
+        np.add.at(gradient, known, 2 / 16 * error)
+        change = momentum * change + gradient
+        table = table - 0.1 * change
+    return table
+
+
+@pytest.mark.parametrize("momentum", [0, 0.9])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+@pytest.mark.parametrize(
+    "shape", [(4096, 8), (4097, 11), (4097, 8)], ids=["rows", "padded rows", "columns"]
+)
+def test_only_rows_of_a_table_travel(shape, mode, momentum):
+    strategy, initial = _strategy(4), _RANDOM.normal(size=shape).astype(np.float32)
+    with strategy.scope():
+        table, change = dist.Variable(initial), dist.Variable(np.zeros(shape, np.float32))
+
+    def step(ids, aims):
+        def loss():
+            # A negative id counts from the end, unless it is out of range even so.
+            found = jnp.take(table.value(), ids, axis=0, mode=mode)
+            return jnp.sum(jnp.nan_to_num(found - aims[..., : shape[1]]) ** 2) / 16
+
+        gradient = dist.get_replica_context().all_reduce("SUM", dist.grad(loss, table)())
+        change.assign(momentum * change.value() + gradient)
+        table.assign_sub(0.1 * change.value())
+
+    for batch in strategy.experimental_distribute_dataset(list(zip(_IDS, _AIMS, strict=True))):
+        strategy.run(step, args=batch)
+
+    np.testing.assert_allclose(table.numpy(), _table_after(initial, mode, momentum), atol=1e-5)
+    found = strategy.step_statistics
+    assert 0 < found.collective_bytes / found.num_runs < initial.nbytes / 8

@@ -39,9 +39,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.lax import GatherScatterMode
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, Nest
@@ -56,6 +59,7 @@ from distributary.tracing import (
     gather_p,
     jaxpr_of,
     scatter_p,
+    shape_of,
     variables_of,
     walk,
     with_bodies,
@@ -69,6 +73,7 @@ _FORMS = frozenset(
 )
 # The operations that scatter a sum of replicas.
 _OF_SUMS = frozenset({"pad", "reduce_scatter"})
+_OF_VECTOR = lax.GatherDimensionNumbers((), collapsed_slice_dims=(0,), start_index_map=(0,))
 # So many times the size of the largest weight may be on its way before it is used.
 _AHEAD = 2
 
@@ -147,18 +152,80 @@ class _Weight:
 
     def gathered(self) -> list[Var]:
         """Returns the variables of the whole weight."""
-        return [v for eqn in self.forms if eqn.primitive is gather_p for v in eqn.outvars]
+        first = self.forms[0]
+        if first.primitive is gather_p:
+            return [v for eqn in self.forms if eqn.primitive is gather_p for v in eqn.outvars]
+        found = [*first.outvars]
+        for eqn in self.forms[1:]:
+            if eqn.invars[0] in found and (
+                eqn.primitive is lax.convert_element_type_p
+                or _is_start_of(eqn, first.params["all_gather_dimension"])
+            ):
+                found += eqn.outvars
+        return found
 
     def rows(self, eqn: Equation, stored: Array, ids: Array) -> Array:
         """Returns what an equation takes from the rows of the weight, of which only these move.
 
         Every device looks up the rows, or parts of them, that it holds.
         """
-        parts: NamedSharding = self.forms[0].params["parts"]
+        first = self.forms[0]
+        if first.primitive is not gather_p:
+            part = stored.astype(aval_of(eqn.invars[0]).dtype)
+            return _rows_for_replicas(eqn, part, ids, first.params["all_gather_dimension"])
+        parts: NamedSharding = first.params["parts"]
         whole = NamedSharding(parts.mesh, P())
         held = lax.with_sharding_constraint(stored, parts)
         (found,) = evaluate_one(eqn, [held, lax.with_sharding_constraint(ids, whole)])
         return lax.with_sharding_constraint(found, whole)
+
+
+def _is_start_of(eqn: Equation, dim: int) -> bool:
+    """Returns whether an equation only leaves out the end of a dim, such as padding."""
+    if eqn.primitive.name != "slice" or any(eqn.params["start_indices"]):
+        return False
+    given, left = (shape_of(v) for v in (eqn.invars[0], eqn.outvars[0]))
+    is_dense = set(eqn.params["strides"] or (1,)) == {1}
+    same = [a == b for a, b in zip(given, left, strict=True)]
+    return is_dense and all(same[:dim] + same[dim + 1 :])
+
+
+def _rows_for_replicas(eqn: Equation, part: Array, ids: Array, dim: int) -> Array:
+    """Returns the rows that a replica takes from a table, of which each replica has a part.
+
+    Args:
+        eqn: The equation that takes them from the whole table.
+        part: The part of this replica.
+        ids: What the equation gets as ids.
+        dim: The dim along which the table is divided.
+    """
+    params, shape = dict(eqn.params), shape_of(eqn.invars[0])
+    of_all = lax.all_gather(ids.astype(jnp.promote_types(ids.dtype, jnp.int32)), REPLICA_AXIS)
+    params["slice_sizes"] = (1, *part.shape[1:])
+    if dim == 0:
+        if params["mode"] is GatherScatterMode.CLIP:
+            of_all = jnp.clip(of_all, 0, shape[0] - 1)
+        params |= {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
+        of_all = of_all - part.shape[0] * lax.axis_index(REPLICA_AXIS)
+    found = jax.vmap(lambda own: eqn.primitive.bind(part, own, **params))(of_all)
+    offsets = params["dimension_numbers"].offset_dims
+    if dim:
+        joined = 1 + offsets[dim - 1]
+        (rows,) = lax.all_to_all(found, REPLICA_AXIS, 0, joined, tiled=True)
+        return lax.slice_in_dim(rows, 0, shape[dim], axis=joined - 1)
+    rows = lax.psum_scatter(found, REPLICA_AXIS)
+    if eqn.params["mode"] is not GatherScatterMode.FILL_OR_DROP:
+        return rows
+    is_there = ((ids >= 0) & (ids < shape[0]))[..., 0]
+    others = [i for i in range(rows.ndim) if i not in offsets]
+    nothing = _filling(eqn, rows.dtype)
+    return jnp.where(lax.broadcast_in_dim(is_there, rows.shape, others), rows, nothing)
+
+
+def _filling(eqn: Equation, dtype: np.dtype) -> Array:
+    """Returns what an equation takes in place of rows that are not there."""
+    params = {**eqn.params, "slice_sizes": (1,), "dimension_numbers": _OF_VECTOR}
+    return eqn.primitive.bind(jnp.zeros(1, dtype), jnp.full(1, 2, jnp.int32), **params)
 
 
 class _Gather(NamedTuple):

@@ -38,8 +38,8 @@ from distributary.programs._logical_devices import (
 )
 from distributary.programs._program import TracedProgram, description_of
 from distributary.programs._sharded import (
+    Taken,
     complete_in_parts,
-    scattered,
     without_scattered_sums,
 )
 from distributary.programs._stages import Stages, cut, uncut
@@ -192,9 +192,9 @@ class ReplicaProgram(TracedProgram):
         self._stages = [
             uncut(pure.jaxpr) if data is None else self._cut(pure, data) for pure in self.pures
         ]
-        self._cut_specs = [P()] * self._stages[0].num_cut
+        self._taken = [Taken(P())] * self._stages[0].num_cut
         if self._divides:
-            self._stages[0], self._cut_specs = without_scattered_sums(
+            self._stages[0], self._taken = without_scattered_sums(
                 self._stages[0], self._out_parts(), num_replicas
             )
 
@@ -336,10 +336,11 @@ class ReplicaProgram(TracedProgram):
                 stages,
                 values,
                 made,
-                self._cut_specs,
+                self._taken,
                 self._inputs_parts(),
                 self._out_parts(),
                 self._mesh,
+                lambda run, jaxprs: self._rewrite(run, jaxprs, None),
             )
         else:
             results = stages.complete(values, made)
@@ -368,7 +369,7 @@ class ReplicaProgram(TracedProgram):
         out_split = self._outputs_split()
         out_specs = [
             *(split if out_split[i] else whole for i in stages.replica_outputs),
-            *self._cut_specs,
+            *(taken.spec for taken in self._taken),
         ]
         body: Callable[..., list[Array]] = self._run_replica
         if not self._divides:
@@ -426,8 +427,8 @@ class ReplicaProgram(TracedProgram):
             if out_split[i]:
                 # `asarray`, because some constants of JAX are no arrays.
                 outs[k] = jnp.asarray(outs[k])[None]
-        taken = zip(outs[len(outputs) :], self._cut_specs, strict=True)
-        outs[len(outputs) :] = [scattered(x, spec, self._num_replicas) for x, spec in taken]
+        given = zip(outs[len(outputs) :], self._taken, strict=True)
+        outs[len(outputs) :] = [own.of_replica(x, self._num_replicas) for x, own in given]
         return outs
 
     def _start_of_sum(self, value: Array, replica_id: Array) -> Array:

@@ -35,19 +35,27 @@ XLA divides whatever the optimizer does: a norm over all gradients stays a norm 
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, padded, shard_dim, shard_spec, whole_shards
 from distributary.programs._logical_devices import laid_out
-from distributary.programs._stages import Stages
+from distributary.programs._row_wise import adds_rows, are_few_rows, number_of
+from distributary.programs._stages import Stages, flattened
 from distributary.tracing import (
+    Atom,
+    Equation,
+    aval_of,
     computed_from,
+    evaluate_one,
     is_sum_of_replicas,
     jaxpr_of,
     leading_to,
@@ -55,13 +63,47 @@ from distributary.tracing import (
     variables_of,
 )
 
+# Operations that scale an operand, if they have no other that is an array.
+_SCALING = frozenset({"convert_element_type", "div", "mul", "neg"})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What the update takes of a value of the replicas.
+
+    Attributes:
+        spec: The sharding of the value; `P()` if every replica has the whole.
+        is_joined: Whether the value is what all replicas have, one after the other along dim 0, and
+            not their sum.
+    """
+
+    spec: P
+    is_joined: bool = False
+
+    def of_replica(self, value: Array, num_replicas: int) -> Array:
+        """Returns what a replica gives: its part of the sum, or a value that is not divided."""
+        dim = shard_dim(self.spec)
+        if dim is None or self.is_joined:
+            return value
+        return lax.psum_scatter(
+            padded(value, dim, num_replicas), REPLICA_AXIS, scatter_dimension=dim, tiled=True
+        )
+
+    def whole(self, given: Array, shape: Sequence[int], mesh: Mesh) -> Array:
+        """Returns the value, as a global array, of what the replicas give."""
+        if self.is_joined:
+            return laid_out(given, mesh, P())
+        return whole_shards(given, shape, NamedSharding(mesh, self.spec))
+
 
 def without_scattered_sums(
     stages: Stages, out_parts: Sequence[P], num_replicas: int
-) -> tuple[Stages, list[P]]:
+) -> tuple[Stages, list[Taken]]:
     """Leaves out the sums over all replicas that state in parts is computed from.
 
-    A sum stays if something else in the first stage uses it.
+    A sum stays if something else in the first stage uses it. Of a sum of rows, such as the gradient
+    of a table, the update takes the ids and rows of all replicas.
 
     Args:
         stages: The program of a replica.
@@ -69,10 +111,12 @@ def without_scattered_sums(
         num_replicas: Number of replicas.
 
     Returns:
-        The stages with the operands of these sums in the cut, and for each value of the cut the
-        sharding that the update gets it in; `P()` if every replica has the whole.
+        The stages with the operands of these sums in the cut, and how the update gets each value of
+        the cut.
     """
-    jaxpr, num_results = stages.replica.jaxpr, len(stages.replica_outputs)
+    jaxpr, constants = flattened(stages.replica)
+    num_results = len(stages.replica_outputs)
+    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     operands = {
         v: operand
         for eqn in jaxpr.eqns
@@ -84,38 +128,108 @@ def without_scattered_sums(
     update = stages.update.jaxpr
     in_parts = [shard_dim(out_parts[i]) is not None for i in stages.update_outputs]
     _, needed = leading_to(update.eqns, itertools.compress(update.outvars, in_parts))
-    results, specs = [*jaxpr.outvars[:num_results]], []
+    results, taken = [*jaxpr.outvars[:num_results]], []
     scattered = set()
+    # By the place in the cut: the equations that make its operand, the first of which adds rows.
+    sums_of_rows: dict[int, list[Equation]] = {}
     given = update.invars[len(stages.update_inputs) :]
-    for v, own in zip(jaxpr.outvars[num_results:], given, strict=True):
+    for i, (v, own) in enumerate(zip(jaxpr.outvars[num_results:], given, strict=True)):
         is_sum = own in needed and not isinstance(v, Literal) and v in operands and v not in used
-        specs.append(shard_spec(shape_of(v), num_replicas) if is_sum else P())
-        is_scattered = is_sum and shard_dim(specs[-1]) is not None
-        results.append(operands[v] if is_scattered and not isinstance(v, Literal) else v)
-        scattered.update([v] if is_scattered else [])
+        spec = shard_spec(shape_of(v), num_replicas) if is_sum else P()
+        if isinstance(v, Literal) or shard_dim(spec) is None:
+            results.append(v)
+            taken.append(Taken(spec))
+            continue
+        scattered.add(v)
+        made = _made_of_rows(made_by, operands[v], num_replicas)
+        if made:
+            sums_of_rows[i] = made
+            results += made[0].invars[1:]
+            taken += [Taken(P(REPLICA_AXIS), is_joined=True)] * 2
+        else:
+            results.append(operands[v])
+            taken.append(Taken(spec))
     eqns = [eqn for eqn in jaxpr.eqns if not eqn.outvars or not scattered.issuperset(eqn.outvars)]
-    first = jaxpr_of(jaxpr.invars, results, eqns, jaxpr.constvars)
-    return replace(stages, replica=ClosedJaxpr(first, stages.replica.consts)), specs
+    constvars = [*constants]
+    inputs = [v for v in jaxpr.invars if v not in constants]
+    first = ClosedJaxpr(jaxpr_of(inputs, results, eqns, constvars), [*constants.values()])
+    with_rows = _with_sums_of_rows(stages, sums_of_rows, num_replicas)
+    return replace(stages, replica=first, update=with_rows, num_cut=len(taken)), taken
 
 
-def scattered(value: Array, spec: P, num_replicas: int) -> Array:
-    """Returns this replica's part of the sum of a value; the value itself if it is not divided."""
-    dim = shard_dim(spec)
-    if dim is None:
-        return value
-    return lax.psum_scatter(
-        padded(value, dim, num_replicas), REPLICA_AXIS, scatter_dimension=dim, tiled=True
-    )
+def _made_of_rows(
+    made_by: Mapping[Var, Equation], operand: Atom, num_replicas: int
+) -> list[Equation]:
+    """Returns the equations that make a gradient of few rows, each with an id along dim 0.
+
+    The first adds the rows to zeros, and the others scale the result. If the gradient is made in
+    another way, there are none.
+    """
+    made: list[Equation] = []
+    while not isinstance(operand, Literal) and operand in made_by:
+        eqn = made_by[operand]
+        made.insert(0, eqn)
+        own = variables_of(eqn.invars)
+        if eqn.primitive.name not in _SCALING or len(own) != 1:
+            break
+        if eqn.primitive.name == "div" and own != [eqn.invars[0]]:
+            break
+        (operand,) = own
+    if not made or not adds_rows(made[0]) or isinstance(made[0].invars[0], Literal):
+        return []
+    zeros = made_by.get(made[0].invars[0])
+    if zeros is None or zeros.primitive.name != "broadcast_in_dim":
+        return []
+    ids, dims = shape_of(made[0].invars[1]), made[0].params["dimension_numbers"]
+    num_ids = num_replicas * math.prod(ids[:-1])
+    is_few = are_few_rows(num_ids, shape_of(made[0].outvars[0]))
+    has_ids = len(ids) > 1 and 0 not in dims.update_window_dims
+    return made if is_few and has_ids and number_of(zeros.invars[0]) == 0 else []
+
+
+def _with_sums_of_rows(
+    stages: Stages, sums: Mapping[int, Sequence[Equation]], num_replicas: int
+) -> ClosedJaxpr:
+    """Returns the update with ids and rows of all replicas in place of some sums."""
+    if not sums:
+        return stages.update
+    num_inputs = len(stages.update_inputs)
+
+    def update(*args: Array) -> list[Array]:
+        left = iter(args[num_inputs:])
+        values = [*args[:num_inputs]]
+        for i in range(stages.num_cut):
+            if i not in sums:
+                values.append(next(left))
+                continue
+            adds, *scales = sums[i]
+            aval, ids, rows = aval_of(adds.outvars[0]), next(left), next(left)
+            (value,) = evaluate_one(adds, [jnp.zeros(aval.shape, aval.dtype), ids, rows])
+            for eqn in scales:
+                own = [x.val if isinstance(x, Literal) else value for x in eqn.invars]
+                (value,) = evaluate_one(eqn, own)
+            values.append(value)
+        return jax.core.eval_jaxpr(stages.update.jaxpr, stages.update.consts, *values)
+
+    avals: list[Any] = []
+    for i, v in enumerate(stages.update.jaxpr.invars):
+        made = sums.get(i - num_inputs)
+        own = [aval_of(v)] if made is None else [aval_of(x) for x in made[0].invars[1:]]
+        for aval in own:
+            rows = () if made is None else (num_replicas * aval.shape[0],)
+            avals.append(jax.ShapeDtypeStruct((*rows, *aval.shape[len(rows) :]), aval.dtype))
+    return jax.make_jaxpr(update)(*avals)
 
 
 def complete_in_parts(
     stages: Stages,
     values: Sequence[Array],
     made: Sequence[Array],
-    specs: Sequence[P],
+    taken: Sequence[Taken],
     in_parts: Sequence[P],
     out_parts: Sequence[P],
     mesh: Mesh,
+    rewrite: Callable[[Callable[..., list[Array]], Sequence[Jaxpr]], Callable[..., list[Array]]],
 ) -> dict[int, Array]:
     """Runs the update, divided over the devices; returns the outputs of the whole program.
 
@@ -123,21 +237,22 @@ def complete_in_parts(
         stages: What `without_scattered_sums` has returned.
         values: Inputs of the whole program.
         made: Outputs of the first stage.
-        specs: For every value of the cut, its sharding.
+        taken: What `without_scattered_sums` has returned, too.
         in_parts: The same for every input of the whole program; `P()` if it is whole.
         out_parts: The same for its outputs.
         mesh: Mesh with the axis `"replica"`.
+        rewrite: Makes a function that evaluates a jaxpr faster.
     """
     num_results = len(stages.replica_outputs)
     cut_values = stages.replica.jaxpr.outvars[num_results:]
-    taken = [
-        whole_shards(value, shape_of(v), NamedSharding(mesh, spec))
-        for value, v, spec in zip(made[num_results:], cut_values, specs, strict=True)
+    whole = [
+        own.whole(value, shape_of(v), mesh)
+        for value, v, own in zip(made[num_results:], cut_values, taken, strict=True)
     ]
-    results = stages.complete(values, [*made[:num_results], *taken])
+    results = stages.complete(values, [*made[:num_results], *whole], rewrite)
     update = stages.update.jaxpr
-    given = [*(in_parts[i] for i in stages.update_inputs), *specs]
-    is_in_parts = [shard_dim(spec) is not None for spec in given]
+    given = [in_parts[i] for i in stages.update_inputs]
+    is_in_parts = [shard_dim(spec) is not None for spec in [*given, *(own.spec for own in taken)]]
     divided = computed_from(update.eqns, itertools.compress(update.invars, is_in_parts))
     for i, output in zip(stages.update_outputs, update.outvars, strict=True):
         if not divided.isdisjoint(variables_of([output])):

@@ -73,16 +73,23 @@ class Stages:
     update_outputs: list[int]
     num_cut: int
 
-    def complete(self, values: Sequence[Array], made: Sequence[Array]) -> dict[int, Array]:
+    def complete(
+        self,
+        values: Sequence[Array],
+        made: Sequence[Array],
+        rewrite: Callable[..., Callable[..., list[Array]]] = lambda run, jaxprs: run,
+    ) -> dict[int, Array]:
         """Runs the update and returns the outputs of the whole program, by number.
 
         Args:
             values: Inputs of the whole program.
             made: Outputs of the replica stage.
+            rewrite: Called with a function and the jaxprs that it evaluates; returns what to run.
         """
         num_made = len(self.replica_outputs)
         given = [*(values[i] for i in self.update_inputs), *made[num_made:]]
-        rest = jax.core.eval_jaxpr(self.update.jaxpr, self.update.consts, *given)
+        run = functools.partial(jax.core.eval_jaxpr, self.update.jaxpr, self.update.consts)
+        rest = rewrite(run, [self.update.jaxpr])(*given)
         return {
             **dict(zip(self.replica_outputs, made[:num_made], strict=True)),
             # `asarray`, because some constants of JAX are no arrays.
