@@ -111,11 +111,12 @@ def test_each_worker_writes_its_parts_and_any_layout_restores_them(divided, job,
     assert other.result, other.output
     assert chief.result["same"] is other.result["same"] is True
     assert chief.result["saved"] == other.result["saved"]
+    assert chief.result["own"] == other.result["own"] == list(range(1200))
     assert "none.weights.h5" in chief.result["not loaded"]
     assert "Worker 0 could not save or load" in other.result["not loaded"]
     assert "the disk of" in chief.result["failed"]
     assert "No space left on device" in other.result["failed"]
-    assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "workertemp"]
+    assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "own.weights.h5", "workertemp"]
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "ckpt-1").iterdir()}
     large = 4 * (33 * 21 + 3 * 40 * 30)  # bytes of w, the kernel and its two slots of Adam
     if divided == "parts":

@@ -147,6 +147,21 @@ def test_a_checkpoint_goes_on_with_any_number_of_replicas(tmp_path):
         assert not variable.sharding.is_fully_replicated
 
 
+def test_a_sum_of_replicas_is_restored_in_parts(tmp_path):
+    with _strategy(4).scope():
+        summed = dist.Variable(
+            np.ones((40, 17), np.float32),
+            synchronization=dist.VariableSynchronization.ON_READ,
+            aggregation=dist.VariableAggregation.SUM,
+        )
+        whole = dist.Variable(np.zeros((40, 17), np.float32))
+    path = dist.checkpoint.Checkpoint(v=summed).save(tmp_path / "summed")
+
+    dist.checkpoint.Checkpoint(v=whole).restore(path)
+
+    np.testing.assert_array_equal(whole.numpy(), summed.numpy())
+
+
 def test_a_function_of_the_whole_program_trains_parts():
     strategy = _strategy(2)
     with strategy.scope():

@@ -375,7 +375,7 @@ class _Plan:
         self._reader = stack.enter_context(ArrayReader(located(path)))
         # Read twice: variables get their values one by one, after everything was found to be whole.
         self._reader.check(
-            (_box(leaf) or whole_box(entries[name]), parts_of(name, saved))
+            (_box(leaf, entries[name]) or whole_box(entries[name]), parts_of(name, saved))
             for name, leaf in self._leaves.items()
             if entries[name]["kind"] == "array"
         )
@@ -456,8 +456,9 @@ class _Plan:
         return Deferred(self._path, objects, entries, arrays, known, self._partial)
 
 
-def _box(leaf: Leaf) -> Box | None:
-    return leaf.box() if isinstance(leaf, VariableLeaf) else None
+def _box(leaf: Leaf, entry: Entry) -> Box | None:
+    """Returns what a leaf needs of an array; None for all of it."""
+    return leaf.box(entry) if isinstance(leaf, VariableLeaf) else None
 
 
 def _nothing(box: Box | None) -> NoReturn:

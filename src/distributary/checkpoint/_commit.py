@@ -120,9 +120,13 @@ def make_folder(path: Path, is_series: bool) -> Path:
     check_replaceable(path)
     _remove_leftovers(path, is_series)
     folder = _temporary(path)
-    folder.mkdir()
-    # Marks the folder as ours, in case this process is killed.
-    (folder / _INDEX).write_bytes(b"{\n " + _MARK)
+    try:
+        folder.mkdir()
+        # Marks the folder as ours, in case this process is killed.
+        (folder / _INDEX).write_bytes(b"{\n " + _MARK)
+    except BaseException:
+        discard(folder)
+        raise
     return folder
 
 

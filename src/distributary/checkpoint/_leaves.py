@@ -285,10 +285,10 @@ class VariableLeaf:
             )
         return problem
 
-    def box(self) -> Box | None:
-        """Returns what this process has of an array in parts; None if it has all of the array."""
-        variable = self.variable
-        if self.num_rows is not None or isinstance(variable, ShardedVariable):
+    def box(self, entry: Entry) -> Box | None:
+        """Returns what this process has of a saved array in parts; None if it needs all of it."""
+        variable, has_rows = self.variable, "rows" in entry or self.num_rows is not None
+        if has_rows or isinstance(variable, ShardedVariable):
             return None
         sharding: Any = getattr(variable._value, "sharding", None)
         return local_box(variable.shape, sharding) if is_divided(sharding) else None
@@ -300,8 +300,8 @@ class VariableLeaf:
         aggregated value stays the same. With SUM, replica 0 then holds all of it and the others
         hold zero, so that the sum is exactly the same.
         """
-        variable, num_rows, box = self.variable, self.num_rows, self.box()
-        if box is not None and "rows" not in entry:
+        variable, num_rows, box = self.variable, self.num_rows, self.box(entry)
+        if box is not None:
             assert not isinstance(variable, ShardedVariable)
             sharding = variable._value.sharding
             variable._value = put_sharded(read(box), sharding, variable.shape, box)

@@ -142,7 +142,7 @@ class SaveLock:
             self.acquire()  # again: the file of the lock may have been removed
             result, problem = write(), None
         except BaseException as error:
-            problem = str(error)
+            problem = str(error) or type(error).__name__
             raise
         finally:
             if job is not None:

@@ -68,14 +68,15 @@ class Save:
         self._path = path
         self._is_series = is_series
         self._lock = SaveLock(path, is_series, timeout_seconds)
-        problem = None
+        problem: BaseException | None = None
         try:
             if self._lock.is_chief:
                 try:
                     self._lock.acquire()
                     check_replaceable(path)
-                except OSError as error:
-                    problem = self._not_written(error)
+                except BaseException as error:
+                    is_of_files = isinstance(error, OSError)
+                    problem = self._not_written(error) if is_of_files else error
             else:
                 # Programs written for tf.distribute remove this folder after saving.
                 with contextlib.suppress(OSError):

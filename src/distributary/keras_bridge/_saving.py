@@ -99,8 +99,10 @@ def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
                 original(model, *args, **kwargs)
 
         sync_state(model)
-        in_turn(0, model, strategy, load)
-        take_over(model, strategy)
+        try:
+            in_turn(0, model, strategy, load)
+        finally:  # before an error, the first worker may have assigned some
+            take_over(model, strategy)
         return None
 
     return load_weights
@@ -114,7 +116,7 @@ def load_state(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(saveable, *args, **kwargs)
         strategy = get_strategy()
         sync_state(saveable)
-        with _by_itself(strategy), loading_together():
+        with _by_itself(strategy), loading_together(strategy):
             result = original(saveable, *args, **kwargs)
         take_over(saveable, strategy)
         return result
@@ -128,7 +130,7 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(*args: Any, **kwargs: Any) -> Any:
         if not has_strategy() or get_strategy().extended.num_workers == 1:
             return original(*args, **kwargs)
-        with loading_together():
+        with loading_together(get_strategy()):
             model = original(*args, **kwargs)
         take_over(model, get_strategy())
         return model
@@ -370,10 +372,20 @@ def _restore(callback: Any, original: Callable[[Any], None]) -> None:
     def read() -> None:
         nonlocal epoch, packed
         with _by_itself(strategy):
-            epoch, packed = _read_backup(callback)
+            try:
+                epoch, packed = _read_backup(callback)
+            except OSError:  # as Keras does, which would do it on every worker
+                if not _take_previous(callback):
+                    raise
+                epoch, packed = _read_backup(callback)
 
     sync_state(model)
-    in_turn(0, model, strategy, read)
+    try:
+        in_turn(0, model, strategy, read)
+    except OSError as error:
+        if strategy.extended.num_workers == 1:
+            raise
+        raise InvalidValueError(f"BackupAndRestore: {error}") from error
     (agreed,) = strategy.extended.from_chief(
         [np.array([epoch, len(packed)])], "the epoch to go on with"
     )
@@ -391,6 +403,18 @@ def _restore(callback: Any, original: Callable[[Any], None]) -> None:
         call.data.start_at(epoch, callback.params.get("steps"))
     elif call is not None and epoch_of(call.data) is not None:
         call.data._epoch += epoch
+
+
+def _take_previous(callback: Any) -> bool:
+    """Replaces a backup by the one before it; returns False if there is none."""
+    if not file_utils.exists(callback._prev_weights_path):
+        return False
+    file_utils.copy(callback._prev_weights_path, callback._weights_path)
+    if file_utils.exists(callback._prev_training_metadata_path):
+        file_utils.copy(callback._prev_training_metadata_path, callback._training_metadata_path)
+    elif file_utils.exists(callback._training_metadata_path):
+        file_utils.remove(callback._training_metadata_path)
+    return True
 
 
 def _read_backup(callback: Any) -> tuple[int, bytes]:

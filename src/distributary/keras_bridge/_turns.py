@@ -13,20 +13,44 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 
 from distributary.devices import fetch_whole, is_divided, job_programs, put_sharded
+from distributary.errors import InvalidValueError
 from distributary.job import consensus
 
 _READ, _ASSIGN, _END = "read", "assign", "end"
 
 
 def in_parts_of_workers(model: Any) -> list[Any]:
-    """Returns the variables of a model and its optimizer of which each worker has only a part."""
-    optimizer = getattr(model, "optimizer", None)
-    variables = [*getattr(model, "variables", ()), *getattr(optimizer, "variables", ())]
-    divided = [v for v in variables if is_divided(v._layout)]
-    return [v for v in divided if not v._layout.is_fully_addressable]
+    """Returns the variables of which each worker has only a part, in all that Keras saves.
+
+    Keras follows attributes, such as an optimizer of one's own, and not only `model.variables`.
+    """
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+
+    def search(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, (keras.Layer, keras.optimizers.Optimizer)):
+            for variable in value.variables:
+                layout: Any = getattr(variable, "_layout", None)
+                if is_divided(layout) and not layout.is_fully_addressable:
+                    found.setdefault(id(variable), variable)
+            for _, part in sorted(vars(value).items(), key=lambda item: item[0]):
+                search(part)
+        elif isinstance(value, (list, tuple, set)):
+            for part in value:
+                search(part)
+        elif isinstance(value, dict):
+            for part in value.values():
+                search(part)
+
+    search(model)
+    return list(found.values())
 
 
 @final
@@ -36,28 +60,47 @@ class _Turn:
 
     Args:
         variables: The variables, in the same order on all workers.
+        extended: The `extended` of their strategy.
         place: Name of what the worker does, for people.
     """
 
     variables: list[Any]
+    extended: Any
     place: str
 
     def say(self, what: str, detail: object) -> None:
         """Tells the others what this worker does next, or how its turn has ended."""
         self._meet(json.dumps([what, detail]).encode())
 
-    def follow(self, worker: int) -> str | None:
-        """Does what a worker says until its turn ends; returns the text of its error, or None."""
+    def say_of(self, what: str, variable: Any) -> None:
+        """Tells the others what this worker does next with a variable.
+
+        Raises:
+            InvalidValueError: if they do not know the variable.
+        """
+        numbers = (i for i, own in enumerate(self.variables) if own is variable)
+        number = next(numbers, None)
+        if number is None:
+            raise InvalidValueError(
+                f"{self.place}: {variable.path!r} is in parts on several workers, and belongs to no"
+                " attribute of the model that Keras saves. Make it a variable of a layer, or save"
+                " it with dist.checkpoint."
+            )
+        self.say(what, number)
+
+    def follow(self, worker: int) -> Any:
+        """Does what a worker says until its turn ends; returns its error as texts, or None."""
         while True:
             what, detail = json.loads(self._meet(b"")[worker])
             if what == _END:
-                return detail if detail is None else str(detail)
+                return detail
             variable = self.variables[detail]
             if what == _READ:
                 fetch_whole(variable._value, variable.shape)
             else:
                 own = np.zeros(variable.shape, jnp.dtype(variable._dtype))
-                variable._value = put_sharded(_of_chief(variable, own), variable._layout)
+                value = _of_chief(self.extended, variable, own)
+                variable._value = put_sharded(value, variable._layout)
                 variable._shared = False
 
     def _meet(self, message: bytes) -> list[bytes]:
@@ -67,7 +110,8 @@ class _Turn:
 
 
 _turn: ContextVar[_Turn | None] = ContextVar("turn of this worker", default=None)
-_loads_together: ContextVar[bool] = ContextVar("workers load a model together", default=False)
+# The `extended` of the strategy whose workers load a model together.
+_loading: ContextVar[Any] = ContextVar("workers load a model together", default=None)
 
 
 def in_turn(worker: int, model: Any, strategy: Any, act: Callable[[], None]) -> None:
@@ -76,66 +120,67 @@ def in_turn(worker: int, model: Any, strategy: Any, act: Callable[[], None]) -> 
     All workers call this. Only the first worker may assign.
 
     Raises:
-        OSError: on the other workers, if `act` raises an error.
+        OSError: on the other workers, if `act` raises one.
+        InvalidValueError: on the other workers, if `act` raises another error.
     """
-    variables = in_parts_of_workers(model)
-    is_its_turn = strategy.extended.worker_number == worker
-    if not variables:
-        if is_its_turn:
-            act()
+    if strategy.extended.num_workers == 1:
+        act()
         return
-    turn = _Turn(variables, f"saving or loading {model.name}")
+    name = getattr(model, "name", type(model).__name__)
+    turn = _Turn(in_parts_of_workers(model), strategy.extended, f"saving or loading {name}")
     with job_programs.alone():
-        if not is_its_turn:
+        if strategy.extended.worker_number != worker:
             problem = turn.follow(worker)
             if problem is not None:
-                raise OSError(f"Worker {worker} could not save or load {model.name}: {problem}")
+                is_of_files, text = problem
+                error = OSError if is_of_files else InvalidValueError
+                raise error(f"Worker {worker} could not save or load {name}: {text}")
             return
-        token, error = _turn.set(turn), None
+        token, ended = _turn.set(turn), None
         try:
             act()
         except BaseException as raised:
-            error = f"{type(raised).__name__}: {raised}"
+            ended = [isinstance(raised, OSError), f"{type(raised).__name__}: {raised}"]
             raise
         finally:
             _turn.reset(token)
-            turn.say(_END, error)
+            turn.say(_END, ended)
 
 
 @contextmanager
-def loading_together() -> Iterator[None]:
+def loading_together(strategy: Any) -> Iterator[None]:
     """Runs the block, in which all workers load the same model; the first worker's values count."""
-    token = _loads_together.set(True)
+    token = _loading.set(strategy.extended)
     try:
         with job_programs.alone():
             yield
     finally:
-        _loads_together.reset(token)
+        _loading.reset(token)
 
 
 def before_read(variable: Any) -> None:
     """Lets the other workers take part in reading a variable in parts, if they wait for that."""
     turn = _turn.get()
     if turn is not None:
-        turn.say(_READ, _number(turn, variable))
+        turn.say_of(_READ, variable)
 
 
 def before_assign(variable: Any, value: Any) -> Any:
     """Returns the value to assign to a variable in parts: that of the first worker, if all load."""
-    turn = _turn.get()
-    if turn is None and not _loads_together.get():
-        return value
+    turn, loading = _turn.get(), _loading.get()
     if turn is not None:
-        turn.say(_ASSIGN, _number(turn, variable))
-    return _of_chief(variable, value)
+        turn.say_of(_ASSIGN, variable)
+        return _of_chief(turn.extended, variable, value)
+    if loading is None:
+        return value
+    job = consensus()
+    # The file of another worker may lack what this one has.
+    if job is not None:
+        job.exchange(f"loading {variable.path} {list(variable.shape)}", b"")
+    return _of_chief(loading, variable, value)
 
 
-def _number(turn: _Turn, variable: Any) -> int:
-    return next(i for i, own in enumerate(turn.variables) if own is variable)
-
-
-def _of_chief(variable: Any, value: Any) -> np.ndarray:
+def _of_chief(extended: Any, variable: Any, value: Any) -> np.ndarray:
     own = np.asarray(value, jnp.dtype(variable._dtype))
-    extended = variable._distributary_strategy.extended
     (of_chief,) = extended.from_chief([own], f"the value of {variable.path} that is loaded")
     return np.asarray(of_chief)

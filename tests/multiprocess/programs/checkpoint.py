@@ -145,6 +145,16 @@ elif divided:
     result["saved"] = [value.tolist() for value in saved]
     model.fit(np.ones((8, 40)), np.ones((8, 30)), batch_size=8, verbose=0)
 
+    # Keras follows attributes, also to optimizers that `compile` does not get.
+    with strategy.scope():
+        model.other = keras.optimizers.SGD(momentum=0.9)
+        model.other.build(model.trainable_variables)
+    momentum = model.other.variables[2]
+    momentum.assign(np.arange(1200, dtype=np.float32).reshape(40, 30))
+    model.save_weights(f"{own}/own.weights.h5")
+    momentum.assign(np.zeros((40, 30), np.float32))
+    model.load_weights(f"{directory}/own.weights.h5")
+    result["own"] = np.asarray(momentum.value).ravel().tolist()
     result["not loaded"] = message(model.load_weights, f"{directory}/none.weights.h5")
 
     # A worker that cannot write ends the save on all.

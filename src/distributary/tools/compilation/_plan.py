@@ -283,7 +283,7 @@ class _Search:
         first = known or self.outcome()
         largest = 0 if first.state_bytes else first.num_rows if first.fits else None
         arguments = _LAYOUTS[self.layout]
-        return Row(self.layout, arguments, self.rematerializes, first, largest, not largest)
+        return Row(self.layout, arguments, self.rematerializes, first, largest, largest == 0)
 
     def searched(self, row: Row) -> Row:
         """Compiles the step with as many batches as the search for the largest needs."""
