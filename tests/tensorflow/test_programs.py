@@ -317,6 +317,31 @@ def test_a_module_is_saved_and_restored(tmp_path):
     assert (net.weights[1]["b"].numpy(), net.inner.scale.numpy()) == (5, 5)
 
 
+class _Line(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = tf.Variable(5.0), tf.Variable(0.0, trainable=False)
+
+
+def test_a_module_has_the_variables_of_its_parts_in_the_order_of_tensorflow():
+    both = tf.Module()
+    both.parts = [_Line(), {"own": _Line()}]
+
+    assert [v.numpy() for v in both.variables] == [0, 5, 0, 5]
+    assert [v.numpy() for v in both.trainable_variables] == [5, 5]
+    assert both.submodules == (both.parts[0], both.parts[1]["own"])
+
+
+def test_a_function_may_say_its_gradient():
+    clipped = tf.custom_gradient(lambda x: (x, lambda upstream: tf.clip_by_norm(upstream, 0.5)))
+    v = tf.Variable(2.0)
+
+    with tf.GradientTape() as tape:
+        output = clipped(v * v)
+
+    assert (float(output), float(tape.gradient(output, v))) == (4, 0.5 * 2 * 2)
+
+
 def test_the_time_is_known_outside_of_steps():
     before = time.time()
 

@@ -19,10 +19,10 @@ import pytest
 from distributary.launch._worker import free_addresses
 from tests.tensorflow.programs.run_tensorflow import FOLDER, RECORDED, programs
 
-# A loop, and two ways to call `fit`: they run on workers, with MultiWorkerMirroredStrategy.
-ON_WORKERS = ("keras_fit", "multi_worker_loop", "text_classifier")
+# `fit` and a loop: they run on workers, with MultiWorkerMirroredStrategy.
+ON_WORKERS = ("keras_fit", "multi_worker_loop")
 # TensorFlow's workers of servers have one replica. All others run with two.
-ON_ONE_DEVICE = ("parameter_servers", "parameter_servers_keras")
+ON_ONE_DEVICE = ("parameter_servers",)
 _SECONDS = 600  # for all programs together; about 60 on an idle core
 _RUN_ALL = """
 import contextlib, io, json, os, runpy, sys, traceback
