@@ -132,18 +132,6 @@ def a_list_that_is_not_used_after_a_return(x):
 
 
 @numbers
-def a_list_in_a_closure(x):
-    box = [0.0]
-
-    def add():
-        box[0] = box[0] + x
-
-    if x > 0:
-        add()
-    return box[0]
-
-
-@numbers
 def a_name_of_the_module(x):
     global calls
     calls = 0
@@ -427,16 +415,6 @@ def a_condition_that_changes_something(n):
     while more():
         turns += 1
     return turns, box[0]
-
-
-@counts
-def an_attribute_in_a_loop(n):
-    record = Record(0)
-    i = 0
-    while i < n:
-        record.add(2)
-        i += 1
-    return record.value
 
 
 @counts

@@ -238,6 +238,54 @@ def objects_stay_objects(x, name="a", function=math.floor):
     return x * (label == "a")
 
 
+_MIXED = [(-3, 2, 5), (0, 0, 1), (7, -4, 2), (1, 9, 3), (12, 30, 7), (21, 4, 0), (11, 9, 2)]
+
+
+@case(*_MIXED)
+def every_way_out_of_loops_in_loops(a, b, n):
+    for i in range(n % 4):
+        a = (a + i) % 101
+        if 0 < (b + i) % 7 < 3:
+            continue
+        j = 0
+        while j < 4 and (a % 5 > 0 or b != n):
+            j += 1
+            for row in [1, 5, 2]:
+                if row * j > n + a % 3:
+                    break
+                b = (b * row - a) % 101 if row != i else b + 1
+                if b % 11 == 7:
+                    return a, -b
+            if (a + b) % 4 == 0 and j > 1:
+                break
+            a = (a * 2 + j) % 101
+    return a, b
+
+
+@case(*_MIXED)
+def loops_in_branches_in_a_loop(a, b, n):
+    for x in jnp.array([3, 1, 4]):
+        if a > b and n > 1:
+            if a % 2 == 0 or not b > 2:
+                a = (a + x) % 101
+            else:
+                continue
+        else:
+            b = (a - b) // 3 % 101 if 0 < n < 5 else b + 2
+            if b == x + 1:
+                break
+        while b < 40 and n != 1:
+            b = b * 2 + x
+            if b % 3 == 0:
+                a -= b
+                break
+            if a + b > 75:
+                return b, a
+    else:
+        a += 100
+    return a, b
+
+
 @pytest.mark.parametrize("inputs", CASES)
 def test_results_are_those_of_python(inputs):
     inputs, functions = CASES[inputs]
@@ -385,17 +433,6 @@ def test_steps_of_replicas(num_replicas):
     assert max(float(v) for v in strategy.experimental_local_results(largest)) == 7
 
 
-def test_an_assertion_that_fails_when_the_step_runs():
-    @dist.function
-    def checked(x):
-        assert x > 0, f"x was {1 + 1}"
-        return x
-
-    assert float(checked(1.0)) == 1
-    with pytest.raises(AssertionError, match=r"x was 2 .the assert at test_functions.py"):
-        checked(-1.0)
-
-
 def test_print_shows_the_values(capfd):
     @dist.function
     def printed(x):
@@ -420,3 +457,21 @@ def test_elements_are_taken_once():
         return found
 
     assert [int(total(n)) for n in (3, 2, 0, 4)] == [3, 7, 0, 26]
+
+
+def test_a_loop_ends_where_its_iterator_does(strategy_of):
+    strategy = strategy_of(2)
+    batches = iter(strategy.experimental_distribute_dataset([np.ones(4, np.float32)] * 3))
+
+    @dist.function
+    def total():
+        found = 0.0
+        for _ in jnp.arange(2):
+            element = batches.get_next_as_optional()
+            if not element.has_value():
+                break
+            sums = strategy.run(jnp.sum, args=(element.get_value(),))
+            found += strategy.reduce("SUM", sums, axis=None)
+        return found
+
+    assert [float(total()) for _ in range(3)] == [8, 4, 0]
