@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import distributary as dist
-from distributary.devices import fetch_whole, make_mesh, put_sharded, shard_spec
+from distributary.devices import shard_spec
 
 N = 4
 X = np.arange(N * 5, dtype=np.float32).reshape(N, 5) / 10
@@ -105,17 +105,3 @@ def test_results_are_those_of_whole_state(body, num_scattered):
 )
 def test_the_dim_with_the_least_padding_is_divided(shape, num_shards, expected):
     assert shard_spec(shape, num_shards) == expected
-
-
-@pytest.mark.parametrize("shape", [(8, 3), (3, 8), (5, 3), (2,)])
-def test_what_is_put_is_fetched(shape):
-    value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    layout = NamedSharding(make_mesh(jax.devices()[:N]), shard_spec(shape, N))
-
-    stored = put_sharded(value, layout)
-
-    assert put_sharded(stored, layout) is stored
-    np.testing.assert_array_equal(fetch_whole(stored, shape), value)
-    parts = [np.asarray(shard.data) for shard in stored.addressable_shards]
-    assert sum(part.size for part in parts) == stored.size
-    assert sum(part.sum() for part in parts) == pytest.approx(value.sum(), abs=1e-5)

@@ -290,15 +290,11 @@ def _lowered(step, args, dims, mesh):
     return jax.jit(cut, in_shardings=shardings).lower(*args), args
 
 
-def _results(step, args, dims, mesh):
-    program, args = _compiled(step, args, dims, mesh)
-    return program(*args)
-
-
 def _check(step, args, dims, mesh, rtol=2e-5):
     passed = with_partial_sums(step, dims, mesh)
     expected = jax.jit(step)(*args)
-    actual = _results(passed, args, dims, mesh)
+    program, given = _compiled(passed, args, dims, mesh)
+    actual = program(*given)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
@@ -311,13 +307,32 @@ def _check(step, args, dims, mesh, rtol=2e-5):
             np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol * scale)
         else:
             np.testing.assert_array_equal(one, other)
+    return program
+
+
+def _collectives(program):
+    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    text = program.as_text()
+    return {name: text.count(f" {name}(") for name in names if f" {name}(" in text}
+
+
+# XLA by itself adds up the kernels of an LSTM in every turn of its loop.
+_NUM_SUMS = {
+    **dict.fromkeys(("dense", "attention", "convolution", "embedding", "lstm", "checkpoint"), 1),
+    "bfloat16": 1,
+    "steps": 2,  # in every step, and of the losses after it
+    "batchnorm": 5,  # two statistics that need each other, and their gradients
+}
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_results_are_those_of_one_device(name):
+def test_results_are_those_of_one_device_and_sums_are_added_up_together(name):
     step, args, dims = _case(name, 8)
 
-    _check(step, args, dims, _mesh(2), 1e-2 if name == "bfloat16" else 2e-5)
+    program = _check(step, args, dims, _mesh(2), 1e-2 if name == "bfloat16" else 2e-5)
+
+    if name in _NUM_SUMS:
+        assert _collectives(program) == {"all-reduce": _NUM_SUMS[name]}
 
 
 @pytest.mark.parametrize(
@@ -348,36 +363,6 @@ def test_sums_of_16_bits_are_rounded_once():
     np.testing.assert_allclose(np.float64(total), expected, rtol=1e-2)
 
 
-def _collectives(program):
-    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-    text = program.as_text()
-    return {name: text.count(f" {name}(") for name in names if f" {name}(" in text}
-
-
-# XLA adds up the kernels of an LSTM in every turn of its loop.
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("dense", 1),
-        ("attention", 1),
-        ("convolution", 1),
-        ("embedding", 1),
-        ("lstm", 1),
-        ("steps", 2),  # in every step, and of the losses after it
-        ("checkpoint", 1),
-        ("bfloat16", 1),
-        ("batchnorm", 5),  # two statistics that need each other, and their gradients
-    ],
-)
-def test_sums_are_added_up_together(name, expected):
-    step, args, dims = _case(name, 8)
-    mesh = _mesh(2)
-
-    program, _ = _compiled(with_partial_sums(step, dims, mesh), args, dims, mesh)
-
-    assert _collectives(program) == {"all-reduce": expected}
-
-
 def test_loops_add_up_only_what_they_add_to():
     def step(w, x):
         def turn(carry, factor):
@@ -390,14 +375,6 @@ def test_loops_add_up_only_what_they_add_to():
     _, inside = _names(with_partial_sums(step, [None, 0], _mesh(2)), [W, _x(8)])
 
     assert inside.count("psum") == 1
-
-
-def test_xla_adds_up_in_every_turn_of_a_loop_otherwise():
-    step, args, dims = _case("lstm", 8)
-
-    program, _ = _compiled(step, args, dims, _mesh(2))
-
-    assert _collectives(program)["all-reduce"] > 1
 
 
 def _names(step, args):
@@ -427,18 +404,6 @@ def test_what_each_device_computes_is_rewritten(is_on, monkeypatch):
     assert ("conv_general_dilated" in outside) is not is_on
     assert "select_and_scatter_add" not in inside
     assert ("slice" in inside) is is_on
-
-
-def test_kernels_of_sequences_are_fast_products():
-    def loss(w, x):
-        return _mean(jnp.tanh(x @ w))
-
-    step = with_partial_sums(_trained(loss), [None, 0], _mesh(2))
-
-    outside, inside = _names(step, [W, _x(8, 5, 6)])
-
-    assert "optimization_barrier" in inside
-    assert "optimization_barrier" not in outside
 
 
 def test_effects_stay_in_order():
