@@ -252,11 +252,7 @@ def test_generators_keep_to_their_signature():
         ((np.ones((3, 3), np.float32), 1), ValueError, r"element 0 has shape \(3, 3\)"),
         ((1j * np.ones((3, 2)), 1), TypeError, "complex128, but output_signature has float32"),
         ((np.ones((3, 2), np.float32),), TypeError, "structure"),
-        (
-            (np.ones((3, 2), np.float32), 1.5),
-            TypeError,
-            "element 0 is 1.5 with dtype float64, but",
-        ),
+        ((np.ones((3, 2), np.float32), 1.5), TypeError, "element 0 is 1.5 with dtype float64, but"),
     ]:
         with pytest.raises(error, match=message):
             list(make(bad))

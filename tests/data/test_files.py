@@ -7,12 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from distributary.data import (
-    Dataset,
-    FixedLengthRecordDataset,
-    TextLineDataset,
-    TFRecordDataset,
-)
+from distributary.data import Dataset, FixedLengthRecordDataset, TextLineDataset, TFRecordDataset
 from distributary.errors import InvalidValueError
 
 # Written by tf.io.TFRecordWriter of TensorFlow 2.21: b"first", b"", b"\0\1\0", 20 times b"x".

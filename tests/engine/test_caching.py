@@ -56,11 +56,7 @@ CALLS = {
     "more arguments": ((_ones(1),), (_ones(1), _ones(1)), True),
     "same object": ((_CONFIG,), (_CONFIG,), False),
     "other object": ((_CONFIG,), (Config(),), True),
-    "components": (
-        (dist.PerReplica([1.0, 2.0]),),
-        (dist.PerReplica([3.0, 4.0]),),
-        False,
-    ),
+    "components": ((dist.PerReplica([1.0, 2.0]),), (dist.PerReplica([3.0, 4.0]),), False),
     "uneven components": (
         (dist.PerReplica([_ones(1), _ones(1)]),),
         (dist.PerReplica([_ones(1), _ones(2)]),),
@@ -219,7 +215,8 @@ def test_a_step_defined_inside_a_function_that_takes_an_iterator_is_traced_once(
     assert reference() is None
 
 
-def test_dropped_function_is_collected(strategy):
+def test_what_is_dropped_is_collected(strategy_of):
+    strategy = strategy_of(2)
     step, outer, v = _use(strategy)
     references = [weakref.ref(step), weakref.ref(outer)]
     assert len(strategy.extended.engine.cache) == 2
@@ -230,6 +227,18 @@ def test_dropped_function_is_collected(strategy):
     assert [r() for r in references] == [None, None]
     assert len(strategy.extended.engine.cache) == 0
     assert v.numpy() == 6.0
+
+    step, outer, _ = _use(strategy)
+    references = [weakref.ref(strategy), weakref.ref(v), weakref.ref(step)]
+    holder = [strategy]
+    compiled = dist.function(lambda: holder[0].run(lambda: jnp.ones(1)))
+    compiled()
+
+    holder.clear()
+    del strategy, step, outer, v, _
+    gc.collect()
+
+    assert [r() for r in references] == [None] * 3
 
 
 def test_dropped_model_is_collected(strategy):
@@ -267,18 +276,3 @@ def test_static_argument_is_collected(traced):
     gc.collect()
 
     assert reference() is None
-
-
-def test_dropped_strategy_is_collected(strategy_of):
-    strategy = strategy_of(2)
-    step, outer, v = _use(strategy)
-    references = [weakref.ref(strategy), weakref.ref(v), weakref.ref(step)]
-    holder = [strategy]
-    compiled = dist.function(lambda: holder[0].run(lambda: jnp.ones(1)))
-    compiled()
-
-    holder.clear()
-    del strategy, step, outer, v
-    gc.collect()
-
-    assert [r() for r in references] == [None] * 3

@@ -20,13 +20,7 @@ def _interrupt_after(seconds):
 
 @pytest.mark.parametrize(
     ("kind", "num_replicas"),
-    [
-        ("list", 1),
-        ("one by one", 2),
-        ("keras", 2),
-        ("function", 2),
-        ("central", 2),
-    ],
+    [("list", 1), ("one by one", 2), ("keras", 2), ("function", 2), ("central", 2)],
 )
 def test_after_ctrl_c_all_variables_are_those_of_one_step(strategy_of, kind, num_replicas):
     strategy = (

@@ -108,22 +108,6 @@ def test_a_function_is_retraced_in_another_scope_and_works_as_a_method(strategy)
     assert seen == [1, 2]
 
 
-def test_a_function_given_a_dataset_runs_its_loop_on_the_host(strategy, variable):
-    total = variable(0.0, aggregation=dist.VariableAggregation.SUM)
-    calls = []
-
-    @dist.function
-    def epoch(dataset):
-        for batch in dataset:
-            calls.append(1)
-            strategy.run(lambda x: total.assign_add(jnp.sum(x)), args=(batch,))
-
-    epoch(strategy.experimental_distribute_dataset([np.ones(3, np.float32)] * 4))
-
-    assert len(calls) == 4
-    assert total.numpy() == 12.0
-
-
 def test_python_results_that_differ_between_replicas_are_refused(strategy_of):
     uneven = dist.PerReplica([jnp.ones(2), jnp.ones(3)])
 

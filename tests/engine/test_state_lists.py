@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import random
 import threading
 
@@ -120,21 +119,6 @@ def test_a_join_that_was_interrupted_halfway_changes_no_value(strategy):
     np.testing.assert_array_equal(variables[1].numpy(), np.full(SIZE, 1.0 + 3 * 2 + 5))
 
 
-def test_programs_that_take_turns_do_not_join_in_every_turn(strategy):
-    variables = _variables(strategy, 2)
-    first, second = _adds_to(variables, (0, 1), 1.0), _adds_to(variables, (1, 0), 1.0)
-    lists = []
-    for _ in range(32):
-        strategy.run(first)
-        lists.append(variables[0]._slot[0])
-        strategy.run(second)
-        lists.append(variables[0]._slot[0])
-
-    changes = sum(a is not b for a, b in itertools.pairwise(lists))
-    assert 2 <= changes <= 12
-    np.testing.assert_array_equal(variables[1].numpy(), np.full(SIZE, 1.0 + 64 * 2))
-
-
 @pytest.mark.parametrize("kind", ["value", "numpy", "values", "on read", "first of on read"])
 def test_values_read_while_another_thread_runs_steps_are_of_one_step(strategy, variable, kind):
     options = {}
@@ -145,10 +129,9 @@ def test_values_read_while_another_thread_runs_steps_are_of_one_step(strategy, v
             "aggregation": dist.VariableAggregation[aggregation],
         }
     v = variable(np.zeros(SIZE, np.float32), **options)
-    read = {
-        "numpy": v.numpy,
-        "values": lambda: np.asarray(v.values[1]),
-    }.get(kind, lambda: np.asarray(v.value()))
+    read = {"numpy": v.numpy, "values": lambda: np.asarray(v.values[1])}.get(
+        kind, lambda: np.asarray(v.value())
+    )
     other = _variables(strategy, 2)
     steps = [_adds_to([v, *other], numbers, 1.0) for numbers in ((0, 1, 2), (2, 0))]
     seen, failures = [], []

@@ -103,10 +103,7 @@ def test_a_function_in_the_block_is_differentiated_and_a_step_is_refused(strateg
     with dist.GradientTape() as tape:
         loss = cube(jnp.float32(2.0))
     assert float(tape.gradient(loss, v)) == 12.0
-    with (
-        pytest.raises(ContextError, match="Open the tape in the step"),
-        dist.GradientTape(),
-    ):
+    with pytest.raises(ContextError, match="Open the tape in the step"), dist.GradientTape():
         strategy.run(lambda: v * 2)
     assert not isinstance(jnp.ones(2) + 1, jax.core.Tracer)
 

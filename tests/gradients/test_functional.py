@@ -13,51 +13,46 @@ def _equal(actual, expected):
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-6), actual, expected)
 
 
-@pytest.fixture
-def variable(place):
-    return place.variable
+def _scaled(v):
+    return lambda x, *, scale: (jnp.sum(v * x) * scale, {"scaled": x * scale})
 
 
-def test_value_and_gradient(place, variable):
-    v, w = variable(2.0), variable([1.0, 2.0, 3.0])
-
-    result = place(lambda x: dist.value_and_grad(lambda x: jnp.sum(v * w * x), [v, w])(x), X)
-
-    _equal(result, (28.0, [14.0, 2.0 * X]))
-
-
-def test_aux_and_keyword_arguments(place, variable):
-    v = variable(2.0)
-
-    def loss(x, *, scale):
-        return jnp.sum(v * x) * scale, {"scaled": x * scale}
-
-    value, gradient = place(lambda x: dist.value_and_grad(loss, v, has_aux=True)(x, scale=2.0), X)
-    gradient_alone, aux = place(lambda x: dist.grad(loss, v, has_aux=True)(x, scale=2.0), X)
-
-    _equal(value, (24.0, {"scaled": 2.0 * X}))
-    _equal((gradient, gradient_alone, aux), (12.0, 12.0, {"scaled": 2.0 * X}))
-
-
-def test_gradients_have_the_structure_of_the_variables(place, variable):
-    variables = {"a": variable(2.0), "b": (variable(3.0), [variable([1.0, 1.0])])}
-
-    def loss():
-        return variables["a"] ** 2 * variables["b"][0]
-
-    value, gradients = place(lambda: dist.value_and_grad(loss, variables)())
-
-    _equal((value, gradients), (12.0, {"a": 12.0, "b": (4.0, [jnp.zeros(2)])}))
+# Of variables v = 2 and u = [1, 2, 3], of f = 3, which is not trainable, and of x = [1, 2, 3].
+CASES = {
+    "several": (
+        lambda v, u, f, x: dist.value_and_grad(lambda x: jnp.sum(v * u * x), [v, u])(x),
+        (28.0, [14.0, 2.0 * X]),
+    ),
+    "auxiliary result and keywords": (
+        lambda v, u, f, x: dist.value_and_grad(_scaled(v), v, has_aux=True)(x, scale=2.0),
+        ((24.0, {"scaled": 2.0 * X}), 12.0),
+    ),
+    "gradient alone": (
+        lambda v, u, f, x: dist.grad(_scaled(v), v, has_aux=True)(x, scale=2.0),
+        (12.0, {"scaled": 2.0 * X}),
+    ),
+    "structure of the variables": (
+        lambda v, u, f, x: dist.value_and_grad(lambda: v**2 * f, {"a": v, "b": (f, [u])})(),
+        (12.0, {"a": 12.0, "b": (4.0, [jnp.zeros(3)])}),
+    ),
+    "not trainable": (lambda v, u, f, x: dist.grad(lambda: f**3, f)(), 27.0),
+    "nested": (
+        lambda v, u, f, x: dist.value_and_grad(lambda: dist.grad(lambda: v**4, v)(), v)(),
+        (32.0, 48.0),
+    ),
+}
 
 
-def test_variables_need_not_be_trainable(place, variable):
-    v = variable(2.0, trainable=False)
+def test_values_and_gradients(place):
+    variables = place.variable(2.0), place.variable(X), place.variable(3.0, trainable=False)
 
-    assert place(lambda: dist.grad(lambda: v**3, v)()) == 12.0
+    results = place(lambda x: {n: use(*variables, x) for n, (use, _) in CASES.items()}, X)
+
+    _equal(results, {name: expected for name, (_, expected) in CASES.items()})
 
 
-def test_assignments_take_effect_once(place, variable):
-    v, count = variable(2.0), variable(0, trainable=False)
+def test_assignments_take_effect_once(place):
+    v, count = place.variable(2.0), place.variable(0, trainable=False)
 
     def loss(x):
         count.assign_add(1)
@@ -66,15 +61,6 @@ def test_assignments_take_effect_once(place, variable):
     place(lambda x: dist.value_and_grad(loss, v)(x), X)
 
     assert count.numpy() == 1
-
-
-def test_nested(place, variable):
-    v = variable(2.0)
-
-    def first():
-        return dist.grad(lambda: v**4, v)()
-
-    _equal(place(lambda: dist.value_and_grad(first, v)()), (32.0, 48.0))
 
 
 def test_eager_calls_are_compiled_once():
@@ -106,10 +92,7 @@ def test_the_name_of_the_function_is_kept():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            lambda: [jnp.float32(1)],
-            r"an array float32.*expected variables, distributary\.Variable",
-        ),
+        (lambda: [jnp.float32(1)], r"an array float32.*expected variables, distributary\.Variable"),
         (lambda: dist.Variable(1, name="count"), "'count:0' has dtype int32; only floating point"),
     ],
 )
@@ -126,8 +109,8 @@ def test_what_has_no_gradient_is_refused(source, message):
         (lambda v: v.value().astype(int), False, InvalidTypeError, "dtype int32; only floating"),
     ],
 )
-def test_values_that_are_no_scalars_are_refused(loss, has_aux, error, message, place, variable):
-    v = variable(2.0)
+def test_values_that_are_no_scalars_are_refused(loss, has_aux, error, message, place):
+    v = place.variable(2.0)
 
     with pytest.raises(error, match=message):
         place(lambda: dist.value_and_grad(lambda: loss(v), v, has_aux)())

@@ -63,10 +63,7 @@ _BY_ROWS = {
 }
 # Losses whose gradient is dense: 1 for each time that a row is read, beside what else is given.
 _DENSE = {
-    "read densely too": (
-        lambda t, ids: jnp.sum(t.sparse_read(ids)) + jnp.sum(t * t),
-        2 * TABLE,
-    ),
+    "read densely too": (lambda t, ids: jnp.sum(t.sparse_read(ids)) + jnp.sum(t * t), 2 * TABLE),
     "scan": (
         lambda t, ids: lax.scan(lambda c, i: (c + jnp.sum(t.sparse_read(i)), None), 0.0, ids)[0],
         0 * TABLE,
@@ -102,46 +99,27 @@ def test_gradients_have_rows_where_tables_are_read_by_rows(traced):
         np.testing.assert_allclose(gradients[name], expected, rtol=1e-6, err_msg=name)
 
 
-def test_eager_tapes_keep_rows_and_unconnected_zeros_are_dense(place, table):
-    def step(ids):
+def test_rows_in_every_place(place, table):
+    v = place.variable(3.0)
+
+    def unconnected_zeros_are_dense(ids):
         with dist.GradientTape(persistent=True) as tape:
             loss = jnp.sum(table.sparse_read(ids) ** 2)
             other = jnp.float32(1.0)
         return tape.gradient(loss, table), tape.gradient(other, table, unconnected_gradients="zero")
 
-    gradient, zero = place(step, IDS)
+    def rows_that_do_not_reach_the_target(ids):
+        def loss(ids):
+            table.sparse_read(ids)
+            return v * v
 
-    _slices(gradient, 2 * _ROWS, [4, 1, 4])
-    np.testing.assert_array_equal(gradient.to_dense()[4], 4 * TABLE[4])
-    np.testing.assert_array_equal(zero, np.zeros_like(TABLE))
+        return _gradient(loss, [table, v])(ids)
 
+    def a_dense_read_after_the_tape(ids):
+        gradient = _gradient(lambda ids: jnp.sum(table.sparse_read(ids)), table)(ids)
+        return gradient, jnp.sum(table.value())
 
-def test_rows_that_do_not_reach_the_target_give_none(place, table):
-    v = place.variable(3.0)
-
-    def loss(ids):
-        table.sparse_read(ids)
-        return v * v
-
-    gradients = place(_gradient(loss, [table, v]), IDS)
-
-    assert gradients == [None, 6.0]
-
-
-def test_a_dense_read_after_the_tape_does_not_matter(place, table):
-    def step(ids):
-        with dist.GradientTape() as tape:
-            loss = jnp.sum(table.sparse_read(ids))
-        return tape.gradient(loss, table), jnp.sum(table.value())
-
-    gradient, total = place(step, IDS)
-
-    _slices(gradient, np.ones((3, 2)), [4, 1, 4])
-    assert total == TABLE.sum()
-
-
-def test_nested_tapes_on_one_table(place, table):
-    def step(ids):
+    def nested_tapes(ids):
         with dist.GradientTape() as outer:
             with dist.GradientTape() as inner:
                 loss = jnp.sum(table.sparse_read(ids) ** 3)
@@ -149,11 +127,22 @@ def test_nested_tapes_on_one_table(place, table):
             penalty = jnp.sum(first.values**2)
         return first, outer.gradient(penalty, table)
 
-    first, second = place(step, IDS)
+    steps = (
+        *(unconnected_zeros_are_dense, rows_that_do_not_reach_the_target),
+        *(a_dense_read_after_the_tape, nested_tapes),
+    )
+    (rows, zero), none, (after, total), (first, second) = place(
+        lambda ids: [step(ids) for step in steps], IDS
+    )
 
-    rows = TABLE[[4, 1, 4]]
-    _slices(first, 3 * rows**2, [4, 1, 4])
-    _slices(second, 36 * rows**3, [4, 1, 4])
+    _slices(rows, 2 * _ROWS, [4, 1, 4])
+    np.testing.assert_array_equal(rows.to_dense()[4], 4 * TABLE[4])
+    np.testing.assert_array_equal(zero, np.zeros_like(TABLE))
+    assert none == [None, 6.0]
+    _slices(after, np.ones((3, 2)), [4, 1, 4])
+    assert total == TABLE.sum()
+    _slices(first, 3 * _ROWS**2, [4, 1, 4])
+    _slices(second, 36 * _ROWS**3, [4, 1, 4])
 
 
 def test_second_gradient_counts_reads_that_only_the_first_depends_on(traced):

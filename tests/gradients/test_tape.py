@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.errors import (
-    ContextError,
-    InvalidTypeError,
-    InvalidValueError,
-    UnsupportedError,
-)
+from distributary.errors import ContextError, InvalidTypeError, InvalidValueError, UnsupportedError
 
 X = jnp.array([1.0, 2.0, 3.0])
 
@@ -377,6 +372,22 @@ def test_inside_a_raw_jit_the_tape_says_where_it_works():
         step(1.0)
 
 
+def _closed():
+    with dist.GradientTape() as tape:
+        pass
+    return tape
+
+
+def _enter(context):
+    with context:
+        pass
+
+
+def _stopped_beside_another(v):
+    with dist.GradientTape() as tape, tape.stop_recording():
+        return v * 2.0
+
+
 _MISUSES = {
     "second gradient": (
         lambda tape, loss, v: (tape.gradient(loss, v), tape.gradient(loss, v)),
@@ -414,6 +425,30 @@ _MISUSES = {
         lambda tape, loss, v: tape.gradient(loss, v, unconnected_gradients="nothing"),
         *(ValueError, "'nothing' is not a valid UnconnectedGradients"),
     ),
+    "entered while it records": (
+        lambda tape, loss, v: _enter(tape),
+        *(InvalidValueError, "already recording"),
+    ),
+    "entered again": (
+        lambda tape, loss, v: _enter(_closed()),
+        *(UnsupportedError, "entered a second time"),
+    ),
+    "stopped after its end": (
+        lambda tape, loss, v: _enter(_closed().stop_recording()),
+        *(ContextError, "stop_recording: the tape is not recording"),
+    ),
+    "stopped beside another": (
+        lambda tape, loss, v: _stopped_beside_another(v),
+        *(UnsupportedError, "is not possible while another tape records"),
+    ),
+    "reset before": (
+        lambda tape, loss, v: dist.GradientTape().reset(),
+        *(ContextError, "reset: the tape is not recording"),
+    ),
+    "gradient before": (
+        lambda tape, loss, v: dist.GradientTape().gradient(loss, v),
+        *(ContextError, "recorded nothing in"),
+    ),
 }
 
 
@@ -427,50 +462,6 @@ def test_misuse_is_refused(use, error, message, run):
 
     with pytest.raises(error, match=message):
         run(step)
-
-
-def _closed():
-    with dist.GradientTape() as tape:
-        pass
-    return tape
-
-
-def _entered_while_it_records(v):
-    with dist.GradientTape() as tape, tape:
-        pass
-
-
-def _entered_again(v):
-    with _closed():
-        pass
-
-
-def _stopped_after_its_end(v):
-    with _closed().stop_recording():
-        pass
-
-
-def _stopped_beside_another(v):
-    with dist.GradientTape(), dist.GradientTape() as tape, tape.stop_recording():
-        return v * 2.0
-
-
-@pytest.mark.parametrize(
-    ("step", "error", "message"),
-    [
-        (_entered_while_it_records, InvalidValueError, "already recording"),
-        (_entered_again, UnsupportedError, "entered a second time"),
-        (_stopped_after_its_end, ContextError, "stop_recording: the tape is not recording"),
-        (_stopped_beside_another, UnsupportedError, "is not possible while another tape records"),
-        (lambda v: dist.GradientTape().reset(), ContextError, "reset: the tape is not recording"),
-        (lambda v: dist.GradientTape().gradient(v * v, v), ContextError, "recorded nothing in"),
-    ],
-)
-def test_a_tape_that_does_not_record_is_refused(step, error, message, run):
-    v = run.variable(2.0)
-
-    with pytest.raises(error, match=message):
-        run(lambda: step(v))
 
 
 def test_gradient_outside_of_the_function_that_recorded(run):

@@ -65,8 +65,10 @@ TOTALS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [">f4", ">i8"])
-@pytest.mark.parametrize("entry", TOTALS)
+@pytest.mark.parametrize(
+    ("entry", "dtype"),
+    [*((entry, ">f4") for entry in TOTALS), *((e, ">i8") for e in TOTALS if "fit" not in e)],
+)
 def test_the_other_byte_order_is_converted(entry, dtype, strategy_of):
     assert TOTALS[entry](strategy_of(2), ROWS.astype(dtype)) == ROWS.sum()
 

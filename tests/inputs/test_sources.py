@@ -46,20 +46,6 @@ def test_every_source_gives_the_same_batches(make, strategy_of):
         jax.tree.map(np.testing.assert_array_equal, whole, expected)
 
 
-def test_batches_reach_the_step_as_nests_of_arrays(strategy_of):
-    strategy = strategy_of(2)
-
-    def step(batch):
-        return jnp.sum(batch["x"][:, 0] + batch["y"][0] + batch["y"][1][0])
-
-    totals = [
-        float(strategy.reduce("SUM", strategy.run(step, (batch,)), axis=None))
-        for batch in strategy.experimental_distribute_dataset(_Reiterable())
-    ]
-
-    assert totals == [18.0, 138.0]
-
-
 def test_dtypes_become_those_jax_holds(strategy_of):
     arrays = [np.ones(2, dtype) for dtype in ("float64", "float16", "int64", "uint8", "bool")]
 

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 import distributary.compat.tensorflow as tf
-from distributary.errors import (
-    ContextError,
-    InvalidTypeError,
-    InvalidValueError,
-    UnsupportedError,
-)
+from distributary.errors import ContextError, InvalidTypeError, InvalidValueError, UnsupportedError
 
 IntegerLookup = tf.keras.layers.IntegerLookup
 StringLookup = tf.keras.layers.StringLookup
@@ -115,18 +110,8 @@ def test_functional_models_take_text_beside_numbers():
 
 # Of TensorFlow: vocabulary, and results of [["a", "b"], ["z", "z"]], of ["a", "b", "b"] and of "b".
 _MODES = {
-    ("int", None): (
-        ["[UNK]", "c", "b", "a", "e", "d"],
-        [[3, 2], [0, 0]],
-        [3, 2, 2],
-        2,
-    ),
-    ("int", "a"): (
-        ["a", "[UNK]", "c", "b", "e", "d"],
-        [[0, 3], [1, 1]],
-        [0, 3, 3],
-        3,
-    ),
+    ("int", None): (["[UNK]", "c", "b", "a", "e", "d"], [[3, 2], [0, 0]], [3, 2, 2], 2),
+    ("int", "a"): (["a", "[UNK]", "c", "b", "e", "d"], [[0, 3], [1, 1]], [0, 3, 3], 3),
     ("multi_hot", None): (
         ["[UNK]", "c", "b", "a", "e", "d"],
         [[0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]],
@@ -265,11 +250,7 @@ _VECTORS = [
         [" ", "t", "o", "h", "e", "d", "a", "s"],
         [[3, 5, 6, 2, 1, 8, 3, 2], [3, 5, 6, 2, 1, 1, 1, 7], [3, 5, 6, 2, 1, 1, 1, 0]],
     ),
-    (
-        {"split": None},
-        ["the cat the dog", "the bird  sat\ton Éx", "a\xa0b dogs"],
-        [2, 3, 1],
-    ),
+    ({"split": None}, ["the cat the dog", "the bird  sat\ton Éx", "a\xa0b dogs"], [2, 3, 1]),
     (
         {"ngrams": (2, 3)},
         [

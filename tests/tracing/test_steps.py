@@ -152,22 +152,6 @@ def test_the_buffers_of_assigned_variables_are_donated(strategy, variable):
     np.testing.assert_array_equal(written.numpy(), np.ones(3))
 
 
-# Randomness
-
-
-def test_keys_as_arguments_give_different_numbers_per_replica_when_folded(strategy):
-    def step(typed, raw):
-        own = [jax.random.fold_in(key, _replica_id()) for key in (typed, raw)]
-        return [jax.random.normal(key, (3,)) for key in own]
-
-    typed, raw = strategy.run(step, (jax.random.key(7), jax.random.PRNGKey(7)))
-
-    for i in range(2):
-        expected = jax.random.normal(jax.random.fold_in(jax.random.key(7), i), (3,))
-        np.testing.assert_allclose(typed.values[i], expected, rtol=1e-6)
-        np.testing.assert_allclose(raw.values[i], expected, rtol=1e-6)
-
-
 # Groups of replicas
 
 

@@ -12,11 +12,7 @@ import pytest
 from jax import lax
 
 import distributary as dist
-from distributary.errors import (
-    ReplicaDivergenceError,
-    ReplicaMismatchError,
-    UnsupportedError,
-)
+from distributary.errors import ReplicaDivergenceError, ReplicaMismatchError, UnsupportedError
 
 SUM, MEAN = dist.VariableAggregation.SUM, dist.VariableAggregation.MEAN
 ON_READ = dist.VariableSynchronization.ON_READ
@@ -131,90 +127,90 @@ def test_several_arguments_uneven_shared_and_even(strategy):
     assert result.values == (220.0, 220.0)
 
 
-def test_inside_a_compiled_function(strategy, variable):
-    total = variable(0.0)
-
-    @dist.function
-    def epoch(batch):
-        losses = strategy.run(lambda x: jnp.sum(x), args=(batch,))
-        total.assign_add(strategy.reduce("SUM", losses, axis=None))
-        return losses, strategy.gather(strategy.run(lambda x: x + 1, args=(batch,)), axis=0)
-
-    parts = [np.array([1.0, 2.0], np.float32), np.array([3.0], np.float32)]
-    losses, rows = epoch(dist.PerReplica(parts))
-
-    assert strategy.experimental_local_results(losses) == (3.0, 3.0)
-    np.testing.assert_array_equal(rows, [2, 3, 4])
-    assert total.numpy() == 6.0
-
-
 # Number of rows and of the replica
 
 
-def test_the_number_of_rows_is_that_of_each_replica(run):
-    def step(x):
-        number = x.shape[0]
-        return (
-            _all_reduce("SUM", number),
-            _all_reduce("MEAN", number),
-            _all_reduce("SUM", jnp.asarray(number)),
-            _all_reduce("SUM", np.float32(number)),
-            _all_gather(np.array([number])),
-        )
-
-    for result in run(step, (3, 2)):
-        assert [float(value) for value in result[:4]] == [5.0, 2.5, 5.0, 5.0]
-        np.testing.assert_array_equal(result[4], [3, 2])
+def _number_of_rows(x):
+    number = x.shape[0]
+    return (
+        _all_reduce("SUM", number),
+        _all_reduce("MEAN", number),
+        _all_reduce("SUM", jnp.asarray(number)),
+        _all_reduce("SUM", np.float32(number)),
+        _all_gather(np.array([number])),
+    )
 
 
-def test_a_mean_does_not_overflow(strategy):
-    def step(x):
-        large = 3e38 + 0 * x.sum()
-        context = dist.get_replica_context()
-        mean = lambda strategy, value: strategy.reduce("MEAN", value, axis=None)
-        merged = context.merge_call(mean, args=(large,))
-        return context.all_reduce("MEAN", large), merged
+def _replica_id_everywhere(x):
+    def in_scan(carry, _):
+        return carry + _replica_id(), _replica_id()
 
-    (batch,) = strategy.experimental_distribute_dataset([np.ones(3, np.float32)])
-    means = strategy.run(step, args=(batch,))
-
-    for mean in jax.tree.leaves(means):
-        np.testing.assert_array_equal(mean, np.float32(3e38))
+    return (
+        *(_replica_id(), lax.axis_index("replica")),
+        lax.scan(in_scan, 0, None, length=2),
+        lax.fori_loop(0, 3, lambda i, a: a + _replica_id(), 0),
+        lax.cond(_replica_id() > 0, lambda: 10, lambda: 20),
+        jax.jit(lambda: _replica_id() + 100)(),
+    )
 
 
-def test_the_replica_id_everywhere(run):
-    def step(x):
-        def in_scan(carry, _):
-            return carry + _replica_id(), _replica_id()
-
-        scanned = lax.scan(in_scan, 0, None, length=2)
-        looped = lax.fori_loop(0, 3, lambda i, a: a + _replica_id(), 0)
-        branched = lax.cond(_replica_id() > 0, lambda: 10, lambda: 20)
-        jitted = jax.jit(lambda: _replica_id() + 100)()
-        return _replica_id(), lax.axis_index("replica"), scanned, looped, branched, jitted
-
-    for i, result in enumerate(run(step, (2, 1, 0))):
-        rid, index, (total, each), looped, branched, jitted = result
-        assert (rid, index, total, looped, jitted) == (i, i, 2 * i, 3 * i, 100 + i)
-        assert branched == (10 if i else 20)
-        np.testing.assert_array_equal(each, [i, i])
+def _mean_of_large_numbers(x):
+    return _all_reduce("MEAN", 3e38 + 0 * x.sum())
 
 
-# Collectives inside
+def _nested_jit(x):
+    total = jax.jit(_sum_of_all)
+    return jax.jit(lambda x: (total(x) + total(2 * x), _all_gather(x)))(x)
 
 
-def test_inside_nested_jit(run):
-    @jax.jit
-    def total(x):
-        return _all_reduce("SUM", jnp.sum(x))
+def _scan_with_a_varying_carry(x):
+    def body(carry, _):
+        carry = carry + _sum_of_all(x) + _replica_id()
+        return carry, carry
 
-    @jax.jit
-    def outer(x):
-        return total(x) + total(2 * x), _all_gather(x)
+    return lax.scan(body, 0.0, None, length=2)
 
-    for value, gathered in run(outer, (2, 1)):
-        assert value == 18.0
-        np.testing.assert_array_equal(gathered, [1, 2, 3])
+
+def _loops_conditions_and_branches(x):
+    add = lambda state: (state[0] + 1, state[1] + _sum_of_all(x))
+    small = lambda total: _all_reduce("SUM", total) < 50.0
+    return (
+        lax.while_loop(lambda state: state[1] < 20.0, add, (0, 0.0)),
+        lax.while_loop(small, lambda total: total * 2.0, jnp.sum(x)),
+        lax.cond(_sum_of_all(x) > 5.0, lambda: _all_reduce("MEAN", jnp.max(x)), lambda: 0.0),
+    )
+
+
+def _lax_collectives(x):
+    total = jnp.sum(x)
+    part = lax.psum_scatter(jnp.stack([total, 10 * total]), "replica", tiled=True)
+    return (
+        *(lax.pmax(total, "replica"), lax.pmin(total, "replica")),
+        *(lax.all_gather(total, "replica"), part),
+    )
+
+
+# Rows 1, 2, 3 on replica 0 and 4 on replica 1; the results of replica i.
+_STEPS = {
+    _number_of_rows: lambda i: (4, 2, 4, 4, [3, 1]),
+    _replica_id_everywhere: lambda i: (i, i, (2 * i, [i, i]), 3 * i, 10 if i else 20, 100 + i),
+    _mean_of_large_numbers: lambda i: np.float32(3e38),
+    _nested_jit: lambda i: (30, [1, 2, 3, 4]),
+    _scan_with_a_varying_carry: lambda i: (20 + 2 * i, [10 + i, 20 + 2 * i]),
+    _loops_conditions_and_branches: lambda i: ((2, 20), [48, 32][i], 3.5),
+    _lax_collectives: lambda i: (6, 4, [6, 4], [[10], [100]][i]),
+}
+
+
+def test_numbers_of_rows_and_replicas_and_collectives_in_control_flow(run):
+    results = run(lambda x: [step(x) for step in _STEPS], (3, 1))
+
+    for i, result in enumerate(results):
+        for (step, expected), found in zip(_STEPS.items(), result, strict=True):
+            leaf = lambda x: not isinstance(x, tuple)
+            wanted = jax.tree.leaves(expected(i), is_leaf=leaf)
+            for one, other in zip(jax.tree.leaves(found), wanted, strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=step.__name__)
 
 
 def test_one_jitted_function_serves_even_and_uneven_batches(strategy_of):
@@ -229,35 +225,6 @@ def test_one_jitted_function_serves_even_and_uneven_batches(strategy_of):
         assert strategy.experimental_local_results(result) == (2.0 * size,) * num_replicas
 
 
-def test_inside_scan_with_a_varying_carry(run):
-    def step(x):
-        def body(carry, _):
-            carry = carry + _all_reduce("SUM", jnp.sum(x)) + _replica_id()
-            return carry, carry
-
-        return lax.scan(body, 0.0, None, length=2)
-
-    for i, (carry, each) in enumerate(run(step, (2, 1))):
-        assert carry == 2 * (6 + i)
-        np.testing.assert_array_equal(each, [6 + i, 12 + 2 * i])
-
-
-def test_inside_while_loops_conditions_and_branches(run):
-    def step(x):
-        def body(state):
-            i, total = state
-            return i + 1, total + _sum_of_all(x)
-
-        until_large = lax.while_loop(lambda state: state[1] < 20.0, body, (0, 0.0))
-        doubled = lax.while_loop(
-            lambda total: _all_reduce("SUM", total) < 50.0, lambda total: total * 2.0, jnp.sum(x)
-        )
-        largest = lambda: _all_reduce("MEAN", jnp.max(x))
-        return until_large, doubled, lax.cond(_sum_of_all(x) > 5.0, largest, lambda: 0.0)
-
-    assert run(step, (2, 1)) == (((4, 24.0), 48.0, 2.5),) * 2
-
-
 def test_inside_checkpoint_under_a_tape(strategy, variable, run):
     v = variable(2.0)
 
@@ -270,19 +237,6 @@ def test_inside_checkpoint_under_a_tape(strategy, variable, run):
 
     rows = np.array([1.0, 2.0, 3.0])
     np.testing.assert_allclose(gradients, [(rows * np.cos(2.0 * rows)).sum()] * 2, rtol=1e-5)
-
-
-def test_lax_collectives(run):
-    def step(x):
-        total = jnp.sum(x)
-        whole = lax.all_gather(total, "replica")
-        part = lax.psum_scatter(jnp.stack([total, 10 * total]), "replica", tiled=True)
-        return lax.pmax(total, "replica"), lax.pmin(total, "replica"), whole, part
-
-    for i, (largest, smallest, whole, part) in enumerate(run(step, (3, 1))):
-        assert (largest, smallest) == (6.0, 4.0)
-        np.testing.assert_array_equal(whole, [6, 4])
-        np.testing.assert_array_equal(part, [[10], [100]][i])
 
 
 # State

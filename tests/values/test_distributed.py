@@ -86,8 +86,7 @@ def _replica_id():
 
 
 @pytest.mark.parametrize(
-    "make",
-    [_of_a_step, _of_a_dataset, _of_a_function_per_replica, _of_an_on_read_variable],
+    "make", [_of_a_step, _of_a_dataset, _of_a_function_per_replica, _of_an_on_read_variable]
 )
 @pytest.mark.parametrize("kind", [dist.MirroredStrategy, dist.experimental.CentralStorageStrategy])
 def test_components_mix_in_arithmetic(make, kind):
@@ -184,12 +183,6 @@ def test_components_looked_at_first_in_a_step_are_arrays(strategy):
     assert not isinstance(captured.values[1], jax.core.Tracer)
     np.testing.assert_array_equal(first.values, np.full((2, 2), 2))
     np.testing.assert_array_equal(second.values, np.full((2, 2), 3))
-
-
-# Mirrored
-
-
-# IndexedSlices
 
 
 def test_merged_components_are_of_use_in_every_trace(strategy):

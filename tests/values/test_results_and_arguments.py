@@ -160,16 +160,6 @@ def test_every_replica_receives_its_random_key(strategy):
         assert [float(number) for number in drawn.values] == expected
 
 
-def test_replicas_may_receive_different_shapes(strategy_of):
-    strategy = strategy_of(3)
-    uneven = dist.PerReplica([jnp.ones((n, 2)) for n in (2, 0, 3)])
-
-    totals, rows = strategy.run(lambda x: (x.sum() + _replica_id(), x * 2), (uneven,))
-
-    assert [float(t) for t in totals.values] == [4.0, 1.0, 8.0]
-    assert [r.shape for r in rows.values] == [(2, 2), (0, 2), (3, 2)]
-
-
 def _run(strategy, value):
     return strategy.run(lambda x: x, (value,))
 

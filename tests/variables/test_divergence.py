@@ -299,13 +299,6 @@ def test_difference_outside_of_run_is_refused(mirrored):
     assert mirrored.numpy() == 1.0
 
 
-def test_value_per_replica_in_a_merge_call_is_refused(mirrored):
-    with pytest.raises(ReplicaDivergenceError, match=r"'w': assign_add got a PerReplica.*reduce"):
-        mirrored.distribute_strategy.run(
-            lambda: _context().merge_call(lambda _, x: mirrored.assign_add(x), (_replica_id(),))
-        )
-
-
 def test_difference_written_by_a_helper_whose_trace_jax_kept_is_refused(mirrored):
     strategy = mirrored.distribute_strategy
     helper = jax.jit(lambda x: mirrored.assign(x))
@@ -555,12 +548,7 @@ def _rematerialized(body):
     jax.checkpoint(lambda x: [body(), x][1])(1.0)
 
 
-_ROUNDS = {
-    _scanned_twice: 6,
-    _while_small: 3,
-    _branched: 1,
-    _rematerialized: 1,
-}
+_ROUNDS = {_scanned_twice: 6, _while_small: 3, _branched: 1, _rematerialized: 1}
 
 
 @pytest.mark.parametrize("num_rows", [3, 1])

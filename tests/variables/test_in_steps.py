@@ -141,8 +141,7 @@ def test_control_flow_carries_variables(num_replicas, call, kwargs, strategy_of)
         variables = {name: dist.Variable(1.0, **kwargs) for name in CONTROL_FLOW}
 
     results = call(
-        strategy,
-        lambda: [body(variables[name]) for name, (body, *_) in CONTROL_FLOW.items()],
+        strategy, lambda: [body(variables[name]) for name, (body, *_) in CONTROL_FLOW.items()]
     )
 
     for (name, (_, expected, value_afterwards)), result in zip(
@@ -232,15 +231,36 @@ def test_cached_helper_assigns_and_is_used_by_two_steps(strategy, variable):
     assert v.numpy() == ((((0 * 2 + 1) * 2 + 2) * 2 + 1) * 2 + 1) * 2 + 2
 
 
-def test_cached_helper_serves_strategies_with_different_numbers_of_replicas(strategy_of):
+def test_an_assignment_in_a_cached_helper_is_not_lost_under_grad(strategy, variable):
+    v = variable(1.0, name="w")
+
     @jax.jit
     def helper(x):
-        return dist.get_replica_context().all_reduce("sum", x)
+        v.assign_add(1.0)
+        return x * x
 
-    sums = [strategy_of(n).run(helper, (jnp.float32(1.0),)) for n in (2, 4, 1)]
+    strategy.run(lambda: helper(2.0))  # JAX keeps the trace.
+    with pytest.raises(UnsupportedError, match="'w'"):
+        strategy.run(lambda: jax.grad(helper)(2.0))
+    assert v.numpy() == 2.0
 
-    assert [float(s.values[0]) for s in sums[:2]] == [2.0, 4.0]
-    assert float(sums[2]) == 1.0
+
+def test_a_cached_helper_reads_and_assigns_by_the_context_it_is_called_in(strategy, variable):
+    local = variable(1.0, synchronization=ON_READ, aggregation=SUM)
+    v = variable(0.0, aggregation=SUM)
+    read, add = jax.jit(lambda: local.value() * 1), jax.jit(lambda x: v.assign_add(x))
+
+    def step(x):
+        context = dist.get_replica_context()
+        add(x)  # a sum over two replicas
+        context.merge_call(lambda _: add(jnp.sqrt(1.0)))  # once
+        return read(), context.merge_call(lambda _: read())
+
+    own, total = strategy.run(step, (jnp.float32(1.0),))
+
+    assert [float(x) for x in own.values] == [1.0, 1.0]
+    assert [float(x) for x in total.values] == [2.0, 2.0]
+    assert v.numpy() == 3.0
 
 
 # Assignments JAX would lose
@@ -281,15 +301,13 @@ def test_assignment_that_would_be_lost_is_refused(step, num_replicas, strategy_o
 
 def test_read_in_a_custom_derivative_is_refused_by_name(strategy, variable):
     v = variable(1.0, name="w")
+    forward, reverse = jax.custom_jvp(lambda x: x * v.value()), jax.custom_vjp(lambda x: x * v)
+    forward.defjvp(lambda primals, tangents: (forward(*primals), tangents[0]))
+    reverse.defvjp(lambda x: (x * v, None), lambda _, g: (g,))
 
-    @jax.custom_jvp
-    def f(x):
-        return x * v.value()
-
-    f.defjvp(lambda primals, tangents: (f(*primals), tangents[0]))
-
-    with pytest.raises(UnsupportedError, match=r"custom_jvp.*v\.value\(\)"):
-        strategy.run(lambda: f(2.0))
+    for function, kind in ((forward, "custom_jvp"), (reverse, "custom_vjp")):
+        with pytest.raises(UnsupportedError, match=rf"{kind}.*v\.value\(\)"):
+            strategy.run(lambda function=function: function(2.0))
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,7 @@ def _create(strategy, kinds, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "num_replicas"),
-    [(SUM, 1), (FIRST, 2), (SUM, 2), (MEAN, 4)],
+    ("aggregation", "num_replicas"), [(SUM, 1), (FIRST, 2), (SUM, 2), (MEAN, 4)]
 )
 def test_replicas_rows_are_combined_as_the_aggregation_says(aggregation, num_replicas, strategy_of):
     strategy = strategy_of(num_replicas)
@@ -89,11 +88,34 @@ def test_replicas_rows_are_combined_as_the_aggregation_says(aggregation, num_rep
             np.testing.assert_array_equal(result, v.numpy(), err_msg=kind)
 
 
-@pytest.mark.parametrize("context", ["scope", "merge_call", "update", "function", "run"])
-def test_equal_rows_count_once(context, strategy):
+def _run(strategy, function):
+    return strategy.run(function)
+
+
+def _scope(strategy, function):
+    with strategy.scope():
+        return function()
+
+
+def _function(strategy, function):
+    return dist.function(function)()
+
+
+def _merge_call(strategy, function):
+    return strategy.run(lambda: dist.get_replica_context().merge_call(lambda _: function()))
+
+
+def _update(strategy, function):
+    with strategy.scope():
+        v = dist.Variable(0.0)
+    return strategy.extended.update(v, lambda _: function())
+
+
+@pytest.mark.parametrize("call", [_scope, _merge_call, _update, _function, _run])
+def test_equal_rows_count_once(call, strategy):
     variables = {
         (aggregation, kind): v
-        for aggregation in ((NONE, FIRST) if context == "run" else (NONE, SUM, MEAN, FIRST))
+        for aggregation in ((NONE, FIRST) if call is _run else (NONE, SUM, MEAN, FIRST))
         for kind, v in _create(
             strategy, KINDS if aggregation in (NONE, FIRST) else LINEAR, aggregation=aggregation
         ).items()
@@ -103,17 +125,7 @@ def test_equal_rows_count_once(context, strategy):
         for (_, kind), v in variables.items():
             getattr(v, kind)(dist.IndexedSlices(*_rows_of_replica(kind, 0)))
 
-    if context == "run":  # equal rows of all replicas
-        strategy.run(scatter_all)
-    elif context == "scope":
-        with strategy.scope():
-            scatter_all()
-    elif context == "function":
-        dist.function(scatter_all)()
-    elif context == "update":
-        strategy.extended.update(next(iter(variables.values())), lambda _: scatter_all())
-    else:
-        strategy.run(lambda: dist.get_replica_context().merge_call(lambda _: scatter_all()))
+    call(strategy, scatter_all)  # in run, equal rows of all replicas
 
     for key, v in variables.items():
         expected = _scatter(key[1], _initial(), *_rows_of_replica(key[1], 0))
@@ -137,19 +149,6 @@ def test_different_rows_without_aggregation_are_refused(part, strategy):
         message = rf"'{kind}' is mirrored.*test_scatter.py:\d+"
         with pytest.raises(ReplicaDivergenceError, match=message):
             strategy.run(step, (kind,))
-
-
-def _run(strategy, function):
-    return strategy.run(function)
-
-
-def _scope(strategy, function):
-    with strategy.scope():
-        return function()
-
-
-def _function(strategy, function):
-    return dist.function(function)()
 
 
 _CONTEXTS = pytest.mark.parametrize("call", [_run, _scope, _function])
