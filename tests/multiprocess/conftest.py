@@ -72,6 +72,12 @@ class Job:
             process = Fork(command, env, stdout=output)
         self._processes[worker if key is None else key] = process, output
 
+    def start_all(self, program: str, *args: Any, **options: Any) -> "Job":
+        """Starts all workers with the same arguments."""
+        for worker in range(len(self.addresses)):
+            self.start(program, worker, *args, **options)
+        return self
+
     def has_ended(self, key: Any) -> bool:
         """Whether a worker has ended."""
         return self._processes[key][0].poll() is not None

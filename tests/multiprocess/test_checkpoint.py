@@ -30,10 +30,7 @@ def saving(tmp_path_factory):
 
 
 def _run(make_job, what, directory, devices=1):
-    workers = make_job(2)
-    for worker in range(2):
-        workers.start("checkpoint", worker, what, directory, devices=devices)
-    return workers.wait()
+    return make_job(2).start_all("checkpoint", what, directory, devices=devices).wait()
 
 
 def test_two_workers_save_together(job, saving):

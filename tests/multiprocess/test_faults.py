@@ -1,12 +1,9 @@
 """A worker that is lost takes the others with it, at once and with its name."""
 
-import json
 import os
-import re
 import signal
 import time
 
-import numpy as np
 import pytest
 
 from distributary.errors import WorkerLostError
@@ -56,36 +53,30 @@ def _sentence(ended):
     return found[0]  # other threads may have begun the line
 
 
-def test_a_killed_worker_ends_the_others(faults):
-    # Not all survivors get an error from gloo: worker 0 is no neighbour of worker 2 in the ring,
-    # worker 1 runs ahead, and worker 3 is busy with something else.
-    workers = faults(4)
-    workers.tell("run ahead", 1)
-    workers.wait_for("running ahead", 1)
-    workers.tell("idle", 3)
-    workers.wait_for("idling", 3)
+@pytest.mark.parametrize(
+    ("num_workers", "killed", "busy", "reason"),
+    [
+        # Not all survivors get an error from gloo: worker 0 is no neighbour of worker 2 in the
+        # ring, worker 1 runs ahead, and worker 3 is busy with something else.
+        (
+            *(4, 2, {1: ("run ahead", "running ahead"), 3: ("idle", "idling")}),
+            ": its process has ended",
+        ),
+        (3, 0, {1: ("idle", "idling")}, ""),
+    ],
+)
+def test_a_killed_worker_ends_the_others(num_workers, killed, busy, reason, faults):
+    workers = faults(num_workers)
+    for worker, (told, doing) in busy.items():
+        workers.tell(told, worker)
+        workers.wait_for(doing, worker)
 
-    workers.send(signal.SIGKILL, 2)
+    workers.send(signal.SIGKILL, killed)
 
-    ended = workers.job.wait()
-    assert [one.code for one in ended] == [_LOST, _LOST, -signal.SIGKILL, _LOST]
-    for survivor in (0, 1, 3):
-        assert f"worker 2 at {workers.addresses[2]} was lost: its process has ended" in (
-            _sentence(ended[survivor])
-        )
-
-
-def test_a_killed_chief_ends_the_others(faults):
-    workers = faults(3)
-    workers.tell("idle", 1)
-    workers.wait_for("idling", 1)
-
-    workers.send(signal.SIGKILL, 0)
-
-    ended = workers.job.wait()
-    assert [one.code for one in ended] == [-signal.SIGKILL, _LOST, _LOST]
-    for survivor in (1, 2):
-        assert f"worker 0 at {workers.addresses[0]} was lost" in _sentence(ended[survivor])
+    text = f"worker {killed} at {workers.addresses[killed]} was lost{reason}"
+    for worker, ended in enumerate(workers.job.wait()):
+        assert ended.code == (-signal.SIGKILL if worker == killed else _LOST)
+        assert worker == killed or text in _sentence(ended)
 
 
 def test_a_frozen_chief_ends_the_others(faults):
@@ -146,25 +137,3 @@ def test_a_worker_that_has_finished_waits_for_the_others(faults):
     workers.tell("end", 1)
 
     assert [one.code for one in workers.job.wait()] == [0, 0]
-
-
-def test_a_job_that_was_restarted_ends_on_the_weights_of_an_undisturbed_one(launch, tmp_path):
-    def train(name, faults):
-        (tmp_path / name).mkdir()
-        restarts = ["--max-restarts", str(len(faults))]
-        ended = launch(restarts, "training", tmp_path / name, 4, json.dumps(faults))
-        return dict(np.load(tmp_path / name / "saved.npz")), ended.stderr
-
-    weights, _ = train("undisturbed", [])
-    restarted, said = train("restarted", [(0, 1, 3, "kill"), (1, 3, 2, "freeze")])
-
-    assert weights.keys() == restarted.keys()
-    assert weights["epoch"] == 4
-    for name, value in weights.items():
-        np.testing.assert_array_equal(value, restarted[name], err_msg=name)
-    # The launcher names the worker that was lost, not those that have ended because of it.
-    reasons = re.findall(r"\[launcher\] (.*) after [\d.]+ s(.*); ending all workers", said)
-    killed, (survivor, reason) = reasons
-    assert killed == ("worker 0 was ended by SIGKILL (9)", "")
-    assert survivor == "worker 0 ended with exit code 75"
-    assert re.match(r": worker 1 at 127.0.0.1:\d+ was lost: it has said nothing for 3 s", reason)

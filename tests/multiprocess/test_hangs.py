@@ -4,9 +4,7 @@ from distributary.errors import WorkerLostError
 
 
 def test_a_job_ends_after_its_timeout_and_says_where_all_workers_are(job):
-    workers = job(2)
-    for worker in range(2):
-        workers.start("hangs", worker, "loop")
+    workers = job(2).start_all("hangs", "loop")
 
     all_ended = workers.wait()
 
@@ -21,9 +19,7 @@ def test_a_job_ends_after_its_timeout_and_says_where_all_workers_are(job):
 
 
 def test_a_worker_that_is_slow_is_waited_for_and_reported(job):
-    workers = job(2)
-    for worker in range(2):
-        workers.start("hangs", worker, "slow")
+    workers = job(2).start_all("hangs", "slow")
 
     all_ended = workers.wait()
 

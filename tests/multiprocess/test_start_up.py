@@ -1,5 +1,6 @@
 """What goes wrong at the start of a job ends with a sentence on every worker that is there."""
 
+import contextlib
 import re
 import socket
 
@@ -10,13 +11,6 @@ from distributary.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from distributary.errors import InvalidValueError
 
 
-def _start_all(job, num_workers=2, **options):
-    workers = job(num_workers)
-    for worker in range(num_workers):
-        workers.start("start", worker, **options)
-    return workers
-
-
 def _messages(ended):
     for one in ended:
         assert one.code == 3, one.output
@@ -24,7 +18,7 @@ def _messages(ended):
 
 
 def test_workers_that_fit_together_start(job):
-    ended = _start_all(job, 2, devices=2).wait()
+    ended = job(2).start_all("start", devices=2).wait()
 
     assert [one.code for one in ended] == [0, 0], ended
     assert [one.result["total"] for one in ended] == [6.0, 6.0]
@@ -53,35 +47,30 @@ def test_a_cluster_with_parameter_servers_is_refused_by_every_task(task_type, ta
         dist.MultiWorkerMirroredStrategy(resolver)
 
 
-def test_a_missing_first_worker_is_named(job):
-    workers = job(2)
-    workers.start("start", 1, "", 2)
+@pytest.mark.parametrize(
+    ("num_workers", "present", "seconds", "taken", "text"),
+    [
+        (2, [1], 2, None, "worker 0 at {0}.* 2 s"),
+        (3, [0, 1], 8, None, "worker 2 at {2} did not connect to"),
+        (2, [0], 5, 0, "worker 0 at {0}: the port is in use"),
+        (2, [1], 5, 1, "worker 1 at {1}: the port is in use"),
+    ],
+)
+def test_who_is_missing_and_a_port_in_use_are_named(
+    num_workers, present, seconds, taken, text, job
+):
+    workers = job(num_workers)
+    with contextlib.ExitStack() as stack:
+        if taken is not None:
+            host, port = workers.addresses[taken].split(":")
+            stack.enter_context(socket.create_server((host, int(port))))
+        for worker in present:
+            workers.start("start", worker, "", seconds)
+        messages = _messages(workers.wait())
 
-    ((kind, message),) = _messages(workers.wait())
-    assert kind == "ClusterError"
-    assert f"worker 0 at {workers.addresses[0]}" in message
-    assert "2 s" in message
-
-
-def test_those_who_came_hear_who_is_missing(job):
-    workers = job(3)
-    for worker in (0, 1):
-        workers.start("start", worker, "", 8)
-
-    for _, message in _messages(workers.wait()):
-        assert f"worker 2 at {workers.addresses[2]} did not connect to" in message
-
-
-@pytest.mark.parametrize("taken", [0, 1])
-def test_a_port_in_use_is_named(job, taken):
-    workers = job(2)
-    host, port = workers.addresses[taken].split(":")
-    with socket.create_server((host, int(port))):
-        workers.start("start", taken, "", 5)
-        ((kind, message),) = _messages(workers.wait())
-
-    assert kind == "ClusterError"
-    assert f"worker {taken} at {workers.addresses[taken]}: the port is in use" in message
+    for kind, message in messages:
+        assert kind == "ClusterError"
+        assert re.search(text.format(*workers.addresses), message, re.DOTALL), message
 
 
 _DIFFERENT = {

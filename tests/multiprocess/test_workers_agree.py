@@ -2,7 +2,6 @@
 
 import re
 
-import numpy as np
 import pytest
 
 from distributary.errors import WorkerLostError
@@ -49,13 +48,6 @@ _ENDS_THE_JOB = {
 }
 
 
-def _job_of(job, tmp_path, num_workers, cases):
-    workers = job(num_workers)
-    for worker in range(num_workers):
-        workers.start("differ", worker, tmp_path, *cases)
-    return workers.wait()
-
-
 @pytest.mark.parametrize(
     ("num_workers", "cases"),
     [
@@ -68,7 +60,7 @@ def _job_of(job, tmp_path, num_workers, cases):
 def test_differences_are_named_on_every_worker_who_can_then_go_on(
     num_workers, cases, job, tmp_path
 ):
-    ended = _job_of(job, tmp_path, num_workers, cases)
+    ended = job(num_workers).start_all("differ", tmp_path, *cases).wait()
 
     for one in ended:
         assert one.code == 0, one.output
@@ -82,7 +74,7 @@ def test_differences_are_named_on_every_worker_who_can_then_go_on(
 def test_a_difference_that_leaves_a_worker_alone_ends_the_job_with_what_both_do(
     case, job, tmp_path
 ):
-    ended = _job_of(job, tmp_path, 2, [case])
+    ended = job(2).start_all("differ", tmp_path, case).wait()
 
     for one in ended:
         assert one.code in (1, WorkerLostError.exit_code), one.output
@@ -93,36 +85,8 @@ def test_a_difference_that_leaves_a_worker_alone_ends_the_job_with_what_both_do(
 
 
 def test_a_worker_that_ends_before_the_others_is_named(job, tmp_path):
-    workers = job(2)
-    for worker in range(2):
-        workers.start("differ", worker, tmp_path, "a_step_after_the_others_have_ended")
+    workers = job(2).start_all("differ", tmp_path, "a_step_after_the_others_have_ended")
 
     for one in workers.wait():
         assert one.code == WorkerLostError.exit_code, one.output
         assert f"worker 0 at {workers.addresses[0]} has ended after" in one.output
-
-
-def test_values_of_other_shapes_on_every_worker_are_computed_as_by_tensorflow(job):
-    workers, devices = job(2), 2
-    for worker in range(2):
-        workers.start("uneven_values", worker, devices=devices)
-    ended = workers.wait()
-
-    num_replicas = 2 * devices
-    parts = [
-        np.arange(2 * (i + 1), dtype=np.float32).reshape(i + 1, 2) + 10 * i
-        for i in range(num_replicas)
-    ]
-    everything = np.concatenate(parts)
-    for worker, one in enumerate(ended):
-        assert one.code == 0, one.output
-        got = one.result
-        assert got["gather"] == everything.tolist()
-        assert got["all_gather"] == got["all_reduce"] == [everything.sum()] * devices
-        assert got["sum"] == everything.sum(axis=0).tolist()
-        np.testing.assert_allclose(got["mean"], everything.mean(axis=0), rtol=1e-6)
-        own = parts[worker * devices : (worker + 1) * devices]
-        assert got["local"] == [part.tolist() for part in own]
-        assert got["same"] == sum(range(num_replicas))
-        assert "with axis=None all replicas must agree" in got["no axis"]
-        assert "dtype and number of dims must agree" in got["dtypes"]

@@ -46,7 +46,7 @@ class Job:
         self.names: list[float] = []  # when a worker has named a lost one
         environ = {k: v for k, v in environment().items() if k != "TF_CONFIG"}
         workers = ["--workers", str(_NUM_WORKERS), "--max-restarts", str(max_restarts)]
-        program = [str(PROGRAMS / "training.py"), str(folder), str(num_epochs), "[]"]
+        program = [str(PROGRAMS / "training.py"), str(folder), str(num_epochs)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "distributary", "launch", *workers, *program],
             env=environ,

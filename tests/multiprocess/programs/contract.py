@@ -42,10 +42,7 @@ with strategy.scope():
         synchronization=dist.VariableSynchronization.ON_READ,
         aggregation=dist.VariableAggregation.SUM,
     )
-    mean = dist.Variable(
-        1.0 + first,
-        aggregation=dist.VariableAggregation.MEAN,
-    )
+    mean = dist.Variable(1.0 + first, aggregation=dist.VariableAggregation.MEAN)
     large_table = dist.Variable(start, name="large_table")
     slot = dist.Variable(np.full_like(start, 0.1), name="slot")
 result["initial"] = [w.numpy().tolist(), float(mean.value())]
@@ -183,10 +180,47 @@ def train():
     result["function"] = [plain(two_steps(own)), w.numpy().tolist()]
 
 
+def of_uneven():
+    """What is computed of values that replica by replica have a row more."""
+
+    def rows(context):
+        number = context.replica_id_in_sync_group
+        x = np.arange(2 * (number + 1), dtype=np.float32).reshape(number + 1, 2) + 10 * number
+        return {"x": x, "same": np.float32(number)}
+
+    def step(x):
+        context = dist.get_replica_context()
+        return context.all_gather(x, 0).sum(), context.all_reduce("SUM", x.sum())
+
+    def message(function, *args):
+        try:
+            function(*args)
+        except ValueError as error:
+            return str(error)
+
+    distribute = strategy.experimental_distribute_values_from_function
+    dtype = np.int32 if extended.worker_number else np.float32
+    values = distribute(rows)
+    x = values["x"]
+    gathered, summed = strategy.run(step, args=(x,))
+    return {
+        "gather": plain(strategy.gather(x, axis=0)),
+        "all_gather": local(gathered),
+        "all_reduce": local(summed),
+        "sum": plain(strategy.reduce("SUM", x, axis=0)),
+        "mean": plain(strategy.reduce("MEAN", x, axis=0)),
+        "local": local(x),
+        "same": plain(strategy.reduce("SUM", values["same"], axis=None)),
+        "no axis": message(strategy.reduce, "SUM", x, None),
+        "dtypes": message(distribute, lambda c: np.ones(1 + extended.worker_number, dtype)),
+    }
+
+
 if "training" in sys.argv:
     train()
 if extended.num_workers > 1:
     import reading
 
     result["reading"] = reading.results(strategy)
+    result["uneven"] = of_uneven()
 print(json.dumps(result))

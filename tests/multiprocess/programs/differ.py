@@ -76,19 +76,48 @@ def fit(built, **options):
     return built.fit(x, y, **{"batch_size": 8, "epochs": 1, "verbose": 0, **options})
 
 
-# Programs
+def summed(rate):
+    return strategy.run(lambda rate: context().all_reduce(SUM, rate), args=(rate,))
 
 
-@case
-def operation():
-    total(np.ones(2, np.float32), MEAN if odd else SUM)
-
-
-@case
-def a_large_constant():
-    values = np.zeros(10_000, np.float32)
-    values[7777] = odd
-    total(values)
+ONES = np.ones(2, np.float32)
+cases |= {
+    # Programs.
+    "operation": lambda: total(ONES, MEAN if odd else SUM),
+    "a_large_constant": lambda: total(np.where(np.arange(10_000) == 7777, np.float32(odd), 0)),
+    "a_python_argument": lambda: summed(0.2 if odd else 0.1),
+    "an_array_with_a_number": lambda: summed(jnp.float32(0.2 if odd else 0.1)),
+    "the_shape_of_an_argument": lambda: strategy.run(
+        lambda x: context().all_reduce(SUM, x.sum()), args=(np.ones(3 + odd),)
+    ),
+    # Variables.
+    "the_name_of_a_variable": lambda: variable(name="other" if odd else "one"),
+    "the_aggregation_of_a_variable": lambda: variable(
+        aggregation=dist.VariableAggregation["MEAN" if odd else "SUM"]
+    ),
+    "an_assigned_value": lambda: variable().assign(np.full(3, float(odd), np.float32)),
+    "assign_and_assign_add": lambda: getattr(variable(), "assign_add" if odd else "assign")(
+        np.ones(3, np.float32)
+    ),
+    # Outside of run.
+    "reduce_and_gather": lambda: (
+        strategy.gather(per_worker(ONES), axis=0)
+        if odd
+        else strategy.reduce(SUM, per_worker(ONES), axis=None)
+    ),
+    "the_axis_of_gather": lambda: strategy.gather(
+        per_worker(np.ones((2, 2), np.float32)), axis=int(odd)
+    ),
+    "the_structure_of_values": lambda: per_worker({"a": ONES} if odd else [ONES]),
+    # Keras.
+    "the_activation_of_a_layer": lambda: fit(model("tanh" if odd else "relu")),
+    "the_learning_rate": lambda: fit(model(optimizer=keras.optimizers.SGD(0.2 if odd else 0.1))),
+    "the_number_of_epochs": lambda: fit(model(), epochs=3 if odd else 2),
+    "validation": lambda: fit(model(), validation_data=(x, y) if odd else None),
+    "fit_and_evaluate": lambda: (
+        model().evaluate(x, y, batch_size=8, verbose=0) if odd else fit(model())
+    ),
+}
 
 
 @case
@@ -124,75 +153,12 @@ def garbage():
 
 
 @case
-def a_python_argument():
-    strategy.run(lambda rate: context().all_reduce(SUM, rate), args=(0.2 if odd else 0.1,))
-
-
-@case
-def an_array_with_a_number():
-    rate = jnp.float32(0.2 if odd else 0.1)
-    strategy.run(lambda rate: context().all_reduce(SUM, rate), args=(rate,))
-
-
-@case
-def the_shape_of_an_argument():
-    strategy.run(lambda x: context().all_reduce(SUM, x.sum()), args=(np.ones(3 + odd),))
-
-
-@case
 def a_compiled_function():
     @dist.function
     def twice():
         return strategy.reduce(SUM, strategy.run(lambda: jnp.float32(1 + odd)), axis=None)
 
     twice()
-
-
-# Variables
-
-
-@case
-def the_name_of_a_variable():
-    variable(name="other" if odd else "one")
-
-
-@case
-def the_aggregation_of_a_variable():
-    variable(aggregation=dist.VariableAggregation.MEAN if odd else dist.VariableAggregation.SUM)
-
-
-@case
-def an_assigned_value():
-    variable().assign(np.full(3, float(odd), np.float32))
-
-
-@case
-def assign_and_assign_add():
-    v = variable()
-    (v.assign_add if odd else v.assign)(np.ones(3, np.float32))
-
-
-# Outside of run
-
-
-@case
-def reduce_and_gather():
-    value = per_worker(np.ones(2, np.float32))
-    if odd:
-        strategy.gather(value, axis=0)
-    else:
-        strategy.reduce(SUM, value, axis=None)
-
-
-@case
-def the_axis_of_gather():
-    strategy.gather(per_worker(np.ones((2, 2), np.float32)), axis=1 if odd else 0)
-
-
-@case
-def the_structure_of_values():
-    value = np.ones(2, np.float32)
-    per_worker({"a": value} if odd else [value])
 
 
 @case
@@ -202,38 +168,6 @@ def another_dataset_first():
     if odd:
         strategy.reduce(SUM, value, axis=None)
     next(iter(one))
-
-
-# Keras
-
-
-@case
-def the_activation_of_a_layer():
-    fit(model(activation="tanh" if odd else "relu"))
-
-
-@case
-def the_learning_rate():
-    fit(model(optimizer=keras.optimizers.SGD(0.2 if odd else 0.1)))
-
-
-@case
-def the_number_of_epochs():
-    fit(model(), epochs=3 if odd else 2)
-
-
-@case
-def validation():
-    fit(model(), validation_data=(x, y) if odd else None)
-
-
-@case
-def fit_and_evaluate():
-    built = model()
-    if odd:
-        built.evaluate(x, y, batch_size=8, verbose=0)
-    else:
-        fit(built)
 
 
 @case
@@ -279,8 +213,7 @@ def a_step_after_the_others_have_ended():
 @case
 def an_argument_that_changes():
     for i in range(10):
-        rate = 0.2 if odd and i == 6 else 0.1
-        result = strategy.run(lambda rate: context().all_reduce(SUM, rate), args=(rate,))
+        result = summed(0.2 if odd and i == 6 else 0.1)
         float(strategy.experimental_local_results(result)[0])
     print("trained", flush=True)
 

@@ -160,15 +160,6 @@ result["evaluate function"] = rounded(model.evaluate(of_function, verbose=0))
 evaluated = model.evaluate(x[:48], y[:48], batch_size=12, verbose=0)
 assert np.allclose(result["evaluate function"], evaluated, atol=1e-5)
 
-saved = summary(model)
-checkpoint = dist.checkpoint.Checkpoint(model=model)
-checkpoint.write(folder / "checkpoint")
-model.fit(dataset, epochs=1, verbose=0)
-assert summary(model) != saved
-checkpoint.restore(folder / "checkpoint")
-result["restored"] = summary(model)
-assert result["restored"] == saved
-
 
 # Batches that every worker makes for itself, operation by operation.
 def batches():

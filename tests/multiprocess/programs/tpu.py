@@ -30,9 +30,7 @@ for cores in (places[1:-1], places[:1]):  # of several hosts, and of the first a
     except dist.errors.DistributaryError as error:
         refused.append(str(error))
 assignment = experimental.DeviceAssignment.build(
-    topology,
-    computation_shape=[1, 1, 1, num_cores],
-    num_replicas=num_devices // num_cores,
+    topology, computation_shape=[1, 1, 1, num_cores], num_replicas=num_devices // num_cores
 )
 strategy = dist.TPUStrategy(resolver, experimental_device_assignment=assignment)
 result = {

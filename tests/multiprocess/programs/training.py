@@ -1,12 +1,9 @@
 """Trains for some epochs, from the last one that was saved.
 
-Arguments: folder for what is saved, number of epochs, and faults of this program as JSON, one per
-start of the job: [worker, epoch, step, "kill" or "freeze"].
+Arguments: folder for what is saved, and number of epochs.
 """
 
-import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -17,8 +14,7 @@ import numpy as np
 import distributary as dist
 from distributary.data import Dataset
 
-folder, num_epochs, faults = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-restart = int(os.environ["DISTRIBUTARY_RESTART"])
+folder, num_epochs = Path(sys.argv[1]), int(sys.argv[2])
 strategy = dist.MultiWorkerMirroredStrategy(
     communication_options=dist.experimental.CommunicationOptions(heartbeat_timeout_seconds=3)
 )
@@ -60,17 +56,10 @@ def save(epoch):
     os.replace(folder / "saving.npz", saved)
 
 
-def cause_fault(epoch, number):
-    if restart < len(faults) and faults[restart][:3] == [worker, epoch, number]:
-        kind = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[faults[restart][3]]
-        os.kill(os.getpid(), kind)
-
-
 with open(folder / f"steps.{worker}", "a", buffering=1) as steps:
     for epoch in range(int(state["epoch"]), num_epochs):
         data = Dataset.from_tensor_slices((x, y)).shuffle(96, seed=epoch).batch(16)
         for number, batch in enumerate(strategy.experimental_distribute_dataset(data)):
-            cause_fault(epoch, number)
             value = strategy.run(step, batch)
             value = float(strategy.experimental_local_results(value)[0])
             steps.write(f"{time.time()} {os.getpid()} {epoch} {number} {value}\n")
