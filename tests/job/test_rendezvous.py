@@ -24,10 +24,7 @@ _NUM_LINES = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "3000"))
 def _line_of(place):
     """Returns what a worker says to the first one."""
     peer = place.workers[0]
-    with (
-        socket.create_server((peer.host, peer.port)) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with socket.create_server((peer.host, peer.port)) as server, ThreadPoolExecutor(1) as pool:
         meeting = pool.submit(connect_workers, place, _SECONDS)
         connection = server.accept()[0]
         with connection, connection.makefile("rb") as said:

@@ -87,6 +87,7 @@ _COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile", "plan")
         ("bench --step train", "--step is for a script"),
         ("bench --json train.py", "train.py is a Python script, which would be overwritten"),
         ("bench --plot plot.pdf", "expected NAME.png, found 'plot.pdf'"),
+        ("bench --replicas 1,3 --global-batch 64", "64 is not divisible by 3 replicas"),
         ("bench --gbit 0", "--gbit: expected a number above 0, found '0'"),
         ("compile a.py", "usage: distributary compile --topology NAME [OPTION ...] SCRIPT"),
         ("plan a.py", "usage: distributary plan --topology NAME [OPTION ...] SCRIPT"),
@@ -166,29 +167,6 @@ def test_what_cannot_be_made_or_served_is_named(tmp_path, capsys):
         ):
             assert main(["launch", *arguments, str(file)]) == 1
             assert message in capsys.readouterr().err
-
-
-def test_the_module_is_the_command(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("import sys; print(sys.argv[1:])")
-
-    process = subprocess.run(
-        [sys.executable, "-m", "distributary", "launch", script, "--workers"],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-
-    assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout == "[worker 0] ['--workers']\n"
-
-
-def test_importing_the_library_does_not_import_the_launcher():
-    code = """
-import sys, distributary
-assert not {m for m in sys.modules if m.startswith(("distributary.launch", "distributary.tools"))}
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
 @pytest.mark.parametrize("manifest", ["jobset.yaml", "tfjob.yaml", "tfjob-parameter-servers.yaml"])

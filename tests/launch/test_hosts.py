@@ -6,7 +6,6 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from distributary.errors import InvalidValueError, LaunchError
 from distributary.launch import HostOptions, LaunchOptions
 from distributary.launch._hosts import Master, RemoteLink
-from distributary.launch._restarts import Exit, Interrupted, Prepare, Tasks, TaskState
+from distributary.launch._restarts import Prepare
 
 _TOKEN = "0123456789abcdef"
 _SECONDS = 30
@@ -134,21 +133,21 @@ def test_the_first_failure_gives_both_hosts_their_code(start_host, script):
 if name == "worker0":
     run_forever()
 wait_for("worker0.0.pid")
-print("the reason", file=sys.stderr)
+print("the reason: ü", file=sys.stderr)
 sys.exit(9)
 """)
     first, second = start_host(0, worker), start_host(1, worker)
 
     (_, err0), (_, err1) = first.communicate(), second.communicate()
     assert (first.returncode, second.returncode) == (9, 9)
-    assert "[launcher]     the reason\n" in err0
-    assert "[worker 1] the reason\n" in err1
-    assert "[launcher]     the reason\n" not in err1  # it stands just above
+    assert "[launcher]     the reason: ü\n" in err0
+    assert "[worker 1] the reason: ü\n" in err1
+    assert "[launcher]     the reason: ü\n" not in err1  # it stands just above
 
 
 def test_ctrl_c_on_one_host_ends_both(start_host, script, pid_of, wait_until_gone):
     worker = script("run_forever()")
-    first, second = start_host(0, worker), start_host(1, worker)
+    first, second = (start_host(rank, "--max-restarts", 5, worker) for rank in (0, 1))
     pids = [pid_of("worker0"), pid_of("worker1")]
 
     second.send_signal(signal.SIGINT)
@@ -187,30 +186,6 @@ def test_hosts_end_when_the_first_is_killed(start_host, script, pid_of, wait_unt
     assert second.returncode == 1
     assert "the launcher of host 0 at 127.0.0.1:" in stderr
     wait_until_gone(*pids)
-
-
-def test_host_0_learns_of_the_tasks_of_others(hosts, join):
-    master = Master(LaunchOptions(("true",), hosts=hosts(0)), print)
-    links = [join(0), join(1)]
-    state = TaskState(name="worker 1", state="running", has_failed=False, num_restarts=0)
-    tasks = Tasks([state], {"worker 1": {"num_steps": 3.0}})
-
-    links[1].send(tasks)
-    end = time.monotonic() + 10
-    while not master.tasks() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert master.tasks() == {1: tasks}
-
-    links[1].send(Interrupted(1, "done"))
-
-    commands = []
-    while len(commands) < 2:  # each may come alone
-        commands += _receive(links[0])
-    assert commands == [Prepare(0), Exit(1, "done", 1, [])]
-    for link in links:
-        link.close()
-    master.close()
-    assert master.tasks() == {}
 
 
 @pytest.mark.parametrize(

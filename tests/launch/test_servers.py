@@ -123,46 +123,33 @@ model.compile("sgd", "mse")
 
 
 @pytest.mark.parametrize(
-    ("program", "num_servers", "start", "end"),
+    ("program", "start"),
     [
         (
-            "import distributary as dist; dist.MultiWorkerMirroredStrategy()",
-            1,
-            "MultiWorkerMirroredStrategy: the cluster has 1 parameter server(s), which this strat",
-            "or use ParameterServerStrategy; ending all workers.",
-        ),
-        (
             "import distributary as dist; dist.MirroredStrategy(['CPU:0'])",
-            0,
             "MirroredStrategy: the cluster has 2 workers, and nothing connects them: each would t",
-            "Use MultiWorkerMirroredStrategy, or start one worker",
         ),
         (
             _MODEL + "model.fit(np.ones((4, 2)), np.ones(4))",
-            0,
             "sequential.fit without a strategy: the cluster has 2 workers, and nothing connects t",
-            "Use MultiWorkerMirroredStrategy, or start one worker",
         ),
     ],
 )
-def test_a_program_that_does_not_fit_its_job_is_refused_once(
-    program, num_servers, start, end, launch, tmp_path
-):
+def test_a_program_that_does_not_fit_its_job_is_refused_once(program, start, launch, tmp_path):
     script = f'{program}\nput(f"{{name}}.trained")'
 
-    result = launch(script, num_workers=2, num_servers=num_servers, max_restarts=2)
+    result = launch(script, num_workers=2, max_restarts=2)
 
     assert result.code == 78
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("[launcher]")]
     assert line.startswith(f"[launcher] {start}")
-    assert end in line
+    assert "Use MultiWorkerMirroredStrategy, or start one worker" in line
     assert list(tmp_path.glob("*.trained")) == []
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        'os.environ.pop("TF_CONFIG"); import distributary as dist; dist.MirroredStrategy()',
         """
 import distributary as dist
 dist.MultiWorkerMirroredStrategy()
@@ -174,7 +161,11 @@ first, number = config["cluster"]["worker"][0], config["task"]["index"]
 jax.distributed.initialize(first, 2, number)
 dist.MirroredStrategy()
 """,
-        _MODEL + "model.evaluate(np.ones((4, 2)), np.ones(4))",
+        f"""{_MODEL}
+model.evaluate(np.ones((4, 2)), np.ones(4))
+os.environ.pop("TF_CONFIG")
+tf.distribute.MirroredStrategy()
+""",
     ],
 )
 def test_workers_may_be_connected_otherwise_or_not_train(program, launch):

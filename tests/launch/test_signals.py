@@ -108,8 +108,7 @@ def test_a_killed_subreaper_takes_its_worker_along(script, start, pid_of, wait_u
 
 def test_nohup_is_respected(script, start, pid_of):
     launcher = start(
-        script("print('there'); run_forever()"),
-        before=("sh", "-c", 'trap "" HUP; exec "$@"', "sh"),
+        script("print('there'); run_forever()"), before=("sh", "-c", 'trap "" HUP; exec "$@"', "sh")
     )
     pid_of("worker0")
 
