@@ -20,8 +20,7 @@ SECONDS = 60.0  # more than anything takes
 
 def _strategy(ps, max_shards=1, cluster=None):
     return dist.ParameterServerStrategy(
-        cluster or local_cluster(workers=2, ps=ps),
-        MinSizePartitioner(100, max_shards=max_shards),
+        cluster or local_cluster(workers=2, ps=ps), MinSizePartitioner(100, max_shards=max_shards)
     )
 
 

@@ -8,12 +8,7 @@ import pytest
 
 import distributary as dist
 from distributary.coordinator import ClusterCoordinator
-from distributary.errors import (
-    DeviceError,
-    InvalidTypeError,
-    InvalidValueError,
-    UnsupportedError,
-)
+from distributary.errors import DeviceError, InvalidTypeError, InvalidValueError, UnsupportedError
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import FixedShardsPartitioner
 from tests.servers.message_faults import spy
@@ -99,30 +94,6 @@ def test_devices_share_even_and_uneven_batches():
     assert mean.numpy() == 7
     assert steps.numpy() == 4
     np.testing.assert_allclose(metric.result(), np.mean(errors), rtol=1e-4)
-
-
-def test_two_workers_with_two_devices_each_count_every_step_once():
-    strategy = _strategy(2)
-    w, total, _, steps, metric, step = _linear(strategy)
-    coordinator = ClusterCoordinator(strategy)
-
-    def of_replicas(context):
-        assert context.num_replicas_in_sync == 2
-        return [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 30, 5)] * 100
-
-    source = strategy.distribute_datasets_from_function(of_replicas)
-    iterator = iter(coordinator.create_per_worker_dataset(source))
-
-    def closure(iterator):
-        # Inside `run` a replica takes its part.
-        strategy.run(lambda it: step(next(it)), args=(iterator,))
-
-    for _ in range(60):
-        coordinator.schedule(closure, args=(iterator,))
-    coordinator.join()
-    assert steps.numpy() == 60
-    assert total.numpy() == metric.count.numpy() == 600
-    np.testing.assert_allclose(w.numpy(), [1, -2, 3], atol=0.2)
 
 
 def _adagrad(value, slot, gradient):

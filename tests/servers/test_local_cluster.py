@@ -33,8 +33,9 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 3)).astype(np.float32)
 
 
-def _strategy(workers, ps):
-    return ParameterServerStrategy(local_cluster(workers, ps))
+def _coordinated(workers, ps):
+    strategy = ParameterServerStrategy(local_cluster(workers, ps))
+    return strategy, ClusterCoordinator(strategy)
 
 
 def test_results_belong_to_the_shapes_of_their_own_batch():
@@ -69,10 +70,9 @@ def test_results_belong_to_the_shapes_of_their_own_batch():
 
 
 def test_an_iterator_of_the_coordinator_gives_each_closure_its_next_batch():
-    strategy = _strategy(2, 1)
+    strategy, coordinator = _coordinated(2, 1)
     with strategy.scope():
         total = dist.Variable(0.0)
-    coordinator = ClusterCoordinator(strategy)
     rows = np.arange(1.0, 12.0, dtype=np.float32)
     captured = iter(Dataset.from_tensor_slices(rows).batch(2))
 
@@ -100,8 +100,7 @@ def test_an_iterator_of_the_coordinator_gives_each_closure_its_next_batch():
 
 
 def test_a_compiled_function_distributes_the_dataset_of_the_workers():
-    strategy = _strategy(2, 1)
-    coordinator = ClusterCoordinator(strategy)
+    strategy, coordinator = _coordinated(2, 1)
 
     def batches(context):
         return Dataset.from_tensor_slices(X).repeat().batch(context.get_per_replica_batch_size(4))
@@ -125,7 +124,7 @@ def test_a_compiled_function_distributes_the_dataset_of_the_workers():
 
 
 def test_what_closures_have_not_taken_of_an_iterator_is_there_for_others():
-    coordinator = ClusterCoordinator(_strategy(1, 1))
+    _, coordinator = _coordinated(1, 1)
     iterator = iter(Dataset.range(1, 4))
 
     assert coordinator.schedule(next, args=(iterator,)).fetch() == 1
@@ -139,8 +138,7 @@ def test_what_closures_have_not_taken_of_an_iterator_is_there_for_others():
 
 
 def test_arrays_may_be_written_to_when_they_have_been_given_away():
-    strategy = _strategy(1, 1)
-    coordinator = ClusterCoordinator(strategy)
+    _, coordinator = _coordinated(1, 1)
     memory = np.zeros(1 << 16, np.uint8)
     start = -memory.ctypes.data % 64  # XLA uses what is aligned without a copy
     buffer = memory[start : start + 4096].view(np.float32)
@@ -165,7 +163,7 @@ def test_arrays_may_be_written_to_when_they_have_been_given_away():
 
 
 def test_captured_arrays_are_those_of_the_first_trace():
-    coordinator = ClusterCoordinator(_strategy(2, 1))
+    _, coordinator = _coordinated(2, 1)
     captured = np.ones(64, np.float32)
 
     def closure():
@@ -178,8 +176,7 @@ def test_captured_arrays_are_those_of_the_first_trace():
 
 
 def test_what_cannot_travel_to_a_worker_is_named():
-    strategy = ParameterServerStrategy(local_cluster(1, 1))
-    coordinator = ClusterCoordinator(strategy)
+    _, coordinator = _coordinated(1, 1)
     dataset = Dataset.range(1, 4)
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [1.0, 2.0]))
     words = iter(coordinator.create_per_worker_dataset(lambda: [np.array(["a"])]))
@@ -203,10 +200,9 @@ def test_what_cannot_travel_to_a_worker_is_named():
 
 
 def test_the_first_error_is_raised_once():
-    strategy = _strategy(2, 1)
+    strategy, coordinator = _coordinated(2, 1)
     with strategy.scope():
         count = dist.Variable(0)
-    coordinator = ClusterCoordinator(strategy)
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [1.0, 2.0]))
 
     def closure(iterator):
@@ -230,7 +226,7 @@ def test_the_first_error_is_raised_once():
 
 
 def test_variables_are_read_and_assigned_from_outside():
-    strategy = _strategy(1, 2)
+    strategy, _ = _coordinated(1, 2)
     with strategy.scope():
         v = dist.Variable([1.0, 2.0], name="v")
         u = dist.Variable(0.0)
@@ -269,10 +265,9 @@ def test_workers_that_do_not_know_the_same_are_named():
 
 
 def test_a_worker_has_values_of_its_own():
-    strategy = _strategy(2, 1)
+    strategy, coordinator = _coordinated(2, 1)
     with strategy.scope():
         total = dist.Variable(np.zeros(2, np.float32))
-    coordinator = ClusterCoordinator(strategy)
     numbers = iter([1.0, 10.0])
     values = coordinator.create_per_worker_value(lambda: np.full(2, next(numbers), np.float32))
 
@@ -292,8 +287,7 @@ def test_a_worker_has_values_of_its_own():
 
 
 def test_an_error_of_a_worker_names_it_and_where_it_was_raised():
-    strategy = _strategy(1, 1)
-    coordinator = ClusterCoordinator(strategy)
+    _, coordinator = _coordinated(1, 1)
 
     def broken():
         yield np.float32(1)
@@ -319,7 +313,7 @@ def test_a_cluster_ends_with_its_coordinators():
 
 
 def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used():
-    coordinator = ClusterCoordinator(_strategy(1, 1))
+    _, coordinator = _coordinated(1, 1)
     is_open, num_traces = [], 0
 
     def batches():
@@ -356,7 +350,7 @@ def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used():
 
 
 def test_functions_that_nobody_has_any_more_are_forgotten():
-    coordinator = ClusterCoordinator(_strategy(1, 1))
+    _, coordinator = _coordinated(1, 1)
 
     class Model:
         def double(self, x):
@@ -390,8 +384,7 @@ def test_a_run_that_is_not_scheduled_is_told_once():
 
 
 def test_a_variable_that_takes_the_place_of_another_is_used():
-    strategy = _strategy(1, 1)
-    coordinator = ClusterCoordinator(strategy)
+    strategy, coordinator = _coordinated(1, 1)
 
     def step():
         return variable.assign_add(1.0)

@@ -1,7 +1,6 @@
 """Messages travel unchanged, and nothing else than a message is accepted."""
 
 import json
-import tracemalloc
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tests.servers.wire import Message, WireError, damaged_frames, decode, encode
+from tests.servers.wire import Message, WireError, decode, encode
 
 _MESSAGES = "distributary.servers._messages."
 _DTYPES = [
@@ -171,18 +170,3 @@ def test_a_message_beyond_the_limit_of_the_receiver_is_refused(monkeypatch):
 
     with pytest.raises(WireError, match="has 1152 bytes, expected 1000 or fewer"):
         decode(frame)
-
-
-def test_damaged_frames_are_refused_or_read_and_take_no_memory():
-    num_frames, num_refused = 2_000, 0
-    tracemalloc.start()
-
-    for frame in damaged_frames(num_frames):
-        try:
-            decode(frame)
-        except WireError:
-            num_refused += 1
-
-    assert num_frames / 2 < num_refused < num_frames
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()

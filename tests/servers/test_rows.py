@@ -55,51 +55,38 @@ def _take(table, ids, mode="fill"):
     return jnp.nan_to_num(jnp.take(table, ids, axis=0, mode=mode))
 
 
-def twice(tables, ids):
-    return _take(tables[0], ids).sum() ** 2 + (_take(tables[0], ids[:, 0] + 1, "clip") ** 3).sum()
+def _normed(table):
+    return table / jnp.linalg.norm(table, axis=1, keepdims=True)
 
 
-def shared_ids(tables, ids):
-    return (_take(tables[0], ids).sum(-1) * _take(tables[1], ids).sum(-1)).sum()
+LOSSES = {
+    "twice": lambda t, ids: (
+        _take(t[0], ids).sum() ** 2 + (_take(t[0], ids[:, 0] + 1, "clip") ** 3).sum()
+    ),
+    "shared ids": lambda t, ids: (_take(t[0], ids).sum(-1) * _take(t[1], ids).sum(-1)).sum(),
+    "converted": lambda t, ids: (
+        (t[0].astype(jnp.bfloat16) * 2)[ids].astype(jnp.float32) ** 2
+    ).sum(),
+    "normed rows": lambda t, ids: (_normed(t[0])[ids] * jnp.arange(3)).sum(),
+    "by scan": lambda t, ids: jax.lax.scan(
+        lambda total, row: (total * 0.5 + row, None), jnp.zeros(3), _take(t[0], ids)[:, 0]
+    )[0][0],
+    "small ids": lambda t, ids: (t[0][(ids % 60).astype(jnp.uint8)] ** 2).sum(),
+    "checkpointed": lambda t, ids: jax.checkpoint(lambda table: (_take(table, ids) ** 2).sum())(
+        t[0]
+    ),
+    "vmapped": lambda t, ids: jax.vmap(lambda own: (_take(t[0], own) ** 2).sum())(ids).sum(),
+}
 
 
-def converted(tables, ids):
-    half = tables[0].astype(jnp.bfloat16) * 2
-    return (half[ids].astype(jnp.float32) ** 2).sum()
-
-
-def normed_rows(tables, ids):
-    unit = tables[0] / jnp.linalg.norm(tables[0], axis=1, keepdims=True)
-    return (unit[ids] * jnp.arange(3)).sum()
-
-
-def by_scan(tables, ids):
-    rows = _take(tables[0], ids)[:, 0]
-    return jax.lax.scan(lambda total, row: (total * 0.5 + row, None), jnp.zeros(3), rows)[0][0]
-
-
-def small_ids(tables, ids):
-    return (tables[0][(ids % 60).astype(jnp.uint8)] ** 2).sum()
-
-
-def checkpointed(tables, ids):
-    return jax.checkpoint(lambda table: (_take(table, ids) ** 2).sum())(tables[0])
-
-
-def vmapped(tables, ids):
-    return jax.vmap(lambda own: (_take(tables[0], own) ** 2).sum())(ids).sum()
-
-
-LOSSES = [twice, shared_ids, converted, normed_rows, by_scan, small_ids, checkpointed, vmapped]
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_only_rows_that_are_looked_up_travel(loss):
-    tables = TABLES if loss is shared_ids else TABLES[:1]
+@pytest.mark.parametrize("name", LOSSES)
+def test_only_rows_that_are_looked_up_travel(name):
+    loss, has_two = LOSSES[name], name == "shared ids"
+    tables = TABLES if has_two else TABLES[:1]
 
     def step(tables, ids):
         value, gradients = jax.value_and_grad(loss)(tables, ids)
-        norm = jnp.sqrt(sum((g * g).sum() for g in gradients)) if loss is shared_ids else 1
+        norm = jnp.sqrt(sum((g * g).sum() for g in gradients)) if has_two else 1
         new = [table - push(g / norm) for table, g in zip(tables, gradients, strict=True)]
         return value, *new
 
@@ -115,43 +102,15 @@ def test_only_rows_that_are_looked_up_travel(loss):
     assert 0 < job.max_rows < 20
 
 
-def sgd(w, z, n, g):
-    return w - 0.1 * jnp.clip(g, -1, 1), z, n
-
-
-def adagrad(w, z, n, g):
-    return w - g * jax.lax.rsqrt(n + g**2), z, n + g**2
-
-
 def row_norms(w, z, n, g):
     """Row-wise Adagrad: one number for every row."""
     total = z + jnp.square(g).sum(axis=1, keepdims=True)
     return w - 0.1 * g * jax.lax.rsqrt(total + 1e-7), total, n
 
 
-def kept(w, z, n, g):
-    return w - jnp.tanh(g) * n, jnp.where(n > 0, z, z), n
-
-
-def largest(w, z, n, g):
-    return jnp.where(g > 0, w, w), z, jnp.maximum(n, jnp.abs(g) * 0)
-
-
-def decay(w, z, n, g):
-    return w - 0.1 * (g + 0.01 * w), z, n
-
-
 def adam(w, z, n, g):
     z, n = 0.9 * z + 0.1 * g, 0.99 * n + 0.01 * g * g
     return w - 0.1 * z / (jnp.sqrt(n) + 1e-7), z, n
-
-
-def clipped(w, z, n, g):
-    return jnp.clip(w - g / jnp.maximum(1.0, jnp.sqrt((g * g).sum())), -1, 1), z, n
-
-
-def latest(w, z, n, g):
-    return w - g[::-1], g, n
 
 
 def ftrl(w, z, n, g):
@@ -160,17 +119,28 @@ def ftrl(w, z, n, g):
     return jnp.where(jnp.abs(new_z) > 0.1, -new_z / jnp.sqrt(new_n), 0.0), new_z, new_n
 
 
-def centered(w, z, n, g):
-    return w - g / (1 + g.mean(axis=0)), z, n
+_BY_ROWS = [
+    lambda w, z, n, g: (w - 0.1 * jnp.clip(g, -1, 1), z, n),
+    lambda w, z, n, g: (w - g * jax.lax.rsqrt(n + g**2), z, n + g**2),
+    row_norms,
+    lambda w, z, n, g: (w - jnp.tanh(g) * n, jnp.where(n > 0, z, z), n),
+]
+_OF_ALL_ROWS = [
+    lambda w, z, n, g: (jnp.where(g > 0, w, w), z, jnp.maximum(n, jnp.abs(g) * 0)),
+    lambda w, z, n, g: (w - 0.1 * (g + 0.01 * w), z, n),
+    adam,
+    lambda w, z, n, g: (jnp.clip(w - g / jnp.maximum(1, jnp.sqrt((g * g).sum())), -1, 1), z, n),
+    ftrl,
+]
+_BY_OTHER_ROWS = [
+    lambda w, z, n, g: (w - g[::-1], g, n),
+    lambda w, z, n, g: (w - g / (1 + g.mean(axis=0)), z, n),
+]
 
 
 @pytest.mark.parametrize(
     ("num_shards", "rules", "changes_all"),
-    [
-        (3, [sgd, adagrad, row_norms, kept], False),
-        (3, [largest, decay, adam, clipped, ftrl], True),
-        (1, [latest, centered], True),
-    ],
+    [(3, _BY_ROWS, False), (3, _OF_ALL_ROWS, True), (1, _BY_OTHER_ROWS, True)],
     ids=["rows", "all rows", "rows of others"],
 )
 def test_servers_update_tables_as_one_device_does(num_shards, rules, changes_all):

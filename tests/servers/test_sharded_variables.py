@@ -126,8 +126,7 @@ def test_a_divided_weight_is_overwritten_with_data():
     np.testing.assert_array_equal(weight, values)
 
 
-@pytest.mark.parametrize("by_shard", [True, False])
-def test_shards_train_as_the_whole_does(by_shard):
+def test_shards_train_as_the_whole_does():
     cluster = local_cluster(workers=1, ps=2)
     sizes = spy(cluster)
     strategy = dist.ParameterServerStrategy(cluster, FixedShardsPartitioner(3))
@@ -145,15 +144,10 @@ def test_shards_train_as_the_whole_does(by_shard):
         with dist.GradientTape() as tape:
             loss = (dist.embedding_lookup(table, ids) ** 2).sum()
         gradients = [push(g) for g in tape.gradient(loss, table.variables)]
-        if by_shard:
-            for shard, own, gradient in zip(table, total, gradients, strict=True):
-                new, new_own = rule(shard.value(), own.value(), gradient)
-                shard.assign(new)
-                own.assign(new_own)
-        else:
-            new, new_total = rule(table.value(), total.value(), jnp.concatenate(gradients))
-            table.assign(new)
-            total.assign(new_total)
+        for shard, own, gradient in zip(table, total, gradients, strict=True):
+            new, new_own = rule(shard.value(), own.value(), gradient)
+            shard.assign(new)
+            own.assign(new_own)
         return loss
 
     coordinator = ClusterCoordinator(strategy)

@@ -63,7 +63,7 @@ def on_device(rows):
 
 
 def on_devices(iterator):
-    return strategy.run(on_device, args=(next(iterator),))
+    return strategy.run(lambda it: on_device(next(it)), args=(iterator,))
 
 
 total.assign(0)
