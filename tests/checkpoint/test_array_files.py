@@ -32,7 +32,15 @@ def _arrays():
     }
 
 
-def test_the_file_is_one_of_safetensors(small_pieces, tmp_path):
+def _read(path, parts, box, dtype):
+    target = np.empty([own.stop - own.start for own in box], dtype)
+    with ArrayReader(path) as reader:
+        reader.check([(box, parts)])
+        reader.fill(target, box, parts)
+    return target
+
+
+def test_the_file_is_one_of_safetensors_and_arrays_are_read(small_pieces, tmp_path):
     arrays = _arrays()
 
     written = write_arrays(tmp_path / "arrays.safetensors", arrays)
@@ -55,23 +63,9 @@ def test_the_file_is_one_of_safetensors(small_pieces, tmp_path):
         assert header[f"of {dtype}"]["dtype"] == kind
     assert header["of bfloat16"]["shape"] == [23, 3]
     assert header["of int4"] == {**header["of int4"], "dtype": "U8", "shape": [69]}
-
-
-def _read(path, parts, box, dtype):
-    target = np.empty([own.stop - own.start for own in box], dtype)
-    with ArrayReader(path) as reader:
-        reader.check([(box, parts)])
-        reader.fill(target, box, parts)
-    return target
-
-
-def test_whole_arrays_are_read(small_pieces, tmp_path):
-    arrays = _arrays()
-    checksum = write_arrays(tmp_path / "worker-3.safetensors", arrays).checksum
-
     for name, array in arrays.items():
         begin = [0] * array.ndim
-        parts = [SavedPart("worker-3.safetensors", checksum, name, begin, array.shape)]
+        parts = [SavedPart("arrays.safetensors", written.checksum, name, begin, array.shape)]
         read = _read(tmp_path, parts, box_of(array.shape), array.dtype)
         np.testing.assert_array_equal(read, array)
 

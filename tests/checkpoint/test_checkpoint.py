@@ -148,20 +148,6 @@ def test_values_without_an_aggregation_need_as_many_replicas(strategy_of, tmp_pa
     assert [float(v.numpy()) for v in other.values] == [5, 6, 7]
 
 
-def test_names_and_shapes_do_not_depend_on_the_number_of_replicas(strategy_of, tmp_path):
-    def names(num_replicas):
-        with strategy_of(num_replicas).scope():
-            w = dist.Variable(jnp.zeros((2, 3)), name="anything")
-            total = dist.Variable(0.0, synchronization=ON_READ, aggregation=Aggregation.SUM)
-        path = Checkpoint(model={"dense": {"kernel": w}}, total=total).write(
-            tmp_path / str(num_replicas)
-        )
-        return {name: (e["shape"], e["dtype"]) for name, e in _entries(path).items()}
-
-    expected = {"model/dense/kernel": ([2, 3], "float32"), "total": ([], "float32")}
-    assert names(1) == names(4) == expected
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -297,10 +283,8 @@ def test_objects_that_cannot_be_saved_are_named(strategy_of, tmp_path):
         strategy_of(2).run(lambda: Checkpoint(a=1).save(tmp_path / "ckpt"))
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
+def test_a_format_of_a_later_version_is_named(tmp_path):
     checkpoint = Checkpoint(a=1, b=np.arange(1000.0))
-    with pytest.raises(OSError, match=r"There is no checkpoint at .*/none: it has no"):
-        checkpoint.restore(tmp_path / "none")
     path = checkpoint.save(tmp_path / "ckpt")
     index = tmp_path / "ckpt-1" / "checkpoint.json"
     text = index.read_text(encoding="utf-8")
@@ -310,46 +294,3 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     index.write_text(f'{checked}{mark}{checksum:08x}"\n}}', encoding="utf-8")
     with pytest.raises(OSError, match="has format 4, and this version of distributary reads"):
         checkpoint.restore(path)
-    index.write_text(text[:50], encoding="utf-8")
-    with pytest.raises(OSError, match=r"ckpt-1 cannot be read: its file checkpoint.json is dam"):
-        checkpoint.restore(path)
-
-
-def test_an_interrupted_training_ends_on_the_same_weights(strategy_of, tmp_path):
-    data = np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32)
-
-    def training():
-        strategy = strategy_of(2)
-        with strategy.scope():
-            w = dist.Variable(jnp.zeros(5))
-            seen = dist.Variable(0.0, synchronization=ON_READ, aggregation=Aggregation.SUM)
-        source = Dataset.from_tensor_slices(data).shuffle(60, seed=2).batch(7).repeat()
-        batches = iter(strategy.experimental_distribute_dataset(source))
-        return strategy, Checkpoint(w=w, seen=seen, batches=batches, step=0)
-
-    def train(strategy, checkpoint, num_steps):
-        w, seen = checkpoint.w, checkpoint.seen
-
-        def step(x):
-            gradient = dist.grad(lambda: ((x @ w - 1.0) ** 2).sum(), w)()
-            w.assign_sub(0.01 * dist.get_replica_context().all_reduce("SUM", gradient))
-            seen.assign_add(x.sum())
-
-        for _ in range(num_steps):
-            strategy.run(step, args=(next(checkpoint.batches),))
-            checkpoint.step += 1
-
-    undisturbed, first, second = training(), training(), training()
-    train(*undisturbed, 12)
-    train(*first, 5)
-    path = first[1].save(tmp_path / "ckpt")
-    train(*first, 2)  # lost
-    second[1].restore(path)
-    train(*second, 12 - second[1].step)
-
-    assert second[1].step == 12
-    for name in ("w", "seen"):
-        expected, got = getattr(undisturbed[1], name), getattr(second[1], name)
-        assert expected.numpy().tobytes() == got.numpy().tobytes()
-    for _, checkpoint in (undisturbed, first, second):
-        checkpoint.batches.close()

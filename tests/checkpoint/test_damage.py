@@ -167,8 +167,7 @@ def test_files_that_were_cut_extended_removed_or_swapped_are_named(objects, tmp_
 
 
 @pytest.mark.parametrize(
-    "text",
-    [None, b"", b"{}", b"null", b"\0" * 500, b"\xff\xfe", "half", "bit"],
+    "text", [None, b"", b"{}", b"null", b"\0" * 500, b"\xff\xfe", "half", "bit"]
 )
 def test_a_damaged_index_is_left_out_and_does_not_stop_later_saves(text, tmp_path, caplog):
     checkpoint = Checkpoint(a=np.arange(4.0), step=0)

@@ -89,8 +89,7 @@ def test_a_loop_goes_on_where_it_was_although_not_all_is_built(
 
 
 @pytest.mark.parametrize(
-    ("make", "how"),
-    [(_sequential, "build"), (_Net, "call"), (_Net, "fit"), (_Net, "function")],
+    ("make", "how"), [(_sequential, "build"), (_Net, "call"), (_Net, "fit"), (_Net, "function")]
 )
 def test_values_arrive_however_the_model_is_built(make, how, strategy_of, tmp_path):
     strategy = strategy_of(2)

@@ -88,43 +88,36 @@ def test_a_folder_of_tensorflow_is_recognised_once(tmp_path, caplog):
     assert latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
 
 
-def _link_to_ours(path):
-    path.symlink_to(_checkpoint().write(path.with_name("target")))
-
-
-def _link_to_nothing(path):
-    path.symlink_to("nowhere")
-
-
-def _ours_with_a_file(path):
-    _checkpoint().write(path)
-    (path / "notes.txt").write_text("notes")
-
-
-def _ours_with_a_link(path):
-    _checkpoint().write(path)
-    (path / "ps-0.safetensors").symlink_to(path / "checkpoint.json")
-
-
-def _ours_with_a_replaced_one_of_others(path):
-    _checkpoint().write(path)
-    _folder(path.with_name(f"{path.name}.replaced"))
+def _ours(path):
+    return Path(_checkpoint().write(path))
 
 
 FOREIGN = {
-    _file: "is a file",
-    _folder: "is a folder of something else than a checkpoint",
-    _of_another_tool: "is a folder of something else than a checkpoint",
-    _link_to_ours: "is a symbolic link",
-    _link_to_nothing: "is a symbolic link",
-    _ours_with_a_file: r"has more in it than the checkpoint \(notes.txt\)",
-    _ours_with_a_link: r"has more in it than the checkpoint \(ps-0.safetensors\)",
-    _ours_with_a_replaced_one_of_others: "replaced is a folder of something else",
+    "a file": (_file, "is a file"),
+    "a folder": (_folder, "is a folder of something else than a checkpoint"),
+    "another tool": (_of_another_tool, "is a folder of something else than a checkpoint"),
+    "a link to ours": (
+        lambda path: path.symlink_to(_ours(path.with_name("target"))),
+        "is a symbolic link",
+    ),
+    "a link to nothing": (lambda path: path.symlink_to("nowhere"), "is a symbolic link"),
+    "ours with a file": (
+        lambda path: _file(_ours(path) / "notes.txt"),
+        r"has more in it than the checkpoint \(notes.txt\)",
+    ),
+    "ours with a link": (
+        lambda path: (_ours(path) / "ps-0.safetensors").symlink_to(path / "checkpoint.json"),
+        r"has more in it than the checkpoint \(ps-0.safetensors\)",
+    ),
+    "ours with a replaced one of others": (
+        lambda path: _folder(_ours(path).with_name(f"{path.name}.replaced")),
+        "replaced is a folder of something else",
+    ),
 }
 
 
-@pytest.mark.parametrize("make", FOREIGN, ids=lambda make: make.__name__)
-def test_what_is_in_the_way_is_named_and_stays(make, tmp_path):
+@pytest.mark.parametrize(("make", "problem"), FOREIGN.values(), ids=FOREIGN)
+def test_what_is_in_the_way_is_named_and_stays(make, problem, tmp_path):
     for name in ("results", "run-1"):
         (tmp_path / name).mkdir()
         make(tmp_path / name / name)
@@ -140,7 +133,7 @@ def test_what_is_in_the_way_is_named_and_stays(make, tmp_path):
     ):
         with pytest.raises(
             CheckpointError,
-            match=rf"^The checkpoint {place} was not written: {place}.*{FOREIGN[make]}.*"
+            match=rf"^The checkpoint {place} was not written: {place}.*{problem}.*"
             "Move it away, or choose another path",
         ):
             save()

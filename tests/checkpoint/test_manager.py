@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.checkpoint import (
-    Checkpoint,
-    CheckpointManager,
-    latest_checkpoint,
-    list_variables,
-)
+from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint, list_variables
 from distributary.errors import CheckpointError
 
 
