@@ -25,9 +25,7 @@ def test_tasks_come_out_as_they_went_in(spec):
     assert spec.task_address("ps", 3) == "p3:4"
     assert spec.job_tasks("ps") == [None, "p1:5", None, "p3:4"]
     assert spec.job_tasks("worker") == ["w0:1", "w1:2"]
-
-
-def test_a_dict_without_gaps_comes_out_as_a_list():
+    # A dict without gaps comes out as a list.
     assert ClusterSpec({"worker": {1: "b:2", "0": "a:1"}}).as_dict() == {"worker": ["a:1", "b:2"]}
 
 
@@ -158,11 +156,8 @@ def test_a_wrong_value_is_refused(cluster, message):
 
 
 @pytest.mark.parametrize("method", ["num_tasks", "task_indices", "job_tasks"])
-def test_asking_for_an_unknown_type_names_those_there_are(spec, method):
+def test_asking_for_an_unknown_type_or_task_names_those_there_are(spec, method):
     with pytest.raises(InvalidValueError, match=r"type 'evaluator'.*'worker', 'ps', 'chief'"):
         getattr(spec, method)("evaluator")
-
-
-def test_asking_for_an_unknown_task_names_those_there_are(spec):
     with pytest.raises(InvalidValueError, match=r"no task 2 of type 'ps'.*the numbers are 1, 3"):
         spec.task_address("ps", 2)

@@ -3,10 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributary.cluster_resolver import (
-    KubernetesClusterResolver,
-    KubernetesExecutableLocation,
-)
+from distributary.cluster_resolver import KubernetesClusterResolver, KubernetesExecutableLocation
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 
 

@@ -3,12 +3,7 @@ import pytest
 from distributary.cluster_resolver import ClusterSpec, Peer, multi_worker
 from distributary.errors import InvalidTypeError, InvalidValueError
 
-_FULL = {
-    "evaluator": ["e:1"],
-    "ps": ["p0:1", "p1:1"],
-    "worker": ["w0:1", "w1:1"],
-    "chief": ["c:1"],
-}
+_FULL = {"evaluator": ["e:1"], "ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1"], "chief": ["c:1"]}
 _WORKERS_ONLY = {"worker": ["w0:1", "w1:1", "w2:1"]}
 
 

@@ -5,7 +5,6 @@ from distributary.cluster_resolver import (
     ClusterResolver,
     ClusterSpec,
     SimpleClusterResolver,
-    TFConfigClusterResolver,
     UnionResolver,
 )
 from distributary.errors import InvalidTypeError, InvalidValueError
@@ -23,11 +22,6 @@ class _Own(ClusterResolver):
 
 def _simple(cluster, **settings):
     return SimpleClusterResolver(ClusterSpec(cluster), **settings)
-
-
-def test_the_base_cannot_be_created():
-    with pytest.raises(TypeError, match="abstract"):
-        ClusterResolver()
 
 
 def test_a_resolver_of_your_own_needs_two_methods():
@@ -144,20 +138,6 @@ def test_a_union_can_override_the_properties():
 )
 def test_numbered_tasks_keep_their_numbers_and_equal_jobs_are_taken_once(first, second, expected):
     assert UnionResolver(_simple(first), _simple(second)).cluster_spec() == ClusterSpec(expected)
-
-
-def test_the_first_resolver_can_override_the_accelerators_of_tf_config(set_environ):
-    """The example in the documentation of `tf.distribute.cluster_resolver.UnionResolver`."""
-    set_environ(
-        TF_CONFIG='{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
-    )
-    tf_config = TFConfigClusterResolver()
-    gpu_override = SimpleClusterResolver(tf_config.cluster_spec(), num_accelerators={"GPU": 1})
-
-    union = UnionResolver(gpu_override, tf_config)
-
-    assert union.num_accelerators() == {"GPU": 1}
-    assert union.cluster_spec() == {"worker": ["a:1", "b:1"]}
 
 
 @pytest.mark.parametrize(

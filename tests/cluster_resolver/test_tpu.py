@@ -5,12 +5,7 @@ import jax
 import pytest
 
 from distributary.cluster_resolver import TPUClusterResolver
-from distributary.errors import (
-    ClusterError,
-    InvalidTypeError,
-    InvalidValueError,
-    UnsupportedError,
-)
+from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError, UnsupportedError
 
 _ATTRIBUTES = "/computeMetadata/v1/instance/attributes/"
 

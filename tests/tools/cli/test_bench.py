@@ -1,10 +1,8 @@
 """`distributary bench`."""
 
 import json
-import math
 import re
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from distributary.devices import watch_programs
 from distributary.errors import InvalidValueError
 from distributary.tools.cli import main
 from distributary.tools.compilation import run_script
-from distributary.tools.scaling import MODELS, Network, Timing, predict
+from distributary.tools.scaling import Network, Timing, predict
 from distributary.tools.scaling._timer import StepTimer
 
 # As a user would write it: input in every step, a batch that does not grow, other programs too.
@@ -141,13 +139,6 @@ def test_a_script_that_fails_shows_its_last_lines(tmp_path, capsys):
     assert error.endswith("  about to fail\n")
 
 
-def test_batches_must_be_divisible(capsys):
-    with pytest.raises(SystemExit):
-        main(["bench", "--replicas", "1,3", "--global-batch", "64"])
-
-    assert "--global-batch 64 is not divisible by 3 replicas" in capsys.readouterr().err
-
-
 def test_a_host_alone_is_predicted_as_measured():
     timing = Timing("step", "cpu", 2, (0.3, 0.1, 0.2), None, 3, 1000, 0.01, [])
 
@@ -155,24 +146,3 @@ def test_a_host_alone_is_predicted_as_measured():
 
     assert (one.seconds, one.efficiency, one.examples_per_second) == (0.2, 1.0, None)
     assert two.seconds == pytest.approx(0.2 + 10 + 2 * 3)
-
-
-@pytest.mark.parametrize(("name", "num_classes"), [("mlp", 10), ("transformer", 1000)])
-def test_models_know_nothing_at_first(name, num_classes):
-    sizes, scores_of, make_batch = MODELS[name]
-    rng = np.random.default_rng(0)
-
-    class Weight:
-        def __init__(self, shape):
-            self._value = rng.normal(0, shape[0] ** -0.5, shape).astype(np.float32)
-
-        def value(self):
-            return self._value
-
-    weights = {weight: Weight(shape) for weight, shape in sizes.items()}
-    inputs, targets = make_batch(rng, 4)
-    scores = jax.nn.log_softmax(jax.jit(lambda x: scores_of(weights, x))(inputs))
-    loss = -np.take_along_axis(np.asarray(scores), targets[..., None], axis=-1).mean()
-
-    assert scores.shape == (*targets.shape, num_classes)
-    assert loss == pytest.approx(math.log(num_classes), abs=1)

@@ -85,8 +85,7 @@ def test_a_task_of_another_strategy_is_told_so(
 
 
 @pytest.mark.parametrize(
-    ("tf_config", "message"),
-    [("{", "TF_CONFIG"), (_config("worker", 2), "worker.*2")],
+    ("tf_config", "message"), [("{", "TF_CONFIG"), (_config("worker", 2), "worker.*2")]
 )
 def test_a_wrong_cluster_is_an_error(monkeypatch, capsys, tf_config, message):
     monkeypatch.setenv("TF_CONFIG", tf_config)

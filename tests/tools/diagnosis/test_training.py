@@ -1,4 +1,4 @@
-"""The short training finds replicas that compute wrongly."""
+"""The short training and the all-reduce of the doctor find replicas that compute wrongly."""
 
 import re
 
@@ -7,7 +7,8 @@ import pytest
 import sklearn.datasets  # noqa: F401 - it sets environment variables, which a test must not change
 
 import distributary as dist
-from distributary.tools.diagnosis import _training
+from distributary.tools.diagnosis import _all_reduce, _training
+from distributary.tools.diagnosis._all_reduce import all_reduce
 from distributary.tools.diagnosis._training import training
 
 
@@ -78,3 +79,21 @@ def test_replicas_that_differ_are_found(monkeypatch):
     assert check.status == "problem"
     assert check.detail.endswith("the replicas have different weights")
     assert check.numbers["difference_to_one_device"] < 1e-3
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_wrong_sum_is_a_problem(monkeypatch, lost):
+    mesh = dist.MirroredStrategy(["CPU:0", "CPU:1"]).extended.mesh
+    assert all_reduce(mesh, None).status in ("ok", "warning")
+    real = jax.lax.psum
+
+    def without_one(row, axis):
+        return real(row * (jax.lax.axis_index(axis) != lost), axis)
+
+    monkeypatch.setattr(_all_reduce.jax.lax, "psum", without_one)
+
+    check = all_reduce(mesh, None)
+
+    assert check.status == "problem"
+    assert check.detail == "the sum of 4 B over 2 replicas is wrong"
+    assert "NCCL" in check.fix

@@ -64,10 +64,7 @@ staged = Staged(closed, inputs, outputs, placement)
 on_replicas = [*[aval(NamedSharding(mesh, P()))] * NUM_LAYERS, aval(rows, 64)]
 state = [count_aval(storage), *[aval(storage)] * 3 * NUM_LAYERS]
 at_home = [*state, *[aval(home)] * NUM_LAYERS]
-compiled = [
-    staged._first.lower(*on_replicas).compile(),
-    staged._second.lower(*at_home).compile(),
-]
+compiled = [staged._first.lower(*on_replicas).compile(), staged._second.lower(*at_home).compile()]
 names = ["argument", "output", "alias", "temp"]
 names = [f"{name}_size_in_bytes" for name in [*names, *(f"host_{name}" for name in names)]]
 for executable in compiled:

@@ -13,11 +13,7 @@ import numpy as np
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.tools.compilation import (
-    collectives_of_step,
-    parse_topology,
-    prepare_compilers,
-)
+from distributary.tools.compilation import collectives_of_step, parse_topology, prepare_compilers
 
 prepare_compilers()
 topology = parse_topology(sys.argv[1])
@@ -108,11 +104,7 @@ STEPS = {
     "related": (descent(error_of(lambda x: jax.nn.softmax(x @ x.T) @ x)), weights, batch),
     "root": (descent(error_of(of=lambda squares: jnp.sqrt(jnp.mean(squares)))), weights, batch),
     "clipped": (clipped, weights, batch),
-    "several_steps": (
-        several_steps,
-        weights,
-        (array(4, ROWS, WIDTH, sharding=in_steps),) * 2,
-    ),
+    "several_steps": (several_steps, weights, (array(4, ROWS, WIDTH, sharding=in_steps),) * 2),
     "layers_in_a_loop": (layers_in_a_loop, array(6, WIDTH, WIDTH, sharding=replicated), batch),
     "sharded_state": (sharded_state, (weights, parts), batch),
     "sharded_weights": (sharded_weights, parts, batch),
