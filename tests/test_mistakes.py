@@ -46,6 +46,13 @@ def told_step(
     return note
 
 
+def told_steps(steps: dict[str, tuple[Any, ...]], options: dist.RunOptions | None = None) -> None:
+    """Notes steps by name, with the parts of their messages, the function and its arguments."""
+    for name, (parts, step, *args) in steps.items():
+        step.__name__ = step.__qualname__ = name
+        told_step(*parts.split(" | "), args=tuple(args) or (BATCH,), options=options)(step)
+
+
 def told_each(mistakes: dict[str, tuple[str, Mistake]]) -> None:
     """Notes mistakes by name, with what their messages must contain, separated by bars."""
     for name, (parts, mistake) in mistakes.items():
@@ -104,27 +111,6 @@ def if_in_a_function(strategy):
     update(BATCH)
 
 
-@told_step("`batch`", "jnp.maximum", options=AS_IT_IS)
-def max_of_two_values(batch):
-    return max(batch.mean(), 1.0)
-
-
-@told_step("`batch`", "float()", "Return it", "strategy.reduce", options=AS_IT_IS)
-def float_of_a_loss(batch):
-    loss = (batch**2).mean()
-    return float(loss)
-
-
-@told_step("`batch`", ".item()", "Return it", "strategy.reduce")
-def item_of_a_loss(batch):
-    return (batch**2).mean().item()
-
-
-@told_step("`batch`", "int", "astype", options=AS_IT_IS)
-def int_of_a_value(batch):
-    return int(batch.sum())
-
-
 @told_step("`num_steps`", "jax.lax.fori_loop", args=(BATCH, 3), options=AS_IT_IS)
 def range_of_an_argument(batch, num_steps):
     for _ in range(num_steps):
@@ -132,51 +118,59 @@ def range_of_an_argument(batch, num_steps):
     return batch
 
 
-@told_step("`size`", "shape", args=(BATCH, 3))
-def shape_from_an_argument(batch, size):
-    return batch.sum() + jnp.zeros((size,))
-
-
-@told_step("`size`", "shape", args=(BATCH, 2))
-def reshape_to_an_argument(batch, size):
-    return batch.reshape(size, -1)
-
-
-@told_step("a slice", "jax.lax.dynamic_slice", args=(BATCH, 2))
-def slice_to_an_argument(batch, size):
-    return batch[:size]
-
-
-@told_step("mask", "jnp.where")
-def rows_by_a_mask(batch):
-    return batch[batch > 0].sum()
-
-
-@told_step("`batch`", "size=")
-def unique_of_a_batch(batch):
-    return jnp.unique(batch)
-
-
-@told_step("`batch`", "size=")
-def nonzero_of_a_batch(batch):
-    return jnp.nonzero(batch)[0]
-
-
-@told_step("`batch`", "jnp.log for np.log")
-def numpy_function_of_a_batch(batch):
-    return np.log(batch)
-
-
-@told_step("`batch`", "jnp.asarray")
-def numpy_array_of_a_batch(batch):
-    return np.asarray(batch)
-
-
 @told_step("jax.debug.print")
 def print_with_a_format(batch):
     loss = batch.mean()
     print(f"loss {loss:.3f}")
     return loss
+
+
+told_steps(
+    {
+        "max_of_two_values": ("`batch` | jnp.maximum", lambda batch: max(batch.mean(), 1.0)),
+        "float_of_a_loss": (
+            "`batch` | float() | Return it | strategy.reduce",
+            lambda batch: float((batch**2).mean()),
+        ),
+        "int_of_a_value": ("`batch` | int | astype", lambda batch: int(batch.sum())),
+    },
+    AS_IT_IS,
+)
+told_steps(
+    {
+        "item_of_a_loss": (
+            "`batch` | .item() | Return it | strategy.reduce",
+            lambda batch: (batch**2).mean().item(),
+        ),
+        "shape_from_an_argument": (
+            "`size` | shape",
+            lambda batch, size: batch.sum() + jnp.zeros((size,)),
+            *(BATCH, 3),
+        ),
+        "reshape_to_an_argument": (
+            "`size` | shape",
+            lambda batch, size: batch.reshape(size, -1),
+            *(BATCH, 2),
+        ),
+        "slice_to_an_argument": (
+            "a slice | jax.lax.dynamic_slice",
+            lambda batch, size: batch[:size],
+            *(BATCH, 2),
+        ),
+        "rows_by_a_mask": ("mask | jnp.where", lambda batch: batch[batch > 0].sum()),
+        "unique_of_a_batch": ("`batch` | size=", lambda batch: jnp.unique(batch)),
+        "nonzero_of_a_batch": ("`batch` | size=", lambda batch: jnp.nonzero(batch)[0]),
+        "numpy_function_of_a_batch": (
+            "`batch` | jnp.log for np.log",
+            lambda batch: np.log(batch),
+        ),
+        "numpy_array_of_a_batch": ("`batch` | jnp.asarray", lambda batch: np.asarray(batch)),
+        "generator_from_the_data": (
+            "the seed | jax.random.fold_in(key, seed)",
+            lambda batch: batch + np.random.default_rng(batch[0].astype(int)).normal(),
+        ),
+    }
+)
 
 
 @told("train_step", "`batch`", "jnp.asarray(values)[i]")
@@ -205,17 +199,21 @@ def key_of_a_dict(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-@told_step("the seed", "jax.random.fold_in(key, seed)")
-def generator_from_the_data(batch):
-    return batch + np.random.default_rng(batch[0].astype(int)).normal()
-
-
 # Methods of arrays of other libraries
 
 
-@told_step(".numpy()", "Return the array")
-def numpy_method(batch):
-    return batch.numpy().mean()
+told_steps(
+    {
+        "numpy_method": (".numpy() | Return the array", lambda batch: batch.numpy().mean()),
+        "to_a_device": (".to() | device", lambda batch: batch.to("cuda")),
+        "detach_an_array": (".detach() | jax.lax.stop_gradient", lambda batch: batch.detach()),
+        "unsqueeze_an_array": (".unsqueeze() | jnp.expand_dims", lambda batch: batch.unsqueeze(0)),
+        "shape_as_list": (
+            ".as_list() | shape",
+            lambda batch: batch.reshape(batch.shape.as_list()),
+        ),
+    }
+)
 
 
 @told_step(".backward()", "value_and_grad")
@@ -223,16 +221,6 @@ def backward_of_a_loss(batch):
     loss = (batch**2).mean()
     loss.backward()
     return loss
-
-
-@told_step(".to()", "device")
-def to_a_device(batch):
-    return batch.to("cuda")
-
-
-@told_step(".detach()", "jax.lax.stop_gradient")
-def detach_an_array(batch):
-    return batch.detach()
 
 
 @told_step(
@@ -266,16 +254,6 @@ def a_traced_value_in_a_padded_batch(strategy):
     total(2.0)
 
 
-@told_step(".unsqueeze()", "jnp.expand_dims")
-def unsqueeze_an_array(batch):
-    return batch.unsqueeze(0)
-
-
-@told_step(".as_list()", "shape")
-def shape_as_list(batch):
-    return batch.reshape(batch.shape.as_list())
-
-
 # Objects of other libraries
 
 
@@ -285,27 +263,26 @@ def _foreign(module: str, name: str, **attributes: Any) -> Any:
     return type(name, (), {"__module__": module, "__repr__": lambda self: text, **attributes})()
 
 
-@told("train_step", "`batch`", "tf.Tensor", ".numpy()")
-def tensor_of_tensorflow(strategy):
-    def train_step(batch):
-        return batch
-
-    tensor = _foreign("tensorflow.python.framework.ops", "EagerTensor", __hash__=None)
-    strategy.run(train_step, args=(tensor,))
+def train_step(batch):
+    return batch
 
 
-@told_step("torch.Tensor", ".numpy()", args=({"x": _foreign("torch", "Tensor")},))
-def tensor_of_torch(batch):
-    return batch["x"]
-
-
-@told("train_step", "torch model", "Keras", "Flax")
-def model_of_torch(strategy):
-    def train_step(model, batch):
-        return batch
-
-    model = _foreign("torch.nn.modules.linear", "Linear")
-    strategy.run(train_step, args=(model, BATCH))
+_TENSOR = _foreign("tensorflow.python.framework.ops", "EagerTensor", __hash__=None)
+told_steps(
+    {
+        "tensor_of_torch": (
+            "torch.Tensor | .numpy()",
+            lambda batch: batch["x"],
+            {"x": _foreign("torch", "Tensor")},
+        ),
+        "tensor_of_tensorflow": ("`batch` | tf.Tensor | .numpy()", lambda batch: batch, _TENSOR),
+        "model_of_torch": (
+            "torch model | Keras | Flax",
+            lambda model, batch: batch,
+            *(_foreign("torch.nn.modules.linear", "Linear"), BATCH),
+        ),
+    }
+)
 
 
 @told("train_step", "nnx.split", "nnx.merge")
@@ -346,36 +323,37 @@ def captured_nnx_optimizer(strategy):
 # Arguments of run
 
 
-@told("train_step", "args=(value,)")
-def bare_array_as_args(strategy):
-    def train_step(batch):
-        return batch
-
-    strategy.run(train_step, args=BATCH)
-
-
-@told("train_step", "args=(value,)")
-def parentheses_without_comma(strategy):
-    def train_step(batch):
-        return batch
-
-    strategy.run(train_step, args=(jnp.asarray(BATCH)))
-
-
-@told("train_step", "args=(value,)")
-def bare_dict_as_args(strategy):
-    def train_step(batch):
-        return batch
-
-    strategy.run(train_step, {"x": BATCH})
-
-
-@told("strategy.run(step, args=", "array")
-def called_step(strategy):
-    def train_step(batch):
-        return batch * 2
-
-    strategy.run(train_step(BATCH))
+told_steps(
+    {
+        "missing_argument": (
+            "missing_argument(x, y) | 1 argument | 'y' | args=(x, y)",
+            lambda x, y: x,
+        ),
+        "parts_of_a_batch": (
+            "parts_of_a_batch(batch) | 2 arguments | args=((x, y),)",
+            lambda batch: batch[0],
+            *(BATCH, BATCH),
+        ),
+        "strings_in_a_batch": (
+            "`names` | numbers",
+            lambda batch, names: batch,
+            *(BATCH, np.array(["a", "b"])),
+        ),
+        "scipy_matrix": ("sparse | toarray", lambda batch: batch, scipy.sparse.csr_matrix(BATCH)),
+        "returned_object": (
+            "returned | arrays",
+            lambda batch: {"loss": batch.sum(), "model": object()},
+        ),
+        "value_before_operation_in_a_step": (
+            "all_reduce | SUM",
+            lambda batch: dist.get_replica_context().all_reduce(batch, "SUM"),
+        ),
+        "axis_of_pmap": (
+            "'batch' | get_replica_context().all_reduce",
+            lambda batch: jax.lax.pmean(batch, axis_name="batch"),
+        ),
+    }
+)
 
 
 @told("train_step(x, y)", "a tuple of 2", "args=batch")
@@ -385,26 +363,6 @@ def batch_in_a_tuple(strategy):
 
     data = strategy.experimental_distribute_dataset([(BATCH, BATCH)])
     strategy.run(train_step, args=(next(iter(data)),))
-
-
-@told_step("missing_argument(x, y)", "1 argument", "'y'", "args=(x, y)")
-def missing_argument(x, y):
-    return x
-
-
-@told_step("parts_of_a_batch(batch)", "2 arguments", "args=((x, y),)", args=(BATCH, BATCH))
-def parts_of_a_batch(batch):
-    return batch[0]
-
-
-@told_step("`names`", "numbers", args=(BATCH, np.array(["a", "b"])))
-def strings_in_a_batch(batch, names):
-    return batch
-
-
-@told_step("returned", "arrays")
-def returned_object(batch):
-    return {"loss": batch.sum(), "model": object()}
 
 
 @told("train_step", "async", "plain function")
@@ -420,21 +378,33 @@ def generator_as_step(batch):
     yield batch
 
 
-@told("jax.jit", "distributary.function")
-def run_in_jit(strategy):
-    def train_step(batch):
-        return batch.sum()
-
-    jax.jit(lambda batch: strategy.run(train_step, args=(batch,)))(BATCH)
-
-
 told_each(
     {
-        "bare_array_as_kwargs": ("kwargs | dict", lambda s: s.run(lambda x: x, (BATCH,), BATCH)),
+        "bare_array_as_args": (
+            "train_step | args=(value,)",
+            lambda s: s.run(train_step, args=BATCH),
+        ),
+        "parentheses_without_comma": (
+            "train_step | args=(value,)",
+            lambda s: s.run(train_step, args=(jnp.asarray(BATCH))),
+        ),
+        "bare_dict_as_args": (
+            "train_step | args=(value,)",
+            lambda s: s.run(train_step, {"x": BATCH}),
+        ),
+        "called_step": (
+            "strategy.run(step, args= | array",
+            lambda s: s.run(train_step(BATCH)),
+        ),
+        "run_in_jit": (
+            "jax.jit | distributary.function",
+            lambda s: jax.jit(lambda batch: s.run(train_step, args=(batch,)))(BATCH),
+        ),
         "object_in_a_result": (
             "object in result['model']",
             lambda s: s.run(lambda batch: {"model": object()}, args=(BATCH,)),
         ),
+        "bare_array_as_kwargs": ("kwargs | dict", lambda s: s.run(lambda x: x, (BATCH,), BATCH)),
     }
 )
 
@@ -530,23 +500,6 @@ def _sums(strategy):
     return strategy.run(jnp.sum, args=(BATCH,))
 
 
-@told("PerReplica", "strategy.reduce", "experimental_local_results")
-def format_of_a_result(strategy):
-    loss = strategy.run(lambda x: x.sum(), args=(BATCH,))
-    return f"{loss:.3f}"
-
-
-@told("reduce", "axis=None", "axis=0")
-def reduce_without_axis(strategy):
-    losses = strategy.run(lambda x: x.sum(), args=(BATCH,))
-    strategy.reduce("SUM", losses)
-
-
-@told_step("all_reduce", "SUM")
-def value_before_operation_in_a_step(batch):
-    return dist.get_replica_context().all_reduce(batch, "SUM")
-
-
 @told("train_step", "all_reduce", "get_replica_context()")
 def reduce_in_a_step(strategy):
     def train_step(batch):
@@ -555,13 +508,13 @@ def reduce_in_a_step(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-@told_step("'batch'", "get_replica_context().all_reduce")
-def axis_of_pmap(batch):
-    return jax.lax.pmean(batch, axis_name="batch")
-
-
 told_each(
     {
+        "format_of_a_result": (_PER_REPLICA, lambda s: f"{_sums(s):.3f}"),
+        "reduce_without_axis": (
+            "reduce | axis=None | axis=0",
+            lambda s: s.reduce("SUM", _sums(s)),
+        ),
         "float_of_a_result": (_PER_REPLICA, lambda s: float(_sums(s))),
         "numpy_of_a_result": (_PER_REPLICA, lambda s: np.mean(_sums(s))),
         "comparison_of_a_result": (_PER_REPLICA, lambda s: _sums(s) < 3),
@@ -756,11 +709,6 @@ told_each(
 
 
 # Data
-
-
-@told_step("sparse", "toarray", args=(scipy.sparse.csr_matrix(BATCH),))
-def scipy_matrix(batch):
-    return batch
 
 
 told_each(
