@@ -96,14 +96,6 @@ _OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_step_is_compiled_once(num_replicas, strategy_of, compilations):
-    batches = _BATCHES[:1] * 3
-    with compilations() as compiled:
-        _train(strategy_of(num_replicas), _OPTIMIZERS["adam, clipped"], batches)
-    assert compiled.count("jit(step)") == 1, compiled
-
-
 @pytest.mark.parametrize(
     ("optimizer", "num_replicas", "batches"),
     [
@@ -225,38 +217,31 @@ def test_dropout_differs_between_replicas_and_repeats_from_one_seed(strategy):
         np.testing.assert_array_equal(mask, again)
 
 
-def test_an_optimizer_built_inside_the_step_keeps_its_slots(strategy):
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_step_that_builds_the_optimizer_is_compiled_once_and_keeps_slots(
+    num_replicas, strategy_of, compilations
+):
+    strategy = strategy_of(num_replicas)
     with strategy.scope():
-        model, optimizer, loss_of = _mlp(), keras.optimizers.Adam(0.01), _loss()
+        model, optimizer, loss_of = _mlp(), _OPTIMIZERS["adam, clipped"](), _loss()
     before = {v.path for v in optimizer.variables}
 
     def step(batch):
         x, y = batch
         _descend(optimizer, model.trainable_variables, lambda: loss_of(y, model(x)))
 
-    for batch in strategy.experimental_distribute_dataset(_BATCHES[:2] * 2):
-        strategy.run(step, args=(batch,))
+    with compilations() as compiled:
+        for batch in strategy.experimental_distribute_dataset(_BATCHES[:2] * 2):
+            strategy.run(step, args=(batch,))
 
+    assert compiled.count("jit(step)") == 1, compiled
     slots = [v for v in optimizer.variables if v.path not in before]
     assert len(slots) == 2 * len(model.trainable_variables)
     assert int(optimizer.iterations) == 4
     for slot in slots:
-        assert len(slot.value.addressable_shards) == 2
+        assert len(slot.value.addressable_shards) == num_replicas
         assert np.any(np.asarray(slot.value))
     assert len(strategy.extended.engine.cache) == 1
-
-
-def test_a_layer_built_inside_the_step(strategy):
-    with strategy.scope():
-        layer = keras.layers.Dense(2, kernel_initializer="ones")
-    (batch,) = strategy.experimental_distribute_dataset([_ROWS[:8]])
-
-    outputs = [strategy.run(lambda x: layer(x), args=(batch,)) for _ in range(2)]
-
-    for output in outputs:
-        rows = strategy.gather(output, axis=0)
-        np.testing.assert_allclose(rows[:, 0], _ROWS[:8].sum(1), rtol=1e-5, atol=1e-6)
-    assert len(layer.kernel.value.addressable_shards) == 2
 
 
 def test_a_new_learning_rate_takes_effect_without_a_new_trace(strategy):

@@ -19,9 +19,11 @@ _IMAGES = _RANDOM.normal(size=(22, 6, 6, 3)).astype(np.float32)
 _LABELS = _RANDOM.integers(0, 5, 22)
 
 
-def _parts(num_replicas):
-    devices = [f"CPU:{i}" for i in range(num_replicas)]
-    return dist.MirroredStrategy(devices, experimental_shard_parameters=True)
+_OPTIONS = ("experimental_shard_parameters", "experimental_shard_optimizer_state")
+
+
+def _parts(num_replicas, option=_OPTIONS[0]):
+    return dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)], **{option: True})
 
 
 def _transformer():
@@ -160,16 +162,25 @@ def test_several_steps_at_once_gather_as_each_step_does(train):
     assert sent[1] == pytest.approx(2 * sent[0], rel=0.05)
 
 
-def test_what_is_saved_goes_on_with_any_number_of_replicas(train, tmp_path):
+@pytest.mark.parametrize("option", _OPTIONS)
+def test_what_is_saved_goes_on_with_any_number_of_replicas(option, train, tmp_path):
+    def fit(model):
+        model.fit(_IMAGES[:16], _LABELS[:16], batch_size=8, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    def slots(model):
+        return [variable.numpy() for variable in model.optimizer.variables]
+
     build = _build(_convolutional)
-    model = train(build, _IMAGES[:16], _LABELS[:16], strategy=_parts(3)).model
+    model = train(build, _IMAGES[:16], _LABELS[:16], strategy=_parts(3, option)).model
     model.save(tmp_path / "model.keras")
     model.save_weights(tmp_path / "model.weights.h5")
     saved = dist.checkpoint.Checkpoint(model=model).save(tmp_path / "checkpoint")
-    expected = model.get_weights()
+    expected, state = model.get_weights(), slots(model)
     evaluated = model.evaluate(_IMAGES, _LABELS, verbose=0)
+    later = fit(model)
 
-    for strategy in (_parts(2), dist.OneDeviceStrategy("CPU:3")):
+    for strategy in (_parts(2, option), dist.OneDeviceStrategy("CPU:3")):
         with strategy.scope():
             loaded = keras.models.load_model(tmp_path / "model.keras")
             other = build()
@@ -177,12 +188,15 @@ def test_what_is_saved_goes_on_with_any_number_of_replicas(train, tmp_path):
         np.testing.assert_allclose(
             loaded.evaluate(_IMAGES, _LABELS, verbose=0), evaluated, rtol=1e-5
         )
-        loaded.fit(_IMAGES[:8], _LABELS[:8], batch_size=8, verbose=0)
+        jax.tree.map(np.testing.assert_array_equal, slots(loaded), state)
+        fit(loaded)
         dist.checkpoint.Checkpoint(model=loaded).restore(saved)
+        jax.tree.map(np.testing.assert_array_equal, slots(loaded), state)
         other.load_weights(tmp_path / "model.weights.h5")
         for restored in (loaded, other):
-            for value, whole in zip(restored.get_weights(), expected, strict=True):
-                np.testing.assert_array_equal(value, whole)
+            jax.tree.map(np.testing.assert_array_equal, restored.get_weights(), expected)
+        for value, goal in zip(fit(loaded), later, strict=True):  # seeds of dropout are restored
+            np.testing.assert_allclose(value, goal, rtol=1e-3, atol=1e-5)
     alone = build()
     alone.set_weights(expected)
     assert alone.count_params() == model.count_params()
@@ -210,11 +224,10 @@ def test_loops_of_ones_own_train_parts(train_in_loop):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_reductions_of_ones_own_cannot_be_scattered():
+@pytest.mark.parametrize("option", _OPTIONS)
+def test_reductions_of_ones_own_cannot_be_scattered(option):
     with pytest.raises(dist.errors.InvalidValueError, match="ReductionToOneDevice"):
-        dist.MirroredStrategy(
-            ["CPU:0", "CPU:1"], dist.ReductionToOneDevice(), experimental_shard_parameters=True
-        )
+        dist.MirroredStrategy(["CPU:0", "CPU:1"], dist.ReductionToOneDevice(), **{option: True})
 
 
 def test_first_values_are_those_of_keras_and_lie_in_parts():

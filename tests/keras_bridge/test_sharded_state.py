@@ -110,25 +110,6 @@ def test_several_steps_at_once_and_single_operations_do_the_same(train, sharded)
         _assert_in_parts(trained.model.optimizer, 4)
 
 
-def test_what_is_saved_goes_on_with_any_number_of_replicas(train, sharded, tmp_path):
-    trained = train(_build(lambda: ko.Adam(0.01)), _X[:16], _Y[:16], strategy=sharded(4))
-    model = trained.model
-    slots = _slots(model)
-    model.save(tmp_path / "model.keras")
-    saved = dist.checkpoint.Checkpoint(model=model).save(tmp_path / "checkpoint")
-    model.fit(_X[:16], _Y[:16], batch_size=8, shuffle=False, verbose=0)
-    later = model.get_weights()
-
-    for strategy in (sharded(2), dist.OneDeviceStrategy("CPU:3")):
-        with strategy.scope():
-            loaded = keras.models.load_model(tmp_path / "model.keras")
-        _assert_close(_slots(loaded), slots, rtol=0)
-        loaded.fit(_X[:16], _Y[:16], batch_size=8, shuffle=False, verbose=0)
-        _assert_close(loaded.get_weights(), later)
-        dist.checkpoint.Checkpoint(model=loaded).restore(saved)
-        _assert_close(_slots(loaded), slots, rtol=0)
-
-
 @pytest.fixture
 def loop(quick_initializers):
     """A function that trains a table and a layer; returns model, step and optimizer."""
@@ -205,15 +186,6 @@ def test_one_replica_keeps_its_state_whole(train, sharded):
     trained = train(_build(lambda: ko.Adam(0.01)), _X, _Y, strategy=sharded(1))
 
     assert all(v.value.shape == v.shape for v in trained.model.optimizer.variables)
-
-
-def test_reductions_of_ones_own_cannot_be_scattered():
-    with pytest.raises(dist.errors.InvalidValueError, match="ReductionToOneDevice"):
-        dist.MirroredStrategy(
-            ["CPU:0", "CPU:1"],
-            dist.ReductionToOneDevice(),
-            experimental_shard_optimizer_state=True,
-        )
 
 
 def test_variables_of_ones_own_are_said_to_be_whole(sharded, caplog):

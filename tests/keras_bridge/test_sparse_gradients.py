@@ -1,4 +1,4 @@
-"""Gradients of `Embedding` layers travel by rows, and trainings end as they do on one device."""
+"""Gradients of `Embedding` layers travel by rows, of whole tables and of tables in parts."""
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,33 @@ _IDS = (_RANDOM.uniform(size=(24, 3)) ** 4 * _ROWS).astype(np.int32)
 _IDS[::3, 1] = 0
 _Y = _RANDOM.normal(size=(24, 2)).astype(np.float32)
 
-_BY_ROWS = {
-    "nesterov": lambda: ko.SGD(0.1, momentum=0.9, nesterov=True),
-    "clipvalue": lambda: ko.SGD(0.5, clipvalue=0.01),
-    "global_clipnorm": lambda: ko.Adagrad(0.1, global_clipnorm=0.05),
-    "ema": lambda: ko.SGD(0.5, use_ema=True, ema_overwrite_frequency=2),
-    "adam": lambda: ko.Adam(0.01, amsgrad=True, weight_decay=0.1),
-    "adafactor": lambda: ko.Adafactor(0.5),
-    "muon": lambda: ko.Muon(0.01),
-    "accumulation": lambda: ko.SGD(0.5, gradient_accumulation_steps=2),
-    "loss_scale": lambda: ko.LossScaleOptimizer(ko.SGD(0.5), 8.0, dynamic_growth_steps=2),
+# By layout: every replica has the whole table, or a part of it.
+_OPTIMIZERS = {
+    "whole": {
+        "nesterov": lambda: ko.SGD(0.1, momentum=0.9, nesterov=True),
+        "clipvalue": lambda: ko.SGD(0.5, clipvalue=0.01),
+        "global_clipnorm": lambda: ko.Adagrad(0.1, global_clipnorm=0.05),
+        "ema": lambda: ko.SGD(0.5, use_ema=True, ema_overwrite_frequency=2),
+        "adam": lambda: ko.Adam(0.01, amsgrad=True, weight_decay=0.1),
+        "adafactor": lambda: ko.Adafactor(0.5),
+        "muon": lambda: ko.Muon(0.01),
+        "accumulation": lambda: ko.SGD(0.5, gradient_accumulation_steps=2),
+        "loss_scale": lambda: ko.LossScaleOptimizer(ko.SGD(0.5), 8.0, dynamic_growth_steps=2),
+    },
+    "in parts": {
+        "momentum": lambda: ko.SGD(0.1, momentum=0.9),
+        "adam": lambda: ko.Adam(0.01),
+        "global_clipnorm": lambda: ko.Adagrad(0.1, global_clipnorm=0.05),
+        "accumulation": lambda: ko.SGD(0.5, gradient_accumulation_steps=2),
+    },
 }
+_PARTS = 4
+
+
+def _strategy(layout, num_replicas=None):
+    replicas = num_replicas or (2 if layout == "whole" else _PARTS)
+    devices = [f"CPU:{i}" for i in range(replicas)]
+    return dist.MirroredStrategy(devices, experimental_shard_parameters=layout == "in parts")
 
 
 def _layers(**embedding):
@@ -41,9 +57,9 @@ def _layers(**embedding):
     ]
 
 
-def _model(optimizer, layers=_layers, **kwargs):
+def _compiled(make, optimizer, **kwargs):
     def build():
-        model = keras.Sequential(layers())
+        model = make()
         model.compile(optimizer(), "mse", **kwargs)
         model.optimizer.build(model.trainable_variables)
         return model
@@ -51,80 +67,119 @@ def _model(optimizer, layers=_layers, **kwargs):
     return build
 
 
+def _model(optimizer, **kwargs):
+    return _compiled(lambda: keras.Sequential(_layers()), optimizer, **kwargs)
+
+
 def _bytes_per_step(strategy):
     found = strategy.step_statistics
     return found.collective_bytes / found.num_runs
 
 
-def _assert_same_optimizer_state(alone, distributed):
-    variables = alone.model.optimizer.variables, distributed.model.optimizer.variables
-    for expected, actual in zip(*variables, strict=True):
-        expected = np.asarray(expected.value, np.float64)
-        scale = np.max(np.abs(expected), initial=0)
-        np.testing.assert_allclose(
-            actual.value, expected, rtol=1e-4, atol=1e-5 * scale + 1e-9, err_msg=actual.path
-        )
+@pytest.fixture
+def train_both(train, assert_same_training):
+    """A function that trains alone and in a layout, and compares weights, state and logs."""
+
+    def train_both(build, layout, rows=22, num_replicas=None, **fit):
+        x, y = _IDS[:rows], _Y[:rows]  # the last batch is uneven
+        alone = train(build, x, y, **fit)
+        distributed = train(build, x, y, strategy=_strategy(layout, num_replicas), **fit)
+        assert_same_training(alone, distributed, rtol=2e-3 if layout == "in parts" else 1e-3)
+        variables = alone.model.optimizer.variables, distributed.model.optimizer.variables
+        for expected, actual in zip(*variables, strict=True):
+            expected, actual = expected.numpy().astype(np.float64), actual.numpy()
+            scale = np.max(np.abs(expected), initial=0)
+            rtol, atol = (1e-3, 1e-4) if layout == "in parts" else (1e-4, 1e-5)
+            np.testing.assert_allclose(actual, expected, rtol=rtol, atol=atol * scale + 1e-9)
+        return alone, distributed
+
+    return train_both
 
 
-@pytest.mark.parametrize("optimizer", _BY_ROWS)
-def test_optimizers_take_the_steps_of_one_device(optimizer, train_twice, assert_same_training):
-    alone, distributed = train_twice(_model(_BY_ROWS[optimizer]), _IDS, _Y, epochs=2)
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [(layout, name) for layout in _OPTIMIZERS for name in _OPTIMIZERS[layout]],
+)
+def test_optimizers_take_the_steps_of_one_device(layout, optimizer, train_both):
+    rows = 24 if layout == "whole" else 22
 
-    assert_same_training(alone, distributed, rtol=1e-3)
-    _assert_same_optimizer_state(alone, distributed)
-    assert 0 < _bytes_per_step(distributed.strategy) < _TABLE_BYTES / 8
+    _, trained = train_both(_model(_OPTIMIZERS[layout][optimizer]), layout, rows, epochs=2)
 
-
-def test_several_steps_of_uneven_batches_in_one_program(train_twice, assert_same_training):
-    model = _model(_BY_ROWS["adam"], steps_per_execution=3)
-
-    alone, distributed = train_twice(model, _IDS[:23], _Y[:23], num_replicas=4, epochs=2)
-
-    assert_same_training(alone, distributed, rtol=1e-3)
-    _assert_same_optimizer_state(alone, distributed)
-    assert 0 < _bytes_per_step(distributed.strategy) < _TABLE_BYTES / 2
+    assert 0 < _bytes_per_step(trained.strategy) < _TABLE_BYTES / 8
+    if layout == "in parts":
+        for variable in (*trained.model.variables, *trained.model.optimizer.variables):
+            if variable.shape == (_ROWS, _WIDTH):
+                held = {shard.data.nbytes for shard in variable._value.addressable_shards}
+                assert held == {_TABLE_BYTES // _PARTS}
 
 
-def _two_tables():
+@pytest.mark.parametrize(
+    ("layout", "optimizer", "num_replicas"),
+    [("whole", "adam", 4), ("in parts", "global_clipnorm", 2)],
+)
+def test_several_steps_of_uneven_batches_in_one_program(
+    layout, optimizer, num_replicas, train_both
+):
+    build = _model(_OPTIMIZERS[layout][optimizer], steps_per_execution=3)
+
+    _, trained = train_both(build, layout, 23, num_replicas, epochs=2)
+
+    if layout == "whole":
+        assert 0 < _bytes_per_step(trained.strategy) < _TABLE_BYTES / 2
+
+
+def _network(table, reads=lambda table, ids: table(ids)):
     ids = keras.Input((3,), dtype="int32")
-    wide = kl.Flatten()(kl.Embedding(_ROWS * 8, 1)(ids))
-    deep = kl.Flatten()(kl.Embedding(_ROWS, _WIDTH)(ids))
-    return keras.Model(ids, kl.Dense(2)(kl.Concatenate()([wide, deep])))
+    return keras.Model(ids, kl.Dense(2, "softsign")(kl.Flatten()(reads(table, ids))))
 
 
-def _table_read_twice():
-    ids = keras.Input((3,), dtype="int32")
-    table = kl.Embedding(_ROWS, _WIDTH)
-    parts = [table(ids), table((ids * 7 + 1) % _ROWS)]
-    return keras.Model(ids, kl.Dense(2)(kl.Flatten()(kl.Concatenate()(parts))))
+def _two_tables(wide, ids):
+    deep = kl.Embedding(_ROWS, _WIDTH)
+    return kl.Concatenate()([kl.Flatten()(table(ids)) for table in (wide, deep)])
 
 
-def _masked():
-    ids = keras.Input((3,), dtype="int32")
-    x = kl.Embedding(_ROWS, _WIDTH, mask_zero=True)(ids)
-    return keras.Model(ids, kl.Dense(2)(kl.LSTM(3)(x)))
+def _read_twice(table, ids):
+    return kl.Concatenate()([table(ids), table((ids * 7 + 1) % _ROWS)])
 
 
-def _tied():
+def _masked(lstm, ids):
+    return lstm(kl.Embedding(_ROWS, _WIDTH, mask_zero=True)(ids))
+
+
+def _tied(table, ids):
     """The table also makes the logits, so that its gradient has no rows that are zero."""
-    ids = keras.Input((3,), dtype="int32")
-    table = kl.ReversibleEmbedding(_ROWS, _WIDTH)
-    logits = table(kl.GlobalAveragePooling1D()(table(ids)), reverse=True)
-    return keras.Model(ids, kl.Dense(2)(logits))
+    return table(kl.GlobalAveragePooling1D()(table(ids)), reverse=True)
 
 
-@pytest.mark.parametrize("network", [_two_tables, _table_read_twice, _masked, _tied])
-def test_other_networks(network, train_twice, assert_same_training):
-    def build():
-        model = network()
-        model.compile(ko.Adagrad(0.1), "mse")
-        return model
+_NETWORKS = {
+    "two tables": lambda: _network(kl.Embedding(_ROWS * 8, 1), _two_tables),
+    "twice": lambda: _network(kl.Embedding(_ROWS, _WIDTH), _read_twice),
+    "masked": lambda: _network(kl.LSTM(3), _masked),
+    "tied": lambda: _network(kl.ReversibleEmbedding(_ROWS, _WIDTH), _tied),
+    "rows that do not divide": lambda: _network(kl.Embedding(_ROWS + 1, 11)),
+    "columns": lambda: _network(kl.Embedding(_ROWS + 1, _WIDTH)),
+    "regularized": lambda: _network(kl.Embedding(_ROWS, _WIDTH, embeddings_regularizer="l2")),
+}
 
-    alone, distributed = train_twice(build, _IDS, _Y)
 
-    assert_same_training(alone, distributed, rtol=2e-3)
+@pytest.mark.parametrize(
+    ("layout", "network"),
+    [("whole", name) for name in list(_NETWORKS)[:4]]
+    + [("in parts", name) for name in list(_NETWORKS)[1:]],
+)
+def test_other_networks(layout, network, train_both):
+    optimizer = (lambda: ko.Adagrad(0.1)) if layout == "whole" else (lambda: ko.SGD(0.5))
+
+    alone, distributed = train_both(_compiled(_NETWORKS[network], optimizer), layout)
+
     by_rows = _bytes_per_step(distributed.strategy) < _TABLE_BYTES / 4
-    assert by_rows == (network is not _tied)
+    if layout == "whole":
+        assert by_rows == (network != "tied")
+    else:  # a regularizer sums each part for itself
+        assert by_rows or network in ("tied", "regularized")
+    np.testing.assert_allclose(
+        distributed.model.predict(_IDS, verbose=0), alone.model.predict(_IDS, verbose=0), atol=1e-5
+    )
 
 
 def test_half_precision_computes_what_it_computes_on_one_device(train_twice):
@@ -139,8 +194,10 @@ def test_half_precision_computes_what_it_computes_on_one_device(train_twice):
 
 
 def test_adapters_of_low_rank_train_as_on_one_device(train_twice, assert_same_training):
+    make = lambda: keras.Sequential(_layers(lora_rank=2))
+
     alone, distributed = train_twice(
-        _model(_BY_ROWS["adam"], lambda: _layers(lora_rank=2)), _IDS, _Y, epochs=2
+        _compiled(make, _OPTIMIZERS["whole"]["adam"]), _IDS, _Y, epochs=2
     )
 
     assert_same_training(alone, distributed, rtol=2e-3)
