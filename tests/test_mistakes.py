@@ -165,6 +165,7 @@ told_steps(
             lambda batch: np.log(batch),
         ),
         "numpy_array_of_a_batch": ("`batch` | jnp.asarray", lambda batch: np.asarray(batch)),
+        "key_of_a_dict": ("hash | jnp", lambda batch: {0: "a"}[batch.argmax()]),
         "generator_from_the_data": (
             "the seed | jax.random.fold_in(key, seed)",
             lambda batch: batch + np.random.default_rng(batch[0].astype(int)).normal(),
@@ -173,30 +174,16 @@ told_steps(
 )
 
 
-@told("train_step", "`batch`", "jnp.asarray(values)[i]")
-def list_by_a_traced_number(strategy):
+@told_step("`batch`", "jnp.asarray(values)[i]")
+def list_by_a_traced_number(batch):
     values = [1.0, 2.0]
-
-    def train_step(batch):
-        return values[batch.argmax()]
-
-    strategy.run(train_step, args=(BATCH,))
+    return values[batch.argmax()]
 
 
 @told_step(".at[")
 def assign_an_item(batch):
     batch[0] = 0.0
     return batch
-
-
-@told("train_step", "hash", "jnp")
-def key_of_a_dict(strategy):
-    names = {0: "a"}
-
-    def train_step(batch):
-        return names[batch.argmax()]
-
-    strategy.run(train_step, args=(BATCH,))
 
 
 # Methods of arrays of other libraries
