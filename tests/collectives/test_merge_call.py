@@ -21,13 +21,6 @@ def test_gather_inside(on_replicas):
     np.testing.assert_array_equal(results[0], [1, 1, 3, 3])
 
 
-def test_on_an_uneven_batch(on_replicas):
-    def step(x):
-        return _merge(lambda s, x: s.reduce("SUM", x, None), jnp.sum(x))
-
-    assert on_replicas(step, [np.ones(2, np.float32), np.ones(1, np.float32)]) == (3.0, 3.0)
-
-
 def test_inside_control_flow_and_jit(on_replicas):
     def total(x):
         return _merge(lambda s, x: s.reduce("SUM", x, None), x)

@@ -87,27 +87,3 @@ def test_training_equals_one_device_with_one_copy(
     np.testing.assert_allclose(
         loaded.predict(X, verbose=0), alone.model.predict(X, verbose=0), rtol=1e-4, atol=1e-5
     )
-
-
-def test_a_batch_that_cannot_be_split_and_a_loop_of_ones_own(train, assert_same_training):
-    strategy = dist.CentralStorageStrategy(COMPUTE)
-    alone = train(_build, X[:9], Y[:9], epochs=1, batch_size=3)
-    central = train(_build, X[:9], Y[:9], strategy=strategy, epochs=1, batch_size=3)
-    assert_same_training(alone, central)
-
-    model = central.model
-
-    def step(x, y):
-        loss, gradients = dist.value_and_grad(
-            lambda: keras.ops.mean((model(x) - y) ** 2), model.trainable_variables
-        )()
-        model.optimizer.apply(gradients, model.trainable_variables)
-        return loss
-
-    dataset = dist.data.Dataset.from_tensor_slices((X, Y)).batch(6)
-    kernel = model.layers[1].kernel
-    before = np.array(kernel.value)
-    for batch in strategy.experimental_distribute_dataset(dataset):
-        strategy.run(step, batch)
-    assert kernel.value.devices() == {jax.devices()[0]}
-    assert np.abs(np.array(kernel.value) - before).max() > 1e-3

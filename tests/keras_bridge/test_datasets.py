@@ -1,38 +1,22 @@
 """`distributary.data.Dataset` and distributed datasets in fit, evaluate and predict."""
 
-import contextlib
 import gc
 import itertools
 import threading
 import warnings
 
-import jax
 import keras
 import numpy as np
 import pytest
 
 from distributary.data import Dataset
+from tests.keras_bridge import small
 
-_CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 _WAIT_SECONDS = 30.0
 
 
-def _arrays(rows=14):
-    x = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
-    return x, (np.arange(rows) % 3).astype(np.int32)
-
-
-def _model(strategy):
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
-    return model
-
-
 def _dataset(rows=14):
-    return Dataset.from_tensor_slices(_arrays(rows)).batch(4)
+    return Dataset.from_tensor_slices(small.data(rows)).batch(4)
 
 
 _FORMS = {
@@ -48,9 +32,9 @@ _FORMS = {
 
 @pytest.mark.parametrize("form", _FORMS)
 def test_datasets_equal_arrays_on_one_device(form, strategy):
-    model, reference = _model(strategy), _model(None)
+    model, reference = small.model(strategy), small.model(None)
     data = _FORMS[form](strategy)
-    x, y = _arrays()
+    x, y = small.data(14)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -58,46 +42,39 @@ def test_datasets_equal_arrays_on_one_device(form, strategy):
         evaluated = model.evaluate(data, verbose=0, return_dict=True)
         predicted = model.predict(_dataset().map(lambda x, y: x), verbose=0)
 
-    expected = reference.fit(
-        x, y, batch_size=4, epochs=2, shuffle=False, verbose=0,
-        validation_data=tuple(part[:6] for part in _arrays(6)),
-    ).history  # fmt: skip
-    for name, values in expected.items():
-        if not name.startswith("val_"):
-            np.testing.assert_allclose(history[name], values, err_msg=name, **_CLOSE)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, **_CLOSE),
-        model.get_weights(),
-        reference.get_weights(),
-    )
+    expected = small.fit(reference, x, y, validation_data=small.data(6)).history
+    small.assert_equal_logs(history, expected)
+    small.assert_equal_weights(model, reference)
     wanted = reference.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
-    for name, value in wanted.items():
-        np.testing.assert_allclose(evaluated[name], value, **_CLOSE)
-    np.testing.assert_allclose(predicted, reference.predict(x, verbose=0), **_CLOSE)
+    small.assert_equal_logs(evaluated, wanted)
+    np.testing.assert_allclose(predicted, reference.predict(x, verbose=0), **small.CLOSE)
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_datasets_train_models_without_a_strategy_too(steps_per_execution):
-    model, reference = _model(None), _model(None)
+    model, reference = small.model(None), small.model(None)
     model.steps_per_execution = steps_per_execution
 
     model.fit(_dataset(), epochs=2, verbose=0)
-    reference.fit(*_arrays(), batch_size=4, epochs=2, shuffle=False, verbose=0)
-    np.testing.assert_allclose(model.get_weights()[0], reference.get_weights()[0], **_CLOSE)
-    assert model.predict(_dataset().map(lambda x, y: x), verbose=0).shape == (14, 3)
+    small.fit(reference, *small.data(14))
+    small.assert_equal_weights(model, reference)
+    assert model.predict(_dataset().map(lambda x, y: x), verbose=0).shape == (14, 1)
 
 
 def test_class_weights_equal_those_of_arrays(strategy_of):
-    model, reference = _model(strategy_of(2)), _model(None)
-    weights = {0: 1.0, 1: 2.0, 2: 0.5}
+    model, reference = small.model(strategy_of(2)), small.model(None)
+    x, y = small.data(14)
+    y = (y > 0).astype(np.int32)
+    weights = {0: 1.0, 1: 2.5}
 
-    model.fit(_dataset(), class_weight=weights, verbose=0)
-    reference.fit(*_arrays(), batch_size=4, class_weight=weights, shuffle=False, verbose=0)
-    np.testing.assert_allclose(model.get_weights()[0], reference.get_weights()[0], **_CLOSE)
+    dataset = Dataset.from_tensor_slices((x, y)).batch(4)
+    model.fit(dataset, class_weight=weights, verbose=0)
+    reference.fit(x, y, batch_size=4, class_weight=weights, shuffle=False, verbose=0)
+    small.assert_equal_weights(model, reference)
 
 
 def test_endless_datasets_need_a_number_of_steps(strategy_of):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
     endless = _dataset().repeat()
 
     with pytest.raises(ValueError, match=r"an epoch would never end. Give steps_per_epoch"):
@@ -118,7 +95,7 @@ def test_endless_datasets_need_a_number_of_steps(strategy_of):
 
 
 def test_targets_next_to_a_dataset_are_refused(strategy_of):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
 
     with pytest.raises(ValueError, match=r"so y cannot be given .* yield \(x, y\)"):
         model.fit(_dataset(), np.zeros(14))
@@ -127,7 +104,7 @@ def test_targets_next_to_a_dataset_are_refused(strategy_of):
 
 
 def test_an_interrupted_fit_leaves_no_thread(strategy_of):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
 
     def stop(batch, logs):
         if batch == 1:
@@ -146,8 +123,8 @@ def test_an_interrupted_fit_leaves_no_thread(strategy_of):
 
 def test_every_epoch_is_shuffled_anew_and_reproducibly(strategy_of):
     def trained(seed, **kwargs):
-        model = _model(strategy_of(2))
-        rows = Dataset.from_tensor_slices(_arrays(12)).shuffle(12, seed=seed, **kwargs)
+        model = small.model(strategy_of(2))
+        rows = Dataset.from_tensor_slices(small.data(12)).shuffle(12, seed=seed, **kwargs)
         model.fit(rows.batch(4), epochs=3, verbose=0)
         return model.get_weights()[0]
 
@@ -158,7 +135,7 @@ def test_every_epoch_is_shuffled_anew_and_reproducibly(strategy_of):
 
 
 def test_fit_counts_how_long_it_waits_for_data(strategy):
-    model = _model(strategy)
+    model = small.model(strategy)
 
     model.fit(_dataset().repeat(20), verbose=0)
 

@@ -177,18 +177,3 @@ def test_models_without_a_strategy_train_as_without_distributary():
     for name in expected:
         for one, other in zip(got[name], expected[name], strict=True):
             np.testing.assert_array_equal(one, other, err_msg=name)
-
-
-_IMPORTS = """
-import sys
-import distributary as dist
-strategy = dist.MirroredStrategy(["CPU:0"])
-with strategy.scope():
-    v = dist.Variable(1.0)
-strategy.run(lambda: v + 1)
-print([name for name in sys.modules if name.split(".")[0] in ("keras", "tensorflow")])
-"""
-
-
-def test_distributary_does_not_import_keras():
-    assert small.python(_IMPORTS).strip() == "[]"

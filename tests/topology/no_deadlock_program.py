@@ -62,6 +62,7 @@ def main(mode: str) -> None:
     first, last = (
         float(strategy.experimental_local_results(loss)[0]) for loss in (losses[0], losses[-1])
     )
+    assert {"keras", "tensorflow"}.isdisjoint(sys.modules), "imported without being used"
     print("learned" if last < 0.5 * first else f"did not learn: {first} to {last}")
 
 
