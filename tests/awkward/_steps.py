@@ -649,54 +649,32 @@ class _LearningRateInTheStep(Step):
         return logs, (trainable, others, optimizer, metrics)
 
 
-def _stateful_assign():
+@_own(built=True)
+class _ModelThatAssigns(Plain):
     """A call that assigns a variable of the model itself."""
 
-    class Counts(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.network = net()
-            self.top = self.add_weight(shape=(), initializer="zeros", trainable=False, name="top")
+    def __init__(self):
+        super().__init__()
+        self.top = self.add_weight(shape=(), initializer="zeros", trainable=False, name="top")
 
-        def call(self, x, training=False):
-            p = self.network(x)
-            if training:
-                self.top.assign(ops.maximum(self.top, ops.max(p)))
-            return p + 0.1 * self.top
-
-    model = Counts()
-    model.build((None, 6))
-    return compiled(model)
+    def call(self, x, training=False):
+        p = self.network(x)
+        if training:
+            self.top.assign(ops.maximum(self.top, ops.max(p)))
+        return p + 0.1 * self.top
 
 
-add("model_that_assigns", "steps", _stateful_assign)
+@_own(fit=lambda model, x, y: {"sample_weight": np.abs(x[:, 0]) + 0.1})
+class _WeightsOfRowsInStep(Step):
+    def train_step(self, state, data):
+        trainable, others, optimizer, metrics = state
+        x, y, weight = data
 
+        def loss_of(trainable):
+            p, _ = self.stateless_call(trainable, others, x, training=True)
+            return jnp.sum(weight * jnp.mean(jnp.square(p - y), -1)) / jnp.sum(weight)
 
-def _weights_of_rows_in_step():
-    class Weighted(Step):
-        def train_step(self, state, data):
-            trainable, others, optimizer, metrics = state
-            x, y, weight = data
-
-            def loss_of(trainable):
-                p, _ = self.stateless_call(trainable, others, x, training=True)
-                return jnp.sum(weight * jnp.mean(jnp.square(p - y), -1)) / jnp.sum(weight)
-
-            loss, gradients = jax.value_and_grad(loss_of)(trainable)
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            return {"loss": loss, "weight": jnp.sum(weight)}, (
-                trainable,
-                others,
-                optimizer,
-                metrics,
-            )
-
-    return compiled(Weighted())
-
-
-add(
-    "weights_of_rows_in_step",
-    "steps",
-    _weights_of_rows_in_step,
-    fit=lambda model, x, y: {"sample_weight": np.abs(x[:, 0]) + 0.1},
-)
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        logs = {"loss": loss, "weight": jnp.sum(weight)}
+        return logs, (trainable, others, optimizer, metrics)

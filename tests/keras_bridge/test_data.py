@@ -13,7 +13,6 @@ import pytest
 from distributary.data import Dataset
 from tests.keras_bridge import small
 
-_CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 _ROWS = 14  # with batches of 4, the last one has 2
 
 
@@ -75,13 +74,11 @@ def _assert_equals_one_device(strategy, make_data, *, build=small.model, **kwarg
 
 def _compare(trained, alone, build):
     models, (got, expected) = zip(trained, alone, strict=True)
-    assert got.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_allclose(got[name], expected[name], **_CLOSE, err_msg=name)
+    small.assert_equal_logs(got, expected)
     initial = build(None)
     for one, other, before in zip(*(m.get_weights() for m in (*models, initial)), strict=True):
-        np.testing.assert_allclose(one, other, **_CLOSE)
-        assert not np.allclose(one, before, **_CLOSE)
+        np.testing.assert_allclose(one, other, **small.CLOSE)
+        assert not np.allclose(one, before, **small.CLOSE)
     steps = [int(m.optimizer.iterations) for m in models]
     assert steps[0] == steps[1] > 0
     return models
@@ -101,7 +98,7 @@ def test_arrays_equal_one_device(make_data, strategy_of):
 
     results = [model.predict(make_data()[0], batch_size=4, verbose=0) for model in models]
     assert results[0].shape == (_ROWS, 1)
-    np.testing.assert_allclose(*results, **_CLOSE)
+    np.testing.assert_allclose(*results, **small.CLOSE)
 
 
 def test_dicts_of_arrays_equal_one_device(strategy_of):
@@ -111,9 +108,8 @@ def test_dicts_of_arrays_equal_one_device(strategy_of):
     models = _assert_equals_one_device(strategy_of(2), lambda: data, build=_two_inputs)
 
     got, expected = (model.predict(data[0], batch_size=4, verbose=0) for model in models)
-    assert got.keys() == expected.keys() == {"out", "sum"}
-    for name in expected:
-        np.testing.assert_allclose(got[name], expected[name], **_CLOSE)
+    assert got.keys() == {"out", "sum"}
+    small.assert_equal_logs(got, expected)
 
 
 def test_pandas_equals_one_device(strategy_of):
@@ -163,7 +159,7 @@ def test_a_generator_that_ends_warns_as_on_one_device(steps, strategy_of):
     assert messages[0] == messages[1]
     # Keras 3.16 does not warn if nobody has said how many batches there are.
     assert any("ran out of data" in message for message in messages[0]) or not steps
-    np.testing.assert_allclose(*losses, **_CLOSE)
+    np.testing.assert_allclose(*losses, **small.CLOSE)
 
 
 def _accumulating(strategy):
@@ -187,7 +183,7 @@ def test_a_py_dataset_equals_one_device(workers, build, strategy_of):
 
     data = _Batches(_batches(), workers=workers)
     results = [model.predict(data, verbose=0) for model in models]
-    np.testing.assert_allclose(*results, **_CLOSE)
+    np.testing.assert_allclose(*results, **small.CLOSE)
 
 
 def test_a_shuffled_py_dataset_equals_one_device(strategy_of):
@@ -240,7 +236,7 @@ def test_batches_of_varying_sizes_equal_one_device(strategy_of):
 
     got, expected = (model.predict(_Batches(batches), verbose=0) for model in models)
     assert got.shape == (24, 1)
-    np.testing.assert_allclose(got, expected, **_CLOSE)
+    np.testing.assert_allclose(got, expected, **small.CLOSE)
 
 
 def _outcome(function):
@@ -258,16 +254,16 @@ def test_an_empty_last_batch_does_what_it_does_on_one_device(strategy_of):
     models = [small.model(strategy_of(2)), small.model(None)]
 
     got, expected = (_outcome(lambda m=m: m.predict(_Batches(batches), verbose=0)) for m in models)
-    np.testing.assert_allclose(got, expected, **_CLOSE)
+    np.testing.assert_allclose(got, expected, **small.CLOSE)
     assert got.shape == (8, 1)
     got, expected = (_outcome(lambda m=m: m.evaluate(_Batches(batches), verbose=0)) for m in models)
-    np.testing.assert_allclose(got, expected, **_CLOSE)
+    np.testing.assert_allclose(got, expected, **small.CLOSE)
     fit = lambda model: model.fit(_Batches(batches), shuffle=False, verbose=0).history["loss"]
     got, expected = (_outcome(lambda m=m: fit(m)) for m in models)
     if isinstance(expected, type):
         assert got is expected
     else:
-        np.testing.assert_allclose(got, expected, **_CLOSE)
+        np.testing.assert_allclose(got, expected, **small.CLOSE)
 
 
 def test_sparse_matrices_of_scipy_train_as_in_keras(strategy_of):
@@ -292,7 +288,7 @@ def test_sparse_matrices_of_scipy_train_as_in_keras(strategy_of):
         )
 
     for own, expected in zip(*results, strict=True):
-        np.testing.assert_allclose(own, expected, **_CLOSE)
+        np.testing.assert_allclose(own, expected, **small.CLOSE)
 
 
 class _Refilled(keras.utils.PyDataset):
@@ -350,7 +346,7 @@ def test_a_producer_may_fill_the_same_arrays_again(
     )
 
     for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(one, other, **_CLOSE)
+        np.testing.assert_allclose(one, other, **small.CLOSE)
 
 
 @pytest.mark.parametrize("make", ["frame", "series", "category", "labels"])
