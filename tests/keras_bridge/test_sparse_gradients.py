@@ -271,3 +271,23 @@ def test_own_loops_with_a_tape_and_several_steps(strategy):
     for actual, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
     assert _bytes_per_step(strategy) < _TABLE_BYTES / 2
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_loops_of_ones_own_move_rows(policy, train_in_loop):
+    def make_model():
+        ids = keras.Input((3,), dtype="int32")
+        table = kl.Embedding(_ROWS, _WIDTH, dtype=policy)
+        return keras.Model(ids, kl.Dense(2)(kl.Flatten()(table(ids))))
+
+    labels = _RANDOM.integers(0, 2, 16)
+    batches = [(_IDS[:8], labels[:8]), (_IDS[8:16], labels[8:])]
+    divided = _strategy("in parts")
+    models = [
+        train_in_loop(make_model, batches, s) for s in (dist.OneDeviceStrategy("CPU:0"), divided)
+    ]
+
+    expected, actual = (model.get_weights() for model in models)
+    for value, whole in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(value, whole, atol=1e-5 if policy == "float32" else 1e-2)
+    assert 0 < _bytes_per_step(divided) < _TABLE_BYTES / 8
