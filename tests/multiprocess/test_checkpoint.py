@@ -108,6 +108,7 @@ def test_each_worker_writes_its_parts_and_any_layout_restores_them(divided, job,
     assert other.result, other.output
     assert chief.result["same"] is other.result["same"] is True
     assert chief.result["saved"] == other.result["saved"]
+    assert chief.result["iterations"] == other.result["iterations"] == 5
     assert chief.result["own"] == other.result["own"] == list(range(1200))
     assert "none.weights.h5" in chief.result["not loaded"]
     assert "Worker 0 could not save or load" in other.result["not loaded"]

@@ -37,7 +37,12 @@ from distributary.keras_bridge._keras_private import (
     sync_state,
 )
 from distributary.keras_bridge._models import strategy_of
-from distributary.keras_bridge._turns import in_parts_of_workers, in_turn, loading_together
+from distributary.keras_bridge._turns import (
+    in_turn,
+    is_in_parts_of_workers,
+    loading_together,
+    saved_variables,
+)
 from distributary.keras_bridge._variables import keeps_on_servers
 
 _log = logging.getLogger(__name__)
@@ -158,9 +163,7 @@ def take_over(model: Any, strategy: Any) -> None:
     """Gives the variables that all workers have the first worker's values."""
     if strategy.extended.num_workers == 1:
         return
-    variables = [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
-    in_parts = {id(variable) for variable in in_parts_of_workers(model)}
-    variables = [variable for variable in variables if id(variable) not in in_parts]
+    variables = [v for v in saved_variables(model) if not is_in_parts_of_workers(v)]
     values = strategy.extended.from_chief(
         [np.asarray(v.value) for v in variables], f"the loaded weights of {model.name}"
     )
@@ -182,7 +185,7 @@ def _once(model: Any, strategy: Any, path: str, write: Callable[[], None]) -> No
     position = job_programs.position
     topic = f"file {job.count(f'files at {position}')} saved at place {position}"
     place = path if file_utils.is_remote_path(path) else os.path.abspath(path)
-    if in_parts_of_workers(model):
+    if any(map(is_in_parts_of_workers, saved_variables(model))):
         paths = job.agree(f"saving {model.name}", lambda: place)
         for worker, own in enumerate(paths):
             if worker == 0 or own != paths[0]:

@@ -23,8 +23,8 @@ from distributary.job import consensus
 _READ, _ASSIGN, _END = "read", "assign", "end"
 
 
-def in_parts_of_workers(model: Any) -> list[Any]:
-    """Returns the variables of which each worker has only a part, in all that Keras saves.
+def saved_variables(model: Any) -> list[Any]:
+    """Returns all variables that Keras saves with a model, in the same order on all workers.
 
     Keras follows attributes, such as an optimizer of one's own, and not only `model.variables`.
     """
@@ -36,13 +36,10 @@ def in_parts_of_workers(model: Any) -> list[Any]:
             return
         seen.add(id(value))
         if isinstance(value, (keras.Layer, keras.optimizers.Optimizer)):
-            for variable in value.variables:
-                layout: Any = getattr(variable, "_layout", None)
-                if is_divided(layout) and not layout.is_fully_addressable:
-                    found.setdefault(id(variable), variable)
+            found.update((id(variable), variable) for variable in value.variables)
             for _, part in sorted(vars(value).items(), key=lambda item: item[0]):
                 search(part)
-        elif isinstance(value, (list, tuple, set)):
+        elif isinstance(value, (list, tuple)):
             for part in value:
                 search(part)
         elif isinstance(value, dict):
@@ -51,6 +48,12 @@ def in_parts_of_workers(model: Any) -> list[Any]:
 
     search(model)
     return list(found.values())
+
+
+def is_in_parts_of_workers(variable: Any) -> bool:
+    """Returns whether each worker has only a part of a variable."""
+    layout = variable._layout
+    return is_divided(layout) and not layout.is_fully_addressable
 
 
 @final
@@ -127,7 +130,8 @@ def in_turn(worker: int, model: Any, strategy: Any, act: Callable[[], None]) -> 
         act()
         return
     name = getattr(model, "name", type(model).__name__)
-    turn = _Turn(in_parts_of_workers(model), strategy.extended, f"saving or loading {name}")
+    in_parts = list(filter(is_in_parts_of_workers, saved_variables(model)))
+    turn = _Turn(in_parts, strategy.extended, f"saving or loading {name}")
     with job_programs.alone():
         if strategy.extended.worker_number != worker:
             problem = turn.follow(worker)

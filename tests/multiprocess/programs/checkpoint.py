@@ -151,10 +151,13 @@ elif divided:
         model.other.build(model.trainable_variables)
     momentum = model.other.variables[2]
     momentum.assign(np.arange(1200, dtype=np.float32).reshape(40, 30))
+    model.other.iterations.assign(5)
     model.save_weights(f"{own}/own.weights.h5")
     momentum.assign(np.zeros((40, 30), np.float32))
+    model.other.iterations.assign(0)
     model.load_weights(f"{directory}/own.weights.h5")
     result["own"] = np.asarray(momentum.value).ravel().tolist()
+    result["iterations"] = int(model.other.iterations.value)
     result["not loaded"] = message(model.load_weights, f"{directory}/none.weights.h5")
 
     # A worker that cannot write ends the save on all.
