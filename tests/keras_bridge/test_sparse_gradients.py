@@ -273,12 +273,13 @@ def test_own_loops_with_a_tape_and_several_steps(strategy):
     assert _bytes_per_step(strategy) < _TABLE_BYTES / 2
 
 
+@pytest.mark.parametrize("reads", [lambda table, ids: table(ids), _read_twice])
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_loops_of_ones_own_move_rows(policy, train_in_loop):
+def test_loops_of_ones_own_move_rows(policy, reads, train_in_loop):
     def make_model():
         ids = keras.Input((3,), dtype="int32")
         table = kl.Embedding(_ROWS, _WIDTH, dtype=policy)
-        return keras.Model(ids, kl.Dense(2)(kl.Flatten()(table(ids))))
+        return keras.Model(ids, kl.Dense(2)(kl.Flatten()(reads(table, ids))))
 
     labels = _RANDOM.integers(0, 2, 16)
     batches = [(_IDS[:8], labels[:8]), (_IDS[8:16], labels[8:])]

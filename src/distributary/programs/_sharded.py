@@ -65,6 +65,7 @@ from distributary.tracing import (
 
 # Operations that scale an operand, if they have no other that is an array.
 _SCALING = frozenset({"convert_element_type", "div", "mul", "neg"})
+_SUMS = frozenset({"add", "add_any", "sub"})
 
 
 @final
@@ -130,7 +131,7 @@ def without_scattered_sums(
     _, needed = leading_to(update.eqns, itertools.compress(update.outvars, in_parts))
     results, taken = [*jaxpr.outvars[:num_results]], []
     scattered = set()
-    # By the place in the cut: the equations that make its operand, the first of which adds rows.
+    # By the place in the cut: the equations that make its operand of rows.
     sums_of_rows: dict[int, list[Equation]] = {}
     given = update.invars[len(stages.update_inputs) :]
     for i, (v, own) in enumerate(zip(jaxpr.outvars[num_results:], given, strict=True)):
@@ -144,8 +145,9 @@ def without_scattered_sums(
         made = _made_of_rows(made_by, operands[v], num_replicas)
         if made:
             sums_of_rows[i] = made
-            results += made[0].invars[1:]
-            taken += [Taken(P(REPLICA_AXIS), is_joined=True)] * 2
+            rows = _ids_and_rows(made)
+            results += rows
+            taken += [Taken(P(REPLICA_AXIS), is_joined=True)] * len(rows)
         else:
             results.append(operands[v])
             taken.append(Taken(spec))
@@ -162,29 +164,46 @@ def _made_of_rows(
 ) -> list[Equation]:
     """Returns the equations that make a gradient of few rows, each with an id along dim 0.
 
-    The first adds the rows to zeros, and the others scale the result. If the gradient is made in
-    another way, there are none.
+    Some add rows to zeros, and the others scale and add up what these make. If the gradient is made
+    in another way, there are none.
     """
-    made: list[Equation] = []
-    while not isinstance(operand, Literal) and operand in made_by:
-        eqn = made_by[operand]
-        made.insert(0, eqn)
-        own = variables_of(eqn.invars)
-        if eqn.primitive.name not in _SCALING or len(own) != 1:
-            break
-        if eqn.primitive.name == "div" and own != [eqn.invars[0]]:
-            break
-        (operand,) = own
-    if not made or not adds_rows(made[0]) or isinstance(made[0].invars[0], Literal):
+    found: list[Equation] = []
+
+    def is_made_of_rows(atom: Atom) -> bool:
+        eqn = None if isinstance(atom, Literal) else made_by.get(atom)
+        if eqn is None:
+            return False
+        own, name = variables_of(eqn.invars), eqn.primitive.name
+        if adds_rows(eqn):
+            zeros = made_by.get(own[0]) if own[0] is eqn.invars[0] else None
+            is_zero = zeros is not None and zeros.primitive.name == "broadcast_in_dim"
+            dims, ids = eqn.params["dimension_numbers"], shape_of(eqn.invars[1])
+            if not (is_zero and zeros is not None and number_of(zeros.invars[0]) == 0):
+                return False
+            if len(ids) < 2 or 0 in dims.update_window_dims:
+                return False
+        elif name in _SUMS:
+            if len(own) != len(eqn.invars) or not all(map(is_made_of_rows, own)):
+                return False
+        elif (
+            name not in _SCALING
+            or len(own) != 1
+            or not is_made_of_rows(own[0])
+            or (name == "div" and own[0] is not eqn.invars[0])
+        ):
+            return False
+        found.append(eqn)
+        return True
+
+    if not is_made_of_rows(operand):
         return []
-    zeros = made_by.get(made[0].invars[0])
-    if zeros is None or zeros.primitive.name != "broadcast_in_dim":
-        return []
-    ids, dims = shape_of(made[0].invars[1]), made[0].params["dimension_numbers"]
-    num_ids = num_replicas * math.prod(ids[:-1])
-    is_few = are_few_rows(num_ids, shape_of(made[0].outvars[0]))
-    has_ids = len(ids) > 1 and 0 not in dims.update_window_dims
-    return made if is_few and has_ids and number_of(zeros.invars[0]) == 0 else []
+    num_ids = sum(math.prod(shape_of(eqn.invars[1])[:-1]) for eqn in found if adds_rows(eqn))
+    return found if are_few_rows(num_replicas * num_ids, shape_of(operand)) else []
+
+
+def _ids_and_rows(made: Sequence[Equation]) -> list[Atom]:
+    """Returns the ids and rows of equations that `_made_of_rows` has returned."""
+    return [atom for eqn in made if adds_rows(eqn) for atom in eqn.invars[1:]]
 
 
 def _with_sums_of_rows(
@@ -199,23 +218,22 @@ def _with_sums_of_rows(
         left = iter(args[num_inputs:])
         values = [*args[:num_inputs]]
         for i in range(stages.num_cut):
-            if i not in sums:
-                values.append(next(left))
-                continue
-            adds, *scales = sums[i]
-            aval, ids, rows = aval_of(adds.outvars[0]), next(left), next(left)
-            (value,) = evaluate_one(adds, [jnp.zeros(aval.shape, aval.dtype), ids, rows])
-            for eqn in scales:
-                own = [x.val if isinstance(x, Literal) else value for x in eqn.invars]
+            env: dict[Var, Array] = {}
+            for eqn in sums.get(i, ()):
+                if adds_rows(eqn):
+                    aval = aval_of(eqn.outvars[0])
+                    own = [jnp.zeros(aval.shape, aval.dtype), next(left), next(left)]
+                else:
+                    own = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
                 (value,) = evaluate_one(eqn, own)
-            values.append(value)
+                env[eqn.outvars[0]] = value
+            values.append(value if i in sums else next(left))
         return jax.core.eval_jaxpr(stages.update.jaxpr, stages.update.consts, *values)
 
     avals: list[Any] = []
     for i, v in enumerate(stages.update.jaxpr.invars):
         made = sums.get(i - num_inputs)
-        own = [aval_of(v)] if made is None else [aval_of(x) for x in made[0].invars[1:]]
-        for aval in own:
+        for aval in map(aval_of, [v] if made is None else _ids_and_rows(made)):
             rows = () if made is None else (num_replicas * aval.shape[0],)
             avals.append(jax.ShapeDtypeStruct((*rows, *aval.shape[len(rows) :]), aval.dtype))
     return jax.make_jaxpr(update)(*avals)
