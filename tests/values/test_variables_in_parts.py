@@ -233,3 +233,49 @@ def test_only_rows_of_a_table_travel(shape, mode, momentum):
     np.testing.assert_allclose(table.numpy(), _table_after(initial, mode, momentum), atol=1e-5)
     found = strategy.step_statistics
     assert 0 < found.collective_bytes / found.num_runs < initial.nbytes / 8
+
+
+_TABLE = _RANDOM.normal(size=(4096, 10), scale=10).astype(np.float32)
+_BYTES = _RANDOM.integers(0, 256, (16, 2)).astype(np.uint8)
+_MANY = np.full((16, 40), 7, np.int32)  # so many terms that narrow floats do not count them
+# Lookups of `table` by `ids`, whose sum over the examples is the loss.
+_LOOKUPS = {
+    "in half precision": (_MANY, lambda t, ids: t.astype(jnp.bfloat16)[ids].astype(jnp.float32)),
+    "rounded": (_IDS[0], lambda t, ids: t.astype(jnp.bfloat16).astype(jnp.float32)[ids]),
+    "ids of bytes": (_BYTES, lambda t, ids: jnp.take(t, ids, axis=0)),
+    "ids past the end": (_BYTES * np.int32(20), lambda t, ids: t[ids]),
+    "some rows": (_BYTES, lambda t, ids: t[10:300][ids]),
+    "some columns": (_BYTES, lambda t, ids: t[:, 2:][ids]),
+    "twice": (_BYTES, lambda t, ids: t[ids] * jnp.take(t, ids[:, ::-1] + 3, axis=0)),
+    "every second row": (_BYTES, lambda t, ids: t[::2][ids]),
+}
+
+
+@pytest.mark.parametrize("name", _LOOKUPS)
+def test_lookups_of_every_kind_are_those_of_a_whole_table(name):
+    ids, lookup = _LOOKUPS[name]
+
+    def after_a_step(strategy):
+        with strategy.scope():
+            table, gradient = dist.Variable(_TABLE), dist.Variable(np.zeros_like(_TABLE))
+
+        def step(ids):
+            def loss():
+                return jnp.sum(lookup(table.value(), ids)) / 16
+
+            value, own = dist.value_and_grad(loss, table)()
+            total, own = dist.get_replica_context().all_reduce("SUM", (value, own))
+            gradient.assign(2 * own)
+            table.assign_sub(0.1 * own)
+            return total
+
+        (batch,) = strategy.experimental_distribute_dataset([(ids,)])
+        (total, *_) = strategy.experimental_local_results(strategy.run(step, args=batch))
+        return np.asarray(total), table.numpy(), gradient.numpy()
+
+    expected = after_a_step(dist.OneDeviceStrategy("CPU:0"))
+    whole = after_a_step(dist.MirroredStrategy([f"CPU:{i}" for i in range(4)]))
+    for value, of_whole, of_one in zip(after_a_step(_strategy(4)), whole, expected, strict=True):
+        np.testing.assert_allclose(value, of_whole, rtol=1e-5, atol=1e-5)
+        if name != "in half precision":  # one device adds all of its terms in this dtype
+            np.testing.assert_allclose(value, of_one, rtol=1e-5, atol=1e-5)

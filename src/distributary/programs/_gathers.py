@@ -48,7 +48,7 @@ from jax.lax import GatherScatterMode
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, Nest
-from distributary.programs._row_wise import takes_rows
+from distributary.programs._row_wise import takes_rows, with_wide_ids
 from distributary.programs._stages import flattened
 from distributary.tracing import (
     CONTROL_FLOW,
@@ -155,14 +155,13 @@ class _Weight:
         first = self.forms[0]
         if first.primitive is gather_p:
             return [v for eqn in self.forms if eqn.primitive is gather_p for v in eqn.outvars]
-        found = [*first.outvars]
+        dim, whole, converted = first.params["all_gather_dimension"], [*first.outvars], []
         for eqn in self.forms[1:]:
-            if eqn.invars[0] in found and (
-                eqn.primitive is lax.convert_element_type_p
-                or _is_start_of(eqn, first.params["all_gather_dimension"])
-            ):
-                found += eqn.outvars
-        return found
+            if eqn.invars[0] in whole and _is_start_of(eqn, dim):
+                whole += eqn.outvars
+            elif eqn.invars[0] in whole and eqn.primitive is lax.convert_element_type_p:
+                converted += [v for v in eqn.outvars if aval_of(v).dtype != bool]
+        return [*whole, *converted]
 
     def rows(self, eqn: Equation, stored: Array, ids: Array) -> Array:
         """Returns what an equation takes from the rows of the weight, of which only these move.
@@ -176,7 +175,8 @@ class _Weight:
         parts: NamedSharding = first.params["parts"]
         whole = NamedSharding(parts.mesh, P())
         held = lax.with_sharding_constraint(stored, parts)
-        (found,) = evaluate_one(eqn, [held, lax.with_sharding_constraint(ids, whole)])
+        given = lax.with_sharding_constraint(with_wide_ids(ids), whole)
+        (found,) = evaluate_one(eqn, [held, given])
         return lax.with_sharding_constraint(found, whole)
 
 
@@ -200,11 +200,16 @@ def _rows_for_replicas(eqn: Equation, part: Array, ids: Array, dim: int) -> Arra
         dim: The dim along which the table is divided.
     """
     params, shape = dict(eqn.params), shape_of(eqn.invars[0])
-    of_all = lax.all_gather(ids.astype(jnp.promote_types(ids.dtype, jnp.int32)), REPLICA_AXIS)
     params["slice_sizes"] = (1, *part.shape[1:])
+    largest = jnp.iinfo(ids.dtype).max
+    known = jnp.clip(ids, 0, min(shape[0] - 1, largest)).astype(jnp.int32)
+    is_there = (ids >= 0) & (ids <= min(shape[0] - 1, largest))
+    is_filled = params["mode"] is GatherScatterMode.FILL_OR_DROP
+    # Others than filled ones are clipped, as JAX documents it for reading.
+    of_all = lax.all_gather(
+        jnp.where(is_there, known, shape[0]) if is_filled else known, REPLICA_AXIS
+    )
     if dim == 0:
-        if params["mode"] is GatherScatterMode.CLIP:
-            of_all = jnp.clip(of_all, 0, shape[0] - 1)
         params |= {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
         of_all = of_all - part.shape[0] * lax.axis_index(REPLICA_AXIS)
     found = jax.vmap(lambda own: eqn.primitive.bind(part, own, **params))(of_all)
@@ -214,12 +219,11 @@ def _rows_for_replicas(eqn: Equation, part: Array, ids: Array, dim: int) -> Arra
         (rows,) = lax.all_to_all(found, REPLICA_AXIS, 0, joined, tiled=True)
         return lax.slice_in_dim(rows, 0, shape[dim], axis=joined - 1)
     rows = lax.psum_scatter(found, REPLICA_AXIS)
-    if eqn.params["mode"] is not GatherScatterMode.FILL_OR_DROP:
+    if not is_filled:
         return rows
-    is_there = ((ids >= 0) & (ids < shape[0]))[..., 0]
     others = [i for i in range(rows.ndim) if i not in offsets]
     nothing = _filling(eqn, rows.dtype)
-    return jnp.where(lax.broadcast_in_dim(is_there, rows.shape, others), rows, nothing)
+    return jnp.where(lax.broadcast_in_dim(is_there[..., 0], rows.shape, others), rows, nothing)
 
 
 def _filling(eqn: Equation, dtype: np.dtype) -> Array:

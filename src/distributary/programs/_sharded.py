@@ -48,7 +48,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, padded, shard_dim, shard_spec, whole_shards
 from distributary.programs._logical_devices import laid_out
-from distributary.programs._row_wise import adds_rows, are_few_rows, number_of
+from distributary.programs._row_wise import adds_rows, are_few_rows, number_of, with_wide_ids
 from distributary.programs._stages import Stages, flattened
 from distributary.tracing import (
     Atom,
@@ -164,41 +164,61 @@ def _made_of_rows(
 ) -> list[Equation]:
     """Returns the equations that make a gradient of few rows, each with an id along dim 0.
 
-    Some add rows to zeros, and the others scale and add up what these make. If the gradient is made
-    in another way, there are none.
+    Some add rows to zeros, and the others scale and add up what these make, in floats that get no
+    narrower. If the gradient is made in another way, there are none.
     """
     found: list[Equation] = []
+    known: dict[Var, bool] = {}
 
     def is_made_of_rows(atom: Atom) -> bool:
-        eqn = None if isinstance(atom, Literal) else made_by.get(atom)
-        if eqn is None:
+        if isinstance(atom, Literal) or atom not in made_by:
             return False
-        own, name = variables_of(eqn.invars), eqn.primitive.name
-        if adds_rows(eqn):
-            zeros = made_by.get(own[0]) if own[0] is eqn.invars[0] else None
-            is_zero = zeros is not None and zeros.primitive.name == "broadcast_in_dim"
-            dims, ids = eqn.params["dimension_numbers"], shape_of(eqn.invars[1])
-            if not (is_zero and zeros is not None and number_of(zeros.invars[0]) == 0):
-                return False
-            if len(ids) < 2 or 0 in dims.update_window_dims:
-                return False
-        elif name in _SUMS:
-            if len(own) != len(eqn.invars) or not all(map(is_made_of_rows, own)):
-                return False
-        elif (
-            name not in _SCALING
-            or len(own) != 1
-            or not is_made_of_rows(own[0])
-            or (name == "div" and own[0] is not eqn.invars[0])
-        ):
-            return False
-        found.append(eqn)
-        return True
+        if atom not in known:
+            eqn = made_by[atom]
+            known[atom] = _is_wide(eqn) and (
+                _adds_to_zeros(eqn, made_by)
+                if adds_rows(eqn)
+                else _is_linear(eqn) and all(map(is_made_of_rows, variables_of(eqn.invars)))
+            )
+            if known[atom]:
+                found.append(eqn)
+        return known[atom]
 
-    if not is_made_of_rows(operand):
+    if aval_of(operand).dtype not in (jnp.float32, jnp.float64) or not is_made_of_rows(operand):
         return []
     num_ids = sum(math.prod(shape_of(eqn.invars[1])[:-1]) for eqn in found if adds_rows(eqn))
     return found if are_few_rows(num_replicas * num_ids, shape_of(operand)) else []
+
+
+def _is_wide(eqn: Equation) -> bool:
+    """Returns whether a result is of floats that are not narrower than the operands."""
+    result = aval_of(eqn.outvars[0]).dtype
+    widths = [aval_of(v).dtype.itemsize for v in variables_of(eqn.invars) if shape_of(v)]
+    is_float = all(jnp.issubdtype(aval_of(v).dtype, jnp.floating) for v in _floats_of(eqn))
+    return is_float and (adds_rows(eqn) or result.itemsize >= max(widths, default=0))
+
+
+def _floats_of(eqn: Equation) -> list[Atom]:
+    """Returns the result and the operands without ids."""
+    return [*eqn.outvars, *([eqn.invars[2]] if adds_rows(eqn) else eqn.invars)]
+
+
+def _adds_to_zeros(eqn: Equation, made_by: Mapping[Var, Equation]) -> bool:
+    """Returns whether an equation adds rows, each with an id along dim 0, to zeros."""
+    base, ids = eqn.invars[0], shape_of(eqn.invars[1])
+    zeros = None if isinstance(base, Literal) else made_by.get(base)
+    if zeros is None or zeros.primitive.name != "broadcast_in_dim":
+        return False
+    has_ids = len(ids) > 1 and 0 not in eqn.params["dimension_numbers"].update_window_dims
+    return has_ids and number_of(zeros.invars[0]) == 0
+
+
+def _is_linear(eqn: Equation) -> bool:
+    """Returns whether an equation adds arrays, or scales one by a constant."""
+    arrays, name = variables_of(eqn.invars), eqn.primitive.name
+    if name in _SUMS:
+        return len(arrays) == len(eqn.invars)
+    return name in _SCALING and len(arrays) == 1 and (name != "div" or eqn.invars[0] is arrays[0])
 
 
 def _ids_and_rows(made: Sequence[Equation]) -> list[Atom]:
@@ -219,15 +239,22 @@ def _with_sums_of_rows(
         values = [*args[:num_inputs]]
         for i in range(stages.num_cut):
             env: dict[Var, Array] = {}
+            # Every sum is made in the dtype in which replicas add up.
+            dtype = aval_of(stages.update.jaxpr.invars[num_inputs + i]).dtype
             for eqn in sums.get(i, ()):
                 if adds_rows(eqn):
-                    aval = aval_of(eqn.outvars[0])
-                    own = [jnp.zeros(aval.shape, aval.dtype), next(left), next(left)]
+                    ids, rows = next(left), next(left)
+                    zeros = jnp.zeros(shape_of(eqn.outvars[0]), dtype)
+                    env[eqn.outvars[0]] = _with_rows_added(eqn, zeros, ids, rows.astype(dtype))
+                elif eqn.primitive is lax.convert_element_type_p:
+                    env[eqn.outvars[0]] = env[variables_of(eqn.invars)[0]]
                 else:
-                    own = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
-                (value,) = evaluate_one(eqn, own)
-                env[eqn.outvars[0]] = value
-            values.append(value if i in sums else next(left))
+                    own = [
+                        jnp.asarray(x.val, dtype) if isinstance(x, Literal) else env[x]
+                        for x in eqn.invars
+                    ]
+                    (env[eqn.outvars[0]],) = evaluate_one(eqn, own)
+            values.append(env[sums[i][-1].outvars[0]] if i in sums else next(left))
         return jax.core.eval_jaxpr(stages.update.jaxpr, stages.update.consts, *values)
 
     avals: list[Any] = []
@@ -237,6 +264,12 @@ def _with_sums_of_rows(
             rows = () if made is None else (num_replicas * aval.shape[0],)
             avals.append(jax.ShapeDtypeStruct((*rows, *aval.shape[len(rows) :]), aval.dtype))
     return jax.make_jaxpr(update)(*avals)
+
+
+def _with_rows_added(eqn: Equation, zeros: Array, ids: Array, rows: Array) -> Array:
+    """Returns what an equation makes of the rows of all replicas, which may share ids."""
+    params = {**eqn.params, "unique_indices": False, "indices_are_sorted": False}
+    return evaluate_one(eqn.replace(params=params), [zeros, with_wide_ids(ids), rows])[0]
 
 
 def complete_in_parts(
