@@ -180,10 +180,6 @@ def _once(model: Any, strategy: Any, path: str, write: Callable[[], None]) -> No
         return
     job = consensus()
     assert job is not None
-    # The first worker may save files that the others do not. So they ask for files of this
-    # position.
-    position = job_programs.position
-    topic = f"file {job.count(f'files at {position}')} saved at place {position}"
     place = path if file_utils.is_remote_path(path) else os.path.abspath(path)
     if any(map(is_in_parts_of_workers, saved_variables(model))):
         paths = job.agree(f"saving {model.name}", lambda: place)
@@ -191,6 +187,10 @@ def _once(model: Any, strategy: Any, path: str, write: Callable[[], None]) -> No
             if worker == 0 or own != paths[0]:
                 in_turn(worker, model, strategy, write)
         return
+    # The first worker may save files that the others do not. So they ask for files of this
+    # position.
+    position = job_programs.position
+    topic = f"file {job.count(f'files at {position}')} saved at place {position}"
     if extended.worker_number == 0:
         result: dict[str, Any] = {"path": place, "error": None}
         try:

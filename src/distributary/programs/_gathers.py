@@ -205,7 +205,7 @@ def _rows_for_replicas(eqn: Equation, part: Array, ids: Array, dim: int) -> Arra
     known = jnp.clip(ids, 0, min(shape[0] - 1, largest)).astype(jnp.int32)
     is_there = (ids >= 0) & (ids <= min(shape[0] - 1, largest))
     is_filled = params["mode"] is GatherScatterMode.FILL_OR_DROP
-    # Others than filled ones are clipped, as JAX documents it for reading.
+    # In every other mode, JAX reads the nearest row.
     of_all = lax.all_gather(
         jnp.where(is_there, known, shape[0]) if is_filled else known, REPLICA_AXIS
     )
