@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         StrategyExtended,
         TPUStrategy,
     )
-    from distributary.values import (
+    from distributary.variables import (
         CrossDeviceOps,
         DistributedValues,
         HierarchicalCopyAllReduce,
@@ -214,7 +214,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
                 " OneDeviceStrategy Strategy StrategyExtended TPUStrategy"
             ),
             "distributary.tpu": "tpu",
-            "distributary.values": (
+            "distributary.variables": (
                 "CrossDeviceOps DistributedValues HierarchicalCopyAllReduce IndexedSlices"
                 " Mirrored NcclAllReduce PerReplica ReductionToOneDevice ShardedVariable"
                 " Variable embedding_lookup"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.values import reduce_arrays
+from distributary.variables import reduce_arrays
 
 OPTIONS = dist.experimental.CommunicationOptions
 ALGORITHMS = {

@@ -11,7 +11,7 @@ import pytest
 
 import distributary as dist
 from distributary.tools.compilation import collectives_of
-from distributary.values import CollectiveAllReduce
+from distributary.variables import CollectiveAllReduce
 
 _SHAPES = [(3,), (4, 2), (), (17,)]
 

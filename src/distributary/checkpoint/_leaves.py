@@ -24,7 +24,7 @@ from distributary.errors import (
     shown,
 )
 from distributary.options import VariableAggregation
-from distributary.values import (
+from distributary.variables import (
     DistributedValues,
     ForeignVariable,
     ShardedVariable,

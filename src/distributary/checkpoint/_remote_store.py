@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from distributary.checkpoint._array_files import SavedPart
-from distributary.values import ForeignVariable, ShardedVariable, Variable
+from distributary.variables import ForeignVariable, ShardedVariable, Variable
 
 SavedVariable: TypeAlias = Variable | ForeignVariable | ShardedVariable
 

@@ -32,7 +32,7 @@ from distributary.devices import fetch_whole, latest_program
 from distributary.errors import CheckpointError, ContextError, DistributaryError, InvalidValueError
 from distributary.job import copies
 from distributary.tracing import current_scope
-from distributary.values import ShardedVariable
+from distributary.variables import ShardedVariable
 
 _MAX_COPY_THREADS = 4
 

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 from distributary.devices import JobEvent, dispatcher_for, job_programs
 from distributary.errors import ReplicaMismatchError
 from distributary.job import Consensus
-from distributary.values import PerReplica
+from distributary.variables import PerReplica
 
 _ROWS = JobEvent("the rows of an uneven step")
 

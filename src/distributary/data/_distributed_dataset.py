@@ -26,7 +26,7 @@ from distributary.data._structure import TensorSpec
 from distributary.devices import JobEvent, Nest, job_programs, local_copy, progress
 from distributary.errors import DistributaryWarning, InvalidValueError, ReplicaMismatchError
 from distributary.tracing import at_end, refuse_in_trace, user_stacklevel
-from distributary.values import PerReplica, same_structure, stack_components
+from distributary.variables import PerReplica, same_structure, stack_components
 
 Array: TypeAlias = np.ndarray | jax.Array
 Given: TypeAlias = WorkerBatch | list[Nest]

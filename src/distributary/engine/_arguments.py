@@ -15,7 +15,7 @@ from distributary.devices import Nest, is_left_over
 from distributary.engine._cache import WeakIdentity
 from distributary.errors import ContextError, InvalidTypeError, a_kind, described, shown
 from distributary.tracing import Subject, leaked_at, narrowed
-from distributary.values import (
+from distributary.variables import (
     DistributedValues,
     IndexedSlices,
     Variable,

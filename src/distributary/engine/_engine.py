@@ -38,7 +38,7 @@ from distributary.programs.xla_cpu import (
     with_partial_sums,
 )
 from distributary.tracing import Subject, TraceScope, current_scope, in_role, walk
-from distributary.values import (
+from distributary.variables import (
     Mirrored,
     PerReplica,
     component_arrays,

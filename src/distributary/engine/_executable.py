@@ -37,7 +37,7 @@ from distributary.job import copies
 from distributary.programs import TracedProgram
 from distributary.programs.xla_cpu import with_cpu_rewrites
 from distributary.tracing import Handle, aval_of, describe_value
-from distributary.values import StateList, Variable, joined
+from distributary.variables import StateList, Variable, joined
 
 
 class VariableGoneError(Exception):

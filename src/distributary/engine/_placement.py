@@ -19,7 +19,7 @@ from distributary.devices import (
     put_replicated,
     put_stacked,
 )
-from distributary.values import PerReplica
+from distributary.variables import PerReplica
 
 
 @final

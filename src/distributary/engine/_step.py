@@ -24,7 +24,7 @@ from distributary.engine._placement import Placement
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
 from distributary.programs import GlobalProgram, ReplicaProgram, Results
 from distributary.tracing import Subject, current_scope
-from distributary.values import Mirrored, PerReplica, in_order, key_order
+from distributary.variables import Mirrored, PerReplica, in_order, key_order
 
 
 @final

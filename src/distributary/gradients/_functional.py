@@ -12,7 +12,7 @@ from distributary.engine import function
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.gradients._tape import GradientTape
 from distributary.tracing import current_scope
-from distributary.values import as_variable
+from distributary.variables import as_variable
 
 
 def value_and_grad(

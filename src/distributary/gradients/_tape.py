@@ -19,7 +19,7 @@ from distributary.errors import (
     shown,
 )
 from distributary.tracing import EagerRecord, TapeRecord, TraceScope, current_scope
-from distributary.values import ForeignVariable, IndexedSlices, Variable, as_variable
+from distributary.variables import ForeignVariable, IndexedSlices, Variable, as_variable
 
 
 class UnconnectedGradients(enum.Enum):

@@ -24,7 +24,7 @@ from distributary.errors import (
     shown,
 )
 from distributary.tracing import user_stacklevel
-from distributary.values import ForeignVariable
+from distributary.variables import ForeignVariable
 
 __all__ = ["connect", "expect_keras", "import_keras"]
 

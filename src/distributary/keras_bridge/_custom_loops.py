@@ -22,7 +22,7 @@ from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._replica import aggregation_of_state, in_optimizer, replica_context
 from distributary.keras_bridge._variables import is_sum, keeps_on_servers, place, planned_layout
 from distributary.tracing import Handle, current_scope, outside_of_trace
-from distributary.values import ForeignVariable, across_replicas
+from distributary.variables import ForeignVariable, across_replicas
 
 
 @final

@@ -12,7 +12,7 @@ import keras
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge._replica import replica_context
 from distributary.options import VariableAggregation
-from distributary.values import IndexedSlices, ShardedVariable, Variable
+from distributary.variables import IndexedSlices, ShardedVariable, Variable
 
 
 @final

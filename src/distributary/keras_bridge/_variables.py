@@ -38,7 +38,7 @@ from distributary.keras_bridge._initial_values import first_value
 from distributary.keras_bridge._roles import note_role
 from distributary.keras_bridge._turns import before_assign, before_read
 from distributary.tracing import current_scope, describe_value, gathered, is_recording, noted_read
-from distributary.values import ShardedVariable, Variable, colocated_with
+from distributary.variables import ShardedVariable, Variable, colocated_with
 
 # The classes that keep the values of Keras variables on servers.
 ON_SERVERS = (Variable, ShardedVariable)

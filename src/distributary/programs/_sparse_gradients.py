@@ -95,7 +95,7 @@ from distributary.tracing import (
     with_bodies,
     with_pass,
 )
-from distributary.values import all_reduce_of_vectors
+from distributary.variables import all_reduce_of_vectors
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 

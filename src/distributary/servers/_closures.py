@@ -62,7 +62,7 @@ from distributary.tracing import (
     purify,
     trace,
 )
-from distributary.values import PerReplica
+from distributary.variables import PerReplica
 
 if TYPE_CHECKING:
     from distributary.servers._per_worker import Feed, RemoteSource

@@ -22,7 +22,7 @@ from distributary.servers._closures import share_rows
 from distributary.servers._cluster_coordinator import ClusterCoordinator
 from distributary.servers._per_worker import PerWorkerIterator
 from distributary.servers._queue import RemoteValue
-from distributary.values import PerReplica, map_leaves
+from distributary.variables import PerReplica, map_leaves
 
 _MAX_AHEAD_PER_WORKER = 32
 

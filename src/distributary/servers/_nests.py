@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from distributary.devices import Nest
 from distributary.errors import InvalidTypeError
 from distributary.servers._messages import JSON, WireError, aligned_empty
-from distributary.values import PerReplica
+from distributary.variables import PerReplica
 
 
 def leaves_of(value: Nest) -> list[np.ndarray]:

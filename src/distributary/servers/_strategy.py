@@ -38,7 +38,7 @@ from distributary.servers._rows import SparseUpdate
 from distributary.servers._sources import DistributedSource
 from distributary.strategies import MISSING, RemoteSteps, Strategy, StrategyExtended
 from distributary.tracing import push, user_stacklevel
-from distributary.values import (
+from distributary.variables import (
     AggregatedVariable,
     ShardedVariable,
     Variable,

@@ -26,7 +26,7 @@ from distributary.strategies._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._fitting_job import check_job
 from distributary.tracing import advise, is_recording, name_of, shorten
-from distributary.values import as_reduce_op, in_order, key_order
+from distributary.variables import as_reduce_op, in_order, key_order
 
 if TYPE_CHECKING:
     from distributary.cluster_resolver import ClusterResolver

@@ -28,7 +28,7 @@ from distributary.errors import (
 from distributary.options import CommunicationOptions, ReduceOp
 from distributary.programs.xla_cpu import with_exchanged_sums
 from distributary.tracing import current_scope
-from distributary.values import (
+from distributary.variables import (
     CrossDeviceOps,
     IndexedSlices,
     Mirrored,

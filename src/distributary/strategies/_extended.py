@@ -70,7 +70,7 @@ from distributary.strategies._broadcast import broadcast
 from distributary.strategies._cross_replica import CrossReplica, gather_nest
 from distributary.strategies._layout_rules import LayoutRules
 from distributary.tracing import current_scope, in_role, push
-from distributary.values import (
+from distributary.variables import (
     CrossDeviceOps,
     DistributedValues,
     Mirrored,

@@ -12,7 +12,7 @@ from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import Sharded, StrategyExtended
 from distributary.strategies._layout_rules import LayoutRules
-from distributary.values import CrossDeviceOps
+from distributary.variables import CrossDeviceOps
 
 _log = logging.getLogger(__name__)
 

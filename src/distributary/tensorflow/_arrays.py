@@ -16,7 +16,7 @@ from distributary.tensorflow._linalg import global_norm
 from distributary.tensorflow._operations import REQUIRED, Axes, Operation, Shape, TensorLike, array
 from distributary.tensorflow.autograph import Range, is_traced
 from distributary.tracing import current_scope
-from distributary.values import ShardedVariable, Variable, embedding_lookup
+from distributary.variables import ShardedVariable, Variable, embedding_lookup
 
 
 def constant(

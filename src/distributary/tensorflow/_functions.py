@@ -16,7 +16,7 @@ from distributary.devices import Nest
 from distributary.engine import function as compile_function
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.tensorflow._operations import array
-from distributary.values import PerReplica
+from distributary.variables import PerReplica
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -37,7 +37,7 @@ from distributary.tensorflow._loaded_model import (
     needs_flatbuffers,
 )
 from distributary.tensorflow._operations import canonical
-from distributary.values import ForeignVariable, Variable
+from distributary.variables import ForeignVariable, Variable
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
 _DEFAULT = "serving_default"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from distributary.checkpoint import latest_checkpoint, list_variables, load_variable
 from distributary.errors import InvalidValueError
 from distributary.tensorflow._operations import array
-from distributary.values import Variable
+from distributary.variables import Variable
 
 _Path = str | os.PathLike[str]
 

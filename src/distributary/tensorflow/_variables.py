@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from distributary.errors import InvalidValueError
 from distributary.options import VariableAggregation, VariableSynchronization
-from distributary.values import ArrayInput, Variable as _Variable
+from distributary.variables import ArrayInput, Variable as _Variable
 
 
 class _Arguments(type(_Variable)):  # type: ignore[misc]

@@ -28,7 +28,7 @@ import distributary.keras_bridge as keras_bridge
 import distributary.options as options
 import distributary.strategies as strategies
 import distributary.tpu as tpu
-import distributary.values as values
+import distributary.variables as values
 from distributary.tensorflow import (
     _arrays,
     _checks,

@@ -75,7 +75,7 @@ from distributary.tracing import (
     variables_of,
     with_pass,
 )
-from distributary.values import all_reduce_of_vectors
+from distributary.variables import all_reduce_of_vectors
 
 
 def with_partial_sums(

@@ -18,7 +18,7 @@ from distributary.strategies import (
     accept_any_strategy,
 )
 from distributary.tools.diagnosis import Json, described_devices
-from distributary.values import default_cross_device_ops
+from distributary.variables import default_cross_device_ops
 
 _GIB = 2**30
 

@@ -12,7 +12,7 @@ from distributary.devices import local_devices_of
 from distributary.gradients import value_and_grad
 from distributary.strategies import OneDeviceStrategy, Strategy
 from distributary.tools.diagnosis._check import Check
-from distributary.values import Variable
+from distributary.variables import Variable
 
 _NUM_STEPS = 60
 _GLOBAL_BATCH_SIZE = 64  # at least; all replicas get the same number of examples

@@ -16,7 +16,7 @@ from distributary.context import get_replica_context
 from distributary.gradients import value_and_grad
 from distributary.strategies import MirroredStrategy
 from distributary.tools.scaling._models import MODELS
-from distributary.values import Variable
+from distributary.variables import Variable
 
 _LEARNING_RATE = 0.01
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from distributary.values._distributed import ArrayInput
-from distributary.values._indexed_slices import IndexedSlices
-from distributary.values._operators import ArrayOperators
+from distributary.variables._distributed import ArrayInput
+from distributary.variables._indexed_slices import IndexedSlices
+from distributary.variables._operators import ArrayOperators
 
 
 class Assignable(ArrayOperators):

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from distributary.values._distributed import Array, ArrayInput, PerReplica
-from distributary.values._indexed_slices import IndexedSlices
-from distributary.values._layout import array_of
-from distributary.values._operators import ArrayOperators
+from distributary.variables._distributed import Array, ArrayInput, PerReplica
+from distributary.variables._indexed_slices import IndexedSlices
+from distributary.variables._layout import array_of
+from distributary.variables._operators import ArrayOperators
 
 # The operand of an assignment or of a scatter method.
 Change: TypeAlias = jax.Array | IndexedSlices

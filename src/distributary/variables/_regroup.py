@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from distributary.devices import Nest
-from distributary.values._distributed import DistributedValues
-from distributary.values._indexed_slices import IndexedSlices
-from distributary.values._key_order import in_order, key_order
+from distributary.variables._distributed import DistributedValues
+from distributary.variables._indexed_slices import IndexedSlices
+from distributary.variables._key_order import in_order, key_order
 
 
 def _is_distributed(value: object) -> bool:

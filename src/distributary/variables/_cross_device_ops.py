@@ -20,11 +20,11 @@ from distributary.devices import (
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError, shown
 from distributary.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from distributary.tracing import current_scope
-from distributary.values import _algorithms as algorithms
-from distributary.values._destinations import at_device, check_destinations, only_device
-from distributary.values._distributed import Mirrored, PerReplica, stack_components
-from distributary.values._indexed_slices import IndexedSlices
-from distributary.values._reduce_op import as_reduce_op, check_reducible, reduce_arrays
+from distributary.variables import _algorithms as algorithms
+from distributary.variables._destinations import at_device, check_destinations, only_device
+from distributary.variables._distributed import Mirrored, PerReplica, stack_components
+from distributary.variables._indexed_slices import IndexedSlices
+from distributary.variables._reduce_op import as_reduce_op, check_reducible, reduce_arrays
 
 
 class CrossDeviceOps(abc.ABC):

@@ -45,8 +45,8 @@ from distributary.tracing import (
     noted_read,
     noted_rows,
 )
-from distributary.values._assignable import Assignable
-from distributary.values._conversion import (
+from distributary.variables._assignable import Assignable
+from distributary.variables._conversion import (
     SCATTER,
     Change,
     check_has_value,
@@ -56,16 +56,16 @@ from distributary.values._conversion import (
     initial_array,
     same_kind,
 )
-from distributary.values._distributed import (
+from distributary.variables._distributed import (
     Array,
     ArrayInput,
     Mirrored,
     PerReplica,
     stack_components,
 )
-from distributary.values._indexed_slices import IndexedSlices
-from distributary.values._layout import VariableLayout, array_of
-from distributary.values._state_list import StateList
+from distributary.variables._indexed_slices import IndexedSlices
+from distributary.variables._layout import VariableLayout, array_of
+from distributary.variables._state_list import StateList
 
 
 class Variable(Assignable):

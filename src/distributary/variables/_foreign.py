@@ -4,8 +4,8 @@ from typing import Any
 
 from distributary._late import libraries
 from distributary.tracing import Handle
-from distributary.values._layout import VariableLayout
-from distributary.values._variable import Variable
+from distributary.variables._layout import VariableLayout
+from distributary.variables._variable import Variable
 
 
 class ForeignVariable:

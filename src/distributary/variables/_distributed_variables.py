@@ -12,18 +12,18 @@ from distributary.devices import in_device_memory, latest_program
 from distributary.errors import InvalidValueError, UnsupportedError, shown
 from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import TraceScope, check_not_frozen, current_scope
-from distributary.values import _aggregation as aggregation_rules
-from distributary.values._conversion import NOT_LINEAR, Change, combine
-from distributary.values._distributed import (
+from distributary.variables import _aggregation as aggregation_rules
+from distributary.variables._conversion import NOT_LINEAR, Change, combine
+from distributary.variables._distributed import (
     Array,
     ArrayInput,
     DistributedValues,
     Mirrored,
     PerReplica,
 )
-from distributary.values._indexed_slices import IndexedSlices
-from distributary.values._operators import ArrayOperators
-from distributary.values._variable import Variable
+from distributary.variables._indexed_slices import IndexedSlices
+from distributary.variables._operators import ArrayOperators
+from distributary.variables._variable import Variable
 
 
 class AggregatedVariable(Variable):

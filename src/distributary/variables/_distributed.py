@@ -19,7 +19,7 @@ from distributary.errors import (
     described,
     shown,
 )
-from distributary.values._operators import ArrayOperators
+from distributary.variables._operators import ArrayOperators
 
 Array: TypeAlias = jax.Array | np.ndarray
 

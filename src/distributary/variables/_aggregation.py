@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from distributary.errors import InvalidValueError
 from distributary.options import CommunicationOptions, ReduceOp, VariableAggregation
-from distributary.values._conversion import Change
-from distributary.values._cross_device_ops import NcclAllReduce
-from distributary.values._reduce_op import reduce_arrays
+from distributary.variables._conversion import Change
+from distributary.variables._cross_device_ops import NcclAllReduce
+from distributary.variables._reduce_op import reduce_arrays
 
 _Change = TypeVar("_Change", bound=Change)
 

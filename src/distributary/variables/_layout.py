@@ -27,7 +27,7 @@ from distributary.devices import (
 )
 from distributary.errors import InvalidTypeError, described, shown
 from distributary.tracing import describe_value, gathered, native
-from distributary.values._operators import ArrayOperators
+from distributary.variables._operators import ArrayOperators
 
 
 @final

@@ -10,12 +10,12 @@ from jax.typing import ArrayLike
 
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.tracing import current_scope
-from distributary.values._assignable import Assignable
-from distributary.values._conversion import SCATTER, checked_slices
-from distributary.values._distributed import ArrayInput
-from distributary.values._indexed_slices import IndexedSlices
-from distributary.values._operators import ArrayOperators
-from distributary.values._variable import Variable
+from distributary.variables._assignable import Assignable
+from distributary.variables._conversion import SCATTER, checked_slices
+from distributary.variables._distributed import ArrayInput
+from distributary.variables._indexed_slices import IndexedSlices
+from distributary.variables._operators import ArrayOperators
+from distributary.variables._variable import Variable
 
 
 @final

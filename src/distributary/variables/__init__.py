@@ -1,0 +1,42 @@
+"""Values with a component per replica: immutable ones, variables, and their collectives."""
+
+from distributary.variables._aggregation import across_replicas, of_rows
+from distributary.variables._algorithms import all_gather, all_reduce_of_vectors, over_replicas
+from distributary.variables._conversion import initial_array
+from distributary.variables._cross_device_ops import (
+    CollectiveAllReduce,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    check_pairs,
+    default_cross_device_ops,
+    reduce_nest,
+)
+from distributary.variables._destinations import at_device, check_destinations, only_device
+from distributary.variables._distributed import (
+    Array,
+    ArrayInput,
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    component_arrays,
+    same_structure,
+    stack_components,
+)
+from distributary.variables._distributed_variables import (
+    AggregatedVariable,
+    MirroredVariable,
+    SyncOnReadVariable,
+    VariableComponent,
+)
+from distributary.variables._foreign import ForeignVariable, as_variable
+from distributary.variables._indexed_slices import IndexedSlices
+from distributary.variables._key_order import in_order, key_order
+from distributary.variables._layout import VariableLayout, colocated_with, neighbor
+from distributary.variables._operators import ArrayOperators
+from distributary.variables._reduce_op import as_reduce_op, check_reducible, reduce_arrays
+from distributary.variables._regroup import local_results, map_leaves
+from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
+from distributary.variables._state_list import StateList, joined
+from distributary.variables._variable import Variable
