@@ -72,14 +72,6 @@ def network(parameters, images):
     return hidden @ parameters[-1]["weights"] + parameters[-1]["bias"]
 
 
-def values_of(variables):
-    return jax.tree.map(lambda variable: variable.value(), variables)
-
-
-def assign(variables, values):
-    jax.tree.map(lambda variable, value: variable.assign(value), variables, values)
-
-
 def train(strategy, options, console):
     """Trains the network; returns values per epoch, named as in the `History` of Keras."""
     # Input. Each replica gets a part of every global batch, also of the smaller last one.
@@ -121,9 +113,9 @@ def train(strategy, options, console):
             dist.ReduceOp.SUM, (gradients, sums["examples"])
         )
         gradients = jax.tree.map(lambda gradient: gradient / num_examples, gradients)
-        updates, new_state = optimizer.update(gradients, values_of(optimizer_state))
-        assign(parameters, optax.apply_updates(values_of(parameters), updates))
-        assign(optimizer_state, new_state)
+        updates, new_state = optimizer.update(gradients, dist.values(optimizer_state))
+        dist.assign(parameters, optax.apply_updates(dist.values(parameters), updates))
+        dist.assign(optimizer_state, new_state)
         return sums
 
     def run_epoch(step, dataset):

@@ -40,14 +40,6 @@ def initial_parameters(rng):
     }
 
 
-def values_of(variables):
-    return jax.tree.map(lambda variable: variable.value(), variables)
-
-
-def assign(variables, values):
-    jax.tree.map(lambda variable, value: variable.assign(value), variables, values)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=12, help="default %(default)s")
@@ -83,9 +75,9 @@ def main():
 
         gradients = dist.get_replica_context().all_reduce("SUM", dist.grad(loss, parameters)())
         gradients = jax.tree.map(lambda gradient: gradient / BATCH_SIZE, gradients)
-        updates, new_state = optimizer.update(gradients, values_of(optimizer_state))
-        assign(parameters, optax.apply_updates(values_of(parameters), updates))
-        assign(optimizer_state, new_state)
+        updates, new_state = optimizer.update(gradients, dist.values(optimizer_state))
+        dist.assign(parameters, optax.apply_updates(dist.values(parameters), updates))
+        dist.assign(optimizer_state, new_state)
 
     # Everything that a training needs to go on as if nothing had happened, `batches` included.
     checkpoint = Checkpoint(

@@ -272,7 +272,7 @@ told_steps(
 )
 
 
-@told("train_step", "nnx.split", "nnx.merge")
+@told("train_step", "dist.nnx.State", "state.merged()")
 def captured_nnx_module(strategy):
     model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
 
@@ -282,7 +282,7 @@ def captured_nnx_module(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-@told("train_step", "nnx.split", "nnx.merge")
+@told("train_step", "dist.nnx.State", "state.merged()")
 def passed_nnx_module(strategy):
     model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
 
@@ -292,7 +292,7 @@ def passed_nnx_module(strategy):
     strategy.run(train_step, args=(model, BATCH))
 
 
-@told("train_step", "nnx.split", "nnx.merge")
+@told("train_step", "dist.nnx.State", "state.merged()")
 def captured_nnx_optimizer(strategy):
     import optax
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         coordinator,
         data,
         experimental,
+        nnx,
         tpu,
     )
     from distributary.context import (
@@ -71,7 +72,9 @@ if TYPE_CHECKING:
         ReductionToOneDevice,
         ShardedVariable,
         Variable,
+        assign,
         embedding_lookup,
+        values,
     )
 
     def get_strategy() -> Strategy:
@@ -113,6 +116,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "assign",
     "autograph",
     "checkpoint",
     "cluster_resolver",
@@ -130,8 +134,10 @@ __all__ = [
     "grad",
     "has_strategy",
     "in_cross_replica_context",
+    "nnx",
     "tpu",
     "value_and_grad",
+    "values",
 ]
 
 # What people who know TensorFlow, torch, Horovod or JAX look for here.
@@ -205,6 +211,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "distributary.gradients": (
                 "GradientTape UnconnectedGradients global_batch_loss grad value_and_grad"
             ),
+            "distributary.nnx": "nnx",
             "distributary.options": (
                 "InputOptions InputReplicationMode ReduceOp RunOptions VariableAggregation"
                 " VariableSynchronization"
@@ -217,7 +224,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "distributary.variables": (
                 "CrossDeviceOps DistributedValues HierarchicalCopyAllReduce IndexedSlices"
                 " Mirrored NcclAllReduce PerReplica ReductionToOneDevice ShardedVariable"
-                " Variable embedding_lookup"
+                " Variable assign embedding_lookup values"
             ),
         },
         _ELSEWHERE,
@@ -235,4 +242,4 @@ assemble_with(_assemble)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

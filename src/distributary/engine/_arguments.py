@@ -147,9 +147,9 @@ def changes_refused(arguments: Nest, step: str) -> Iterator[None]:
     if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
         raise ContextError(
             f"{step}: the step changes the {type(objects[0]).__name__} of Flax NNX in its"
-            " arguments, and the new values would be lost. Split it before, graph, state ="
-            " nnx.split(model), keep the state in distributary.Variable, and call nnx.merge(graph,"
-            " state) in the step, as in examples/digits_flax.py."
+            " arguments, and the new values would be lost. Write state = dist.nnx.State(model)"
+            " before, in the scope of the strategy, and in the step `with state.merged() as"
+            " model:`, as in examples/digits_flax.py."
         )
 
 

@@ -302,8 +302,9 @@ _MISTAKES = [
         Exception,
         "from (?:a )?different trace level",
         "{where} changes an nnx object made outside of the step; its values would be lost.",
-        "Split it before, graph, state = nnx.split(model), keep the state in distributary.Variable,"
-        " and call nnx.merge(graph, state) in the step, as in examples/digits_flax.py.",
+        "Write state = dist.nnx.State(model) before, in the scope of the strategy, and in the step"
+        " `with state.merged() as model:`, as in examples/digits_flax.py. It takes optimizers and"
+        " Rngs, too.",
         ContextError,
     ),
     _Mistake(

@@ -39,4 +39,5 @@ from distributary.variables._reduce_op import as_reduce_op, check_reducible, red
 from distributary.variables._regroup import local_results, map_leaves
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
 from distributary.variables._state_list import StateList, joined
+from distributary.variables._trees import assign, values
 from distributary.variables._variable import Variable

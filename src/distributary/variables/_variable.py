@@ -1,5 +1,6 @@
 """Variables, the state that a strategy keeps for its replicas."""
 
+import inspect
 import threading
 import warnings
 import weakref
@@ -685,6 +686,11 @@ def _positions(indices: ArrayLike) -> tuple[Any, ...]:
             f"Indices of slices are an array of integers [..., k], got {ids.dtype}{[*ids.shape]}."
         )
     return tuple(jnp.moveaxis(ids, -1, 0))
+
+
+# What `help` shows, in place of the arguments that `__new__` hands on.
+_, *_parameters = inspect.signature(Variable.__init__).parameters.values()
+Variable.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
 
 
 @final
