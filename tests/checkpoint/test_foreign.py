@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 
@@ -59,6 +60,11 @@ def _saved_model(path):
         ("ckpt-1", _of_tensorflow, r"/ckpt-1\.index is one of TensorFlow\. Only TensorFlow reads"),
         ("ckpt-1.index", Path.touch, r"/ckpt-1\.index is one of TensorFlow\."),
         (
+            "folder",
+            lambda path: (path.mkdir(), _of_tensorflow(path / "ckpt-1")),
+            r"/folder/ckpt-1\.index is one of TensorFlow\.",
+        ),
+        (
             "model",
             _saved_model,
             r"/model: it is a SavedModel of TensorFlow\. Only TensorFlow reads",
@@ -73,6 +79,15 @@ def test_checkpoints_of_other_programs_are_recognised(name, make, text, tmp_path
 
     with pytest.raises(CheckpointError, match=text):
         _checkpoint().restore(tmp_path / name)
+
+
+def test_weights_of_tensorflow_are_recognised(strategy, tmp_path):
+    _of_tensorflow(tmp_path / "weights")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+
+    with pytest.raises(CheckpointError, match=r"weights\.index is one of TensorFlow\."):
+        model.load_weights(tmp_path / "weights")
 
 
 def test_a_folder_of_tensorflow_is_recognised_once(tmp_path, caplog):

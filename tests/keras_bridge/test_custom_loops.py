@@ -609,3 +609,34 @@ def test_a_function_outside_of_run_trains_like_one_device(strategy_of):
     expected_losses, expected = trained(None)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     _assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "count"),
+    [
+        (lambda strategy, losses: jnp.mean(losses), 1),
+        (lambda strategy, losses: jnp.sum(losses) / (4 * strategy.num_replicas_in_sync), 0),
+        (
+            lambda strategy, losses: keras.losses.MeanSquaredError()(
+                jnp.zeros_like(losses), losses
+            ),
+            0,
+        ),
+    ],
+)
+def test_a_step_that_does_not_divide_is_told_that_gradients_are_summed(
+    loss_of, count, strategy, caplog
+):
+    with strategy.scope():
+        model, optimizer = _mlp(), keras.optimizers.SGD(0.1)
+
+    def step(x, _):
+        _descend(
+            optimizer, model.trainable_variables, lambda: loss_of(strategy, model(x).mean(axis=-1))
+        )
+
+    for batch in strategy.experimental_distribute_dataset(_BATCHES):
+        strategy.run(step, args=batch)
+
+    told = [one for one in caplog.messages if one.startswith("apply_gradients adds")]
+    assert len(told) == count

@@ -5,6 +5,7 @@ import functools
 import gc
 import signal
 import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -695,6 +696,31 @@ def test_too_little_memory_is_said_with_what_helps(strategy_of):
     assert "experimental_shard_optimizer_state=True" in note
     assert "experimental_shard_parameters=True" in note
     assert "distributary plan" in note
+
+
+def test_too_little_memory_for_a_variable_is_said_with_what_helps(strategy):
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory") as caught,
+        strategy.scope(),
+    ):
+        dist.Variable(lambda: jnp.zeros(1 << 45))
+
+    assert "experimental_shard_parameters=True" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(("largest", "count"), [(2, 0), (3, 1)])
+def test_labels_without_a_class_are_named(largest, count, strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(np.ones((8, 4)), np.arange(8) % (largest + 1), verbose=0)
+
+    told = [str(one.message) for one in caught if "label" in str(one.message)]
+    assert len(told) == count
+    assert all("label 3, but the 3 classes" in text for text in told)
 
 
 def test_a_distribution_of_keras_beside_a_strategy_is_named(strategy):

@@ -14,7 +14,11 @@ from distributary.checkpoint._checkpoint import (
     list_variables,
     load_variable,
 )
-from distributary.checkpoint._commit import read as read, read_arrays as read_arrays
+from distributary.checkpoint._commit import (
+    of_tensorflow as of_tensorflow,
+    read as read,
+    read_arrays as read_arrays,
+)
 from distributary.checkpoint._deferred import settle as settle
 from distributary.checkpoint._manager import CheckpointManager
 from distributary.checkpoint._preemption import PreemptionCheckpointHandler, TerminationConfig

@@ -357,15 +357,22 @@ def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved
     return sorted(found, key=lambda item: item[1].saved_at)
 
 
-def _other_format(path: Path) -> str | None:
-    """Returns what is at a path in place of a checkpoint, and how to load it; None for nothing."""
-    index = (
-        path if path.name.endswith(_OF_TENSORFLOW) else path.with_name(path.name + _OF_TENSORFLOW)
-    )
-    if index.exists():
-        return f"{index} is one of TensorFlow. {_CONVERT}"
+def of_tensorflow(path: Path) -> str | None:
+    """Returns what TensorFlow has written at a path, and how to convert it; None for nothing."""
     if (path / "saved_model.pb").exists():
         return f"it is a SavedModel of TensorFlow. {_CONVERT}"
+    name = path.name.removesuffix(_OF_TENSORFLOW) + _OF_TENSORFLOW
+    for index in (path.with_name(name), *sorted(path.glob(f"*{_OF_TENSORFLOW}"))):
+        if index.exists():
+            return f"{index} is one of TensorFlow. {_CONVERT}"
+    return None
+
+
+def _other_format(path: Path) -> str | None:
+    """Returns what is at a path in place of a checkpoint, and how to load it; None for nothing."""
+    other = of_tensorflow(path)
+    if other is not None:
+        return other
     if path.name.endswith((".h5", ".keras")) and path.exists():
         return "it is a file of Keras. Load it with model.load_weights or keras.models.load_model."
     return None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distributary._late import Library, assemble, libraries
 from distributary.errors import ContextError, InvalidTypeError, shown
+from distributary.tracing import advise
 
 if TYPE_CHECKING:
     from distributary.context._replica_context import ReplicaContext
@@ -208,7 +209,7 @@ class StrategyScope:
         _threads_in_scope[thread] += 1
         return self._strategy
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, _: object, error: object, *__: object) -> None:
         if not self._entered.modes:
             raise ContextError(
                 "This strategy scope is not open. Enter it with `with strategy.scope():`."
@@ -219,6 +220,8 @@ class StrategyScope:
             return
         mode, told = entry
         _leave(mode)
+        if isinstance(error, Exception):
+            advise(error)
         self._entered.modes.pop()
         thread = threading.get_ident()
         _threads_in_scope[thread] -= 1

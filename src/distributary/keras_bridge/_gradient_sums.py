@@ -5,6 +5,8 @@ gradients of the whole batch, as on one device.
 """
 
 import inspect
+import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,12 +26,16 @@ from distributary.keras_bridge._replica import (
 )
 from distributary.keras_bridge._variables import in_parts
 from distributary.options import ReduceOp
-from distributary.tracing import push
+from distributary.tracing import current_scope, push
+
+_log = logging.getLogger(__name__)
+_told: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
 
 
 def _combined(gradients: Sequence[Any]) -> list[Any]:
     """Sums the gradients of all replicas of `Strategy.run`."""
     present = [gradient for gradient in gradients if gradient is not None]
+    _tell_that_gradients_are_summed()
     if is_for_servers() and current_mode().role != "replica":
         reduced = list(map(push, present))
     elif is_away_from_variables():
@@ -39,6 +45,22 @@ def _combined(gradients: Sequence[Any]) -> list[Any]:
         reduced = get_strategy().extended.reduce_gradients(ReduceOp.SUM, present)
     left = iter(reduced)
     return [None if gradient is None else next(left) for gradient in gradients]
+
+
+def _tell_that_gradients_are_summed() -> None:
+    """Says it once to a step that has not asked for the number of replicas, or had a loss do so."""
+    context, scope = replica_context(), current_scope()
+    if context is None or scope is None or scope.asked_for_replicas or context.strategy in _told:
+        return
+    _told.add(context.strategy)
+    _log.warning(
+        "apply_gradients adds the gradients of %d replicas, as tf.distribute does. The loss of a"
+        " replica must be its part of the mean: divide a sum over its rows by the rows of the"
+        " global batch, as tf.nn.compute_average_loss does, or take a loss of Keras. A jnp.mean"
+        " over its own rows makes the step %d times as large.",
+        context.strategy.extended.num_replicas,
+        context.strategy.extended.num_replicas,
+    )
 
 
 def combining(original: Callable[..., Any]) -> Callable[..., Any]:

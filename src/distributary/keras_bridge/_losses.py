@@ -5,6 +5,7 @@ so the result equals that of one device, even with masks and weights. In tf.dist
 mean of the replicas' means.
 """
 
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -12,9 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
+from distributary.errors import DistributaryWarning
 from distributary.keras_bridge._keras_private import apply_mask
 from distributary.keras_bridge._replica import is_uneven, replica_context, total
+from distributary.tracing import user_stacklevel
 
 _AVERAGING = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -102,3 +106,25 @@ def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
         return keras.ops.divide_no_nan(loss, divisor)
 
     return reduce_weighted_values
+
+
+def warn_of_labels(model: Any, y: Any) -> None:
+    """Warns of labels for which a model has no class: on JAX, the loss of such a row is 0."""
+    loss = model.loss
+    is_sparse = isinstance(loss, keras.losses.SparseCategoricalCrossentropy) or loss in (
+        "sparse_categorical_crossentropy",
+        keras.losses.sparse_categorical_crossentropy,
+    )
+    shape = getattr(model, "output_shape", None)
+    if not is_sparse or not isinstance(y, np.ndarray) or y.dtype.kind not in "iuf" or not y.size:
+        return
+    if isinstance(shape, tuple) and shape and isinstance(shape[-1], int):
+        largest = y.max()
+        if largest >= shape[-1]:
+            warnings.warn(
+                f"{model.name}: y has the label {largest}, but the {shape[-1]} classes of the"
+                f" output are 0 to {shape[-1] - 1}. The loss of such a row is 0. Number the classes"
+                " from 0, or give the last layer more units.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )

@@ -23,6 +23,7 @@ from distributary.engine import mode_of
 from distributary.errors import ContextError, DistributaryWarning, shown
 from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import Call, DatasetAdapter, batches_of, current_call
+from distributary.keras_bridge._losses import warn_of_labels
 from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._roles import check_rules
 from distributary.keras_bridge._step_function import StepFunction
@@ -164,6 +165,8 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         check_same_strategy(strategy, f"{self.name}.{what}")
         args = tuple(map(_native, args))
         kwargs = {key: _native(own) if key in _DATA else own for key, own in kwargs.items()}
+        if what in ("fit", "evaluate"):
+            warn_of_labels(self, kwargs.get("y", args[1] if len(args) > 1 else None))
         with strategy.scope(), _in_one_thread(self, what):
             token = current_call.set(Call(what))
             try:

@@ -20,7 +20,7 @@ def replica_context() -> ReplicaContext | None:
     if in_default_context():
         return None
     mode = current_mode()
-    if mode.role != "replica" or mode.strategy.num_replicas_in_sync == 1:
+    if mode.role != "replica" or mode.strategy.extended.num_replicas == 1:
         return None
     return mode.replica_context
 
@@ -35,7 +35,7 @@ def is_away_from_variables() -> bool:
     if current_scope() is None or in_default_context():
         return False
     mode = current_mode()
-    is_only = mode.role == "replica" and mode.strategy.num_replicas_in_sync == 1
+    is_only = mode.role == "replica" and mode.strategy.extended.num_replicas == 1
     return is_only and mode.strategy.extended.placement.home is not None
 
 

@@ -23,7 +23,7 @@ import h5py  # type: ignore[import-untyped]
 import keras
 import numpy as np
 
-from distributary.checkpoint import hold, release
+from distributary.checkpoint import hold, of_tensorflow, release
 from distributary.context import default_mode, entered, get_strategy, has_strategy
 from distributary.devices import job_programs, progress
 from distributary.errors import CheckpointError, ClusterError, InvalidValueError
@@ -103,6 +103,10 @@ def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             with _by_itself(strategy):
                 original(model, *args, **kwargs)
 
+        path = os.fspath(args[0] if args else kwargs.get("filepath", ""))
+        other = of_tensorflow(Path(path)) if path else None
+        if other is not None:
+            raise CheckpointError(f"{model.name}.load_weights cannot read {path}: {other}")
         sync_state(model)
         try:
             in_turn(0, model, strategy, load)

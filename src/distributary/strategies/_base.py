@@ -25,7 +25,7 @@ from distributary.options import InputOptions, ReduceOp, RunOptions
 from distributary.strategies._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._fitting_job import check_job
-from distributary.tracing import advise, is_recording, name_of, shorten
+from distributary.tracing import advise, current_scope, is_recording, name_of, shorten
 from distributary.variables import as_reduce_op, in_order, key_order
 
 if TYPE_CHECKING:
@@ -137,6 +137,9 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
         It is 1 in a step of Keras' `fit` and its relatives, which sees the whole batch.
         """
+        scope = current_scope()
+        if scope is not None:
+            scope.asked_for_replicas = True
         return self._extended.num_replicas
 
     @property

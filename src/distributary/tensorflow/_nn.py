@@ -47,6 +47,7 @@ def compute_average_loss(
     """
     context = _replica_context("compute_average_loss")
     losses = array(per_example_loss)
+    num_replicas = context.num_replicas_in_sync
     if global_batch_size is None:
         if losses.ndim == 0:
             raise InvalidValueError(
@@ -54,7 +55,7 @@ def compute_average_loss(
                 " every example, [examples, ...]. Create the loss with reduction=None, or pass"
                 " global_batch_size."
             )
-        global_batch_size = losses.shape[0] * context.num_replicas_in_sync
+        global_batch_size = losses.shape[0] * num_replicas
         scope = current_scope()
         if scope is not None and scope.uneven is not None:
             global_batch_size = context.all_reduce("SUM", jnp.float32(losses.shape[0]))

@@ -364,19 +364,22 @@ def explained(
     return before if isinstance(before, TracedValueError) else error
 
 
+_NO_MEMORY = (
+    'A device has too little memory for this. A smaller batch, the policy "mixed_bfloat16" of'
+    " keras.mixed_precision and more replicas help, and so do arguments of the strategy:"
+    " experimental_shard_optimizer_state=True divides the state of the optimizer by the number of"
+    " replicas, experimental_shard_parameters=True the model as well. `distributary plan --topology"
+    " h100:8 SCRIPT.py` shows what each of them needs on your devices, what rematerialization"
+    " saves, and the largest batch that fits."
+)
+
+
 def advise(error: Exception) -> None:
-    """Adds what to do to an error of XLA that says only that memory is exhausted."""
+    """Adds what to do to an error of XLA that says only that memory is exhausted, once."""
     text = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else ""
     is_one = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text  # on CPUs
-    if is_one and not hasattr(error, "__notes__"):
-        error.add_note(
-            "A device has too little memory for this step. A smaller batch, the policy"
-            ' "mixed_bfloat16" of keras.mixed_precision and more replicas help, and so do arguments'
-            " of the strategy: experimental_shard_optimizer_state=True divides the state of the"
-            " optimizer by the number of replicas, experimental_shard_parameters=True the model as"
-            " well. `distributary plan --topology h100:8 SCRIPT.py` shows what each of them needs"
-            " on your devices, what rematerialization saves, and the largest batch that fits."
-        )
+    if is_one and _NO_MEMORY not in getattr(error, "__notes__", ()):
+        error.add_note(_NO_MEMORY)
 
 
 def _explained(

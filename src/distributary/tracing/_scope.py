@@ -111,6 +111,8 @@ class TraceScope:
         self.checks: list[list[Exception]] = []
         self.unconverted: dict[str, str] = {}
         self.merge_calls = 0
+        # Whether the function has asked for the number of replicas, such as to divide by it.
+        self.asked_for_replicas = False
         # The results of `int(value)` and `float(value)` of converted code.
         self.numbers: list[Array] = []
 

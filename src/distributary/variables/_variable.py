@@ -581,7 +581,7 @@ class Variable(Assignable):
             not in_default_context()
             and mode.role == "replica"
             and mode.strategy is not self._layout.strategy
-            and mode.strategy.num_replicas_in_sync > 1
+            and mode.strategy.extended.num_replicas > 1
         ):
             raise ContextError(
                 f"Variable {self._name!r} was created outside of {shown(mode.strategy)}, so {kind}"
