@@ -15,11 +15,14 @@ TWO_WORKERS = "2 workers"
 ALL_REDUCE_BYTES = (4, 1_000_000, 40_000_000)
 REPLICAS = (1, 2, 4)
 
-EPOCHS = {"mlp32": 960, "mlp256": 320, "transformer32": 24, "cnn64": 64}
+EPOCHS = {"mlp32": 960, "mlp256": 320, "transformer32": 24, "cnn64": 64, "resnet18": 4}
 """Steps of an epoch of `fit`."""
 
 FUSED_WORKLOADS = ("mlp32", "cnn64")
 """Where distributary and Keras are also measured with 16 steps per execution."""
+
+KERAS_WORKLOADS = ("resnet18",)
+"""Where nothing is written by hand."""
 
 LAYERED_WORKLOADS = ("transformer32",)
 """Where layers cost more than the hand-written formulas, so that the loop is measured with both."""
@@ -209,6 +212,11 @@ def _fit_time(settings: Settings) -> Iterator[Case]:
 
 def _fit_names(workload: str, replicas: int) -> Iterator[tuple[str, str]]:
     alone = "keras" if replicas == 1 else "data_parallel"
+    if workload in KERAS_WORKLOADS:
+        yield from (("distributary", "fit"), (alone, alone))
+        if replicas == 1:  # on more, TensorFlow normalizes by the rows of a replica
+            yield "tensorflow", "fit"
+        return
     yield "handwritten", "fit_handwritten"
     for name, served in (("distributary", "fit"), (alone, alone)):
         yield name, served

@@ -1,11 +1,13 @@
 """The same training with Keras' `fit`, on the backend of the process."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 from _peers import Peer, timed
 from _workloads import CHECK_STEPS, NUM_HEADS, NUM_LAYERS, WORKLOADS, Model, Workload
 
@@ -22,11 +24,11 @@ def build_model(
     steps_per_execution: int = 1,
 ) -> KerasModel:
     """Returns the compiled model with the workload's parameters, in the scope of a strategy."""
-    assert workload.optimizer == "adam"
+    optimizer = {"adam": keras.optimizers.Adam, "sgd": keras.optimizers.SGD}[workload.optimizer]
     with scope or nullcontext():
         model, layers = _MODELS[workload.model]()
         model.compile(
-            optimizer=keras.optimizers.Adam(workload.learning_rate),
+            optimizer=optimizer(workload.learning_rate),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             steps_per_execution=steps_per_execution,
         )
@@ -37,7 +39,18 @@ def build_model(
             values = zip(parts, shapes, strict=True)
             layer.set_weights([parameters.pop(part).reshape(shape) for part, shape in values])
         assert not parameters, f"no layer has {list(parameters)}"
+        if not layers:
+            _draw_kernels(model)
     return model
+
+
+def _draw_kernels(model: KerasModel) -> None:
+    """Gives kernels the same values on every backend."""
+    rng = np.random.default_rng(0)
+    for weight in model.trainable_weights:
+        if weight.name == "kernel":
+            deviation = math.prod(weight.shape[:-1]) ** -0.5
+            weight.assign((rng.standard_normal(weight.shape) * deviation).astype(np.float32))
 
 
 def fit(name: str, model: KerasModel, workload: Workload, num_steps: int) -> Peer:
@@ -118,6 +131,27 @@ def _cnn() -> tuple[KerasModel, Layers]:
     }
 
 
+def _resnet() -> tuple[KerasModel, Layers]:
+    """ResNet-18 for images of 32x32, as the paper has it for CIFAR-10 in width 64."""
+    layers = keras.layers
+
+    def convolved(x: Any, filters: int, size: int, strides: int) -> Any:
+        x = layers.Conv2D(filters, size, strides, padding="same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    images = layers.Input((32, 32, 3))
+    x = layers.ReLU()(convolved(images, 64, 3, 1))
+    for filters in (64, 128, 256, 512):
+        for strides in (1 if filters == 64 else 2, 1):
+            y = layers.ReLU()(convolved(x, filters, 3, strides))
+            y = convolved(y, filters, 3, 1)
+            if strides > 1:
+                x = convolved(x, filters, 1, strides)
+            x = layers.ReLU()(x + y)
+    logits = layers.Dense(10)(layers.GlobalAveragePooling2D()(x))
+    return keras.Model(images, logits), {}
+
+
 class _Positions(keras.layers.Layer):
     """Adds a learned vector to every position."""
 
@@ -178,4 +212,5 @@ _MODELS: Mapping[Model, Callable[[], tuple[KerasModel, Layers]]] = {
     "mlp": _mlp,
     "transformer": _transformer,
     "cnn": _cnn,
+    "resnet": _resnet,
 }

@@ -160,12 +160,13 @@ def with_tables(text: str, documents: Mapping[str, Json]) -> str:
 #: The rows of the small table, by what was measured, and the replicas; time only.
 _SUMMARY = (
     *(("`fit`, mlp256", "2"), ("`fit`, cnn64", "1"), ("`fit`, transformer32", "2")),
+    *(("`fit`, resnet18", "1"), ("`fit`, resnet18", "2")),
     *(("`strategy.run`, mlp256", "2"), ("`strategy.run`, wide256", "2")),
     *(("`strategy.run`, mlp256", "2 workers"), ("`strategy.run`, transformer32", "2 workers")),
     *(("`reduce` of 4 B", "2 workers"), ("the host's part of a cached `run`", "1")),
 )
 #: Models whose gradients are rewritten for CPUs.
-_REWRITTEN = ("cnn", "transformer")
+_REWRITTEN = ("cnn", "resnet", "transformer")
 
 
 def _summary(documents: Mapping[str, Json]) -> str:

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
-Model: TypeAlias = Literal["mlp", "transformer", "cnn", "wide", "deep"]
+Model: TypeAlias = Literal["mlp", "transformer", "cnn", "resnet", "wide", "deep"]
 
 NUM_BATCHES = 4
 """Batches that are prepared on the devices and used in turn, so no input time is measured."""
@@ -144,6 +144,7 @@ _SHAPES: Mapping[Model, _Shapes] = {
         **_dense("hidden", 5 * 5 * 64, 64),
         **_dense("output", 64, 10),
     },
+    "resnet": {},  # Keras alone builds it; `_keras` gives its kernels start values
     "deep": {
         name: shape
         for layer in range(_NUM_DEEP_LAYERS)
@@ -184,6 +185,12 @@ def _cnn_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array, 
     return images.reshape(-1, 28, 28, 1), labels
 
 
+def _resnet_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array, Array]:
+    images = rng.standard_normal((global_batch_size, 32, 32, 3), np.float32)
+    teacher = np.random.default_rng(2).standard_normal((32 * 32 * 3, 10))
+    return images, np.argmax(images.reshape(global_batch_size, -1) @ teacher, 1).astype(np.int32)
+
+
 def _wide_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array, Array]:
     # Squaring makes low ids frequent: a batch holds some rows several times, on one replica
     # and on different ones, as real categories do.
@@ -202,6 +209,7 @@ _DATA: Mapping[Model, Callable[[np.random.Generator, int], tuple[Array, Array]]]
     "mlp": _mlp_data,
     "transformer": _transformer_data,
     "cnn": _cnn_data,
+    "resnet": _resnet_data,
     "wide": _wide_data,
     "deep": _deep_data,
 }
@@ -216,6 +224,7 @@ WORKLOADS: Mapping[str, Workload] = {
         Workload("mlp256", "mlp", 256, "adam", 1e-3),
         Workload("transformer32", "transformer", 32, "adam", 1e-4),
         Workload("cnn64", "cnn", 64, "adam", 1e-3),
+        Workload("resnet18", "resnet", 32, "sgd", 1e-3),
         Workload("wide256", "wide", 256, "sgd", 1.0, sparse=True),
         Workload("wide256_dense", "wide", 256, "sgd", 1.0),
         Workload("deep256", "deep", 256, "sgd", 1.0),
@@ -235,5 +244,5 @@ def random_rows() -> Array:
 STEP_WORKLOADS = ("mlp32", "mlp256", "transformer32", "wide256", "wide256_dense")
 """What is measured of steps of `strategy.run`."""
 
-FIT_WORKLOADS = ("mlp32", "mlp256", "transformer32", "cnn64")
+FIT_WORKLOADS = ("mlp32", "mlp256", "transformer32", "cnn64", "resnet18")
 """What is measured of `model.fit`."""
