@@ -2,6 +2,7 @@
 
 import abc
 import functools
+import html
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -409,3 +410,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._extended.describe()}>"
+
+    def _repr_html_(self) -> str:  # for notebooks
+        parts = html.escape(self._extended.describe()).split("; ")
+        items = "".join(f"<li>{part}</li>" for part in parts)
+        return f"<b>{type(self).__name__}</b><ul>{items}</ul>"

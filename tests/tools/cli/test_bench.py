@@ -125,6 +125,9 @@ def test_models_are_measured_and_hosts_predicted(tmp_path, monkeypatch, capsys):
     assert "predicted, not measured: hosts of 2 replicas in a ring" in out
     assert "(the given latency and the given bandwidth)" in out
     assert "█" in out
+    gain = two["examples_per_second"] / one["examples_per_second"]
+    more = f"pay: 2 train {gain:.2f} times as fast as 1." if gain > 1 else "do not pay: 1 trains"
+    assert f"More devices {more}" in out
 
 
 def test_a_script_that_fails_shows_its_last_lines(tmp_path, capsys):

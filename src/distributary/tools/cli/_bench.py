@@ -172,9 +172,11 @@ def _text(
         *map(_measured_line, timings),
         "",
         scaling.draw(timings),
+        "",
+        _verdict(timings),
     ]
     if last.platform == "cpu":
-        lines += ["", "CPU devices share the cores: more devices do not add hardware."]
+        lines.append("CPU devices share the cores: more devices do not add hardware.")
     if last.activations:
         lines += ["", "activations that travel between devices:"]
         lines += [f"  {text}" for text in last.activations]
@@ -191,6 +193,18 @@ def _text(
         *map(_predicted_line, predictions),
     ]
     return "\n".join(lines)
+
+
+def _verdict(timings: "Sequence[scaling.Timing]") -> str:
+    """Returns a sentence that says whether more devices pay."""
+    rates = [timing.examples_per_second or 0.0 for timing in timings]
+    if len(timings) == 1 or not all(rates):
+        return "Whether more devices pay needs two numbers of replicas, and known batch sizes."
+    best = max(range(len(rates)), key=rates.__getitem__)
+    if best == 0:
+        return f"More devices do not pay: {timings[0].num_replicas} trains the most examples."
+    gain, most = rates[best] / rates[0], timings[best].num_replicas
+    return f"More devices pay: {most} train {gain:.2f} times as fast as {timings[0].num_replicas}."
 
 
 def _measured_line(timing: "scaling.Timing") -> str:
