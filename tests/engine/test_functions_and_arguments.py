@@ -169,6 +169,7 @@ def test_strategy_describes_itself(strategy_of):
         (dist.get_strategy(), "<the default strategy: 1 replica", 1),
     ):
         assert repr(strategy).startswith(start)
+        assert start.rstrip(";>").partition(": ")[2] in strategy._repr_html_()
         assert strategy.num_replicas_in_sync == num_replicas
         assert strategy.cluster_resolver is None
         assert strategy.extended.experimental_require_static_shapes is False
