@@ -69,16 +69,14 @@ def first_value(
         return None
     # What Keras makes of a number that is a seed.
     (seed,) = agreed([np.asarray([seed, 0], np.uint32)])
-    # In a trace, too, the value is an array.
-    with jax.ensure_compile_time_eval():
-        if layout is None:
-            return program(seed)
-        # Ends before others begin, whose temporaries would be in memory, too. So there is no token:
-        # a step may donate the value.
-        devices = tuple(layout.mesh.devices.flat)
-        return dispatcher_for(devices).run(
-            lambda seed: program(seed).block_until_ready(), lambda value: None, seed
-        )
+    if layout is None:
+        return program(seed)
+    # Ends before others begin, whose temporaries would be in memory, too. So there is no token: a
+    # step may donate the value.
+    devices = tuple(layout.mesh.devices.flat)
+    return dispatcher_for(devices).run(
+        lambda seed: program(seed).block_until_ready(), lambda value: None, seed
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -94,7 +92,15 @@ def _program(
     everywhere = None if layout is None else NamedSharding(layout.mesh, P())
     first = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
     options = _cpu_options() if first.platform == "cpu" else None
-    return jax.jit(value, in_shardings=everywhere, out_shardings=layout, compiler_options=options)
+    program = jax.jit(
+        value, in_shardings=everywhere, out_shardings=layout, compiler_options=options
+    )
+    # Compiled, it gives an array also in a trace. `ensure_compile_time_eval` does that, too, but
+    # makes constants of what does not depend on the seed: arrays as large as the variable.
+    compiled: Callable[[np.ndarray], jax.Array] = program.lower(
+        jax.ShapeDtypeStruct((2,), np.uint32)
+    ).compile()
+    return compiled
 
 
 @functools.cache
