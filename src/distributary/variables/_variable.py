@@ -688,9 +688,11 @@ def _positions(indices: ArrayLike) -> tuple[Any, ...]:
     return tuple(jnp.moveaxis(ids, -1, 0))
 
 
-# What `help` shows, in place of the arguments that `__new__` hands on.
+# What `help` shows, in place of the arguments that `__new__` hands on. Types are in the docstring.
 _, *_parameters = inspect.signature(Variable.__init__).parameters.values()
-Variable.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
+Variable.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [parameter.replace(annotation=parameter.empty) for parameter in _parameters]
+)
 
 
 @final
