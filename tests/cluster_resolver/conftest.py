@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-_PREFIXES = ("CLOUD_TPU_", "GCE_METADATA_", "MEGASCALE_", "MPI_", "OMPI_", "PMI_", "SLURM_", "TPU_")
+_PREFIXES = ("CLOUD_TPU_", "GCE_METADATA_", "MEGASCALE_", "MPI_", "OMPI_", "PMI_", "SLURM", "TPU_")
 
 
 @pytest.fixture(autouse=True)

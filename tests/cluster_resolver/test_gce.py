@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from distributary.cluster_resolver import GCEClusterResolver, multi_worker
-from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
+from distributary.errors import ClusterError
 
 
 class _Request:
@@ -110,22 +110,6 @@ def test_all_pages_are_read():
 def test_a_group_that_cannot_be_used_is_reported(pages, settings, message):
     with pytest.raises(ClusterError, match=f"^GCEClusterResolver: {message}"):
         _resolver(pages, **settings)[0].cluster_spec()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"project": ""}, InvalidTypeError, r"project is '' \(str\), expected a name"),
-        ({"instance_group": 3}, InvalidTypeError, r"instance_group is 3 \(int\), expected a name"),
-        ({"port": 0}, InvalidValueError, "port is 0, expected a port"),
-        ({"task_id": -1}, InvalidValueError, "task_id is -1"),
-    ],
-)
-def test_a_wrong_argument_is_refused(arguments, error, message):
-    all_arguments = {"project": "p", "zone": "z", "instance_group": "g", "port": 1} | arguments
-
-    with pytest.raises(error, match=f"^GCEClusterResolver: {message}"):
-        GCEClusterResolver(**all_arguments, service=_Service([[]], {}))
 
 
 def test_a_missing_package_is_named(monkeypatch):

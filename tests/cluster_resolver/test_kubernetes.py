@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from distributary.cluster_resolver import KubernetesClusterResolver, KubernetesExecutableLocation
-from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
+from distributary.errors import ClusterError, InvalidTypeError
 
 
 def _pod(name, ip, phase="Running", host_ip=None):
@@ -98,18 +98,23 @@ def test_an_api_server_that_refuses_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"job_to_label_mapping": {}}, InvalidTypeError, r"job_to_label_mapping is \{\}"),
-        ({"job_to_label_mapping": {"worker": "a"}}, InvalidTypeError, r"\{'worker': 'a'\}"),
-        ({"job_to_label_mapping": {"worker": []}}, InvalidTypeError, r"\{'worker': \[\]\}"),
-        ({"job_to_label_mapping": {"worker": [1]}}, InvalidTypeError, r"lists of label selectors"),
-        ({"tf_server_port": 0}, InvalidValueError, "tf_server_port is 0, expected a port"),
-        ({"executable_location": 0}, InvalidValueError, "executable_location is 0, .*OFF_CLUSTER"),
+        ({"job_to_label_mapping": ["a"]}, r"mapping is \['a'\], expected a dict"),
+        (
+            {"job_to_label_mapping": {"worker": "a"}},
+            r"\"worker\"\] is 'a', expected a list",
+        ),
+        ({"job_to_label_mapping": {"worker": []}}, r'mapping\["worker"\] is \[\], expected a list'),
+        (
+            {"job_to_label_mapping": {"worker": [1]}},
+            r'"worker"\] is \[1\], expected a list',
+        ),
+        ({"executable_location": 0}, "executable_location is 0, expected a member of Kubern"),
     ],
 )
-def test_a_wrong_argument_is_refused(arguments, error, message):
-    with pytest.raises(error, match=f"^KubernetesClusterResolver: .*{message}"):
+def test_a_wrong_argument_is_refused(arguments, message):
+    with pytest.raises(InvalidTypeError, match=f"^KubernetesClusterResolver: .*{message}"):
         KubernetesClusterResolver(override_client=_Client({}), **arguments)
 
 
@@ -140,5 +145,5 @@ def test_the_configuration_is_that_of_the_place_and_one_that_cannot_be_loaded_is
 
     assert resolver.cluster_spec() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
     assert loaded == ["in cluster"]
-    with pytest.raises(ClusterError, match=r"OFF_CLUSTER cannot be loaded: Invalid kube-config"):
+    with pytest.raises(ClusterError, match=r"OFF_CLUSTER failed .* Invalid kube-config"):
         KubernetesClusterResolver(executable_location=KubernetesExecutableLocation.OFF_CLUSTER)

@@ -73,23 +73,30 @@ def test_a_peer_gives_host_and_port_as_sockets_take_them(address, host, port):
     ("cluster", "task_type", "task_id", "message"),
     [
         ({}, "worker", 0, r"^The cluster is empty.*MirroredStrategy.*TF_CONFIG unset"),
-        (_FULL, None, None, r"^task_type is None.*1 chief, 2 worker, 2 ps, 1 evaluator.*TF_CONFIG"),
+        (_FULL, None, None, r"^task_type is None.*ps 0, 1; worker 0, 1; chief 0.*TF_CONFIG"),
         (_FULL, "worker", None, r'^task_id is None.*"index": 0'),
-        (_FULL, "wrker", 0, r'^task_type is "wrker".*"chief", "worker", "ps", "evaluator"'),
-        (_FULL, "Worker", 0, r'^task_type is "Worker".*Write it in lower case: "worker"'),
-        (_FULL, "master", 0, r'^task_type is "master".*TensorFlow 2 and distributary.*"chief"'),
-        (_FULL, "worker", 2, r'^task_id is 2, but cluster_spec\["worker"\] has the numbers 0, 1.'),
+        (_FULL, "wrker", 0, r'^task_type is "wrker".*worker 0, 1; chief 0. Choose one'),
+        (
+            _FULL,
+            "worker",
+            2,
+            r'^task_type is "worker" and task_id is 2, .*worker 0, 1;',
+        ),
         (
             _WORKERS_ONLY,
             "ps",
             0,
-            r'^task_type is "ps", but cluster_spec has no "ps", only "worker"',
+            r'^task_type is "ps" .*, but cluster_spec has worker 0, 1',
         ),
-        (_WORKERS_ONLY, "evaluator", 1, r"^task_id is 1.*at most one evaluator"),
+        (_WORKERS_ONLY, "evaluator", 1, r'^task_type is "evaluator" and task_id is 1, but'),
         ({"chief": ["a:1", "b:1"]}, "chief", 0, r'^cluster_spec\["chief"\] has 2 tasks.*one chief'),
         ({"tpu_worker": ["a:1"]}, "worker", 0, r'has the key "tpu_worker".*not a task type'),
-        ({"coordinator": ["a:1"]}, "worker", 0, r'^cluster_spec has .*is of the type "chief"'),
-        ({"worker": {0: "a:1", 2: "b:1"}}, "worker", 0, r"numbers 0, 2, but worker 1 is missing"),
+        (
+            {"worker": {0: "a:1", 2: "b:1"}},
+            "worker",
+            0,
+            r"\[0, 2\], but worker 1 is missing",
+        ),
         ({"worker": ["a:1"], "chief": {1: "b:1"}}, "worker", 0, "chief is missing"),
     ],
 )
@@ -101,10 +108,10 @@ def test_a_wrong_cluster_or_task_is_refused(cluster, task_type, task_id, message
 @pytest.mark.parametrize(
     ("task_type", "task_id", "message"),
     [
-        (7, 0, r"^task_type is 7 \(int\)"),
-        ("worker", 0.0, r"^task_id is 0.0 \(float\)"),
-        ("worker", True, r"^task_id is True \(bool\)"),
-        ("worker", "zero", r"^task_id is 'zero' \(str\)"),
+        (7, 0, r"^task_type is 7"),
+        ("worker", 0.0, r"^task_id is 0.0"),
+        ("worker", True, r"^task_id is True"),
+        ("worker", "zero", r"^task_id is 'zero'"),
     ],
 )
 def test_a_wrong_type_is_refused(task_type, task_id, message):

@@ -70,14 +70,14 @@ def test_a_simple_resolver_returns_its_arguments():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"master": 1}, InvalidTypeError, r"SimpleClusterResolver: master is 1 \(int\)"),
+        ({"master": 1}, InvalidTypeError, r"SimpleClusterResolver: master is 1"),
         ({"environment": None}, InvalidTypeError, r"SimpleClusterResolver: environment is None"),
-        ({"task_type": 1}, InvalidTypeError, r"SimpleClusterResolver: task_type is 1 \(int\)"),
-        ({"task_id": "a"}, InvalidTypeError, r"SimpleClusterResolver: task_id is 'a' \(str\)"),
+        ({"task_type": 1}, InvalidTypeError, r"SimpleClusterResolver: task_type is 1"),
+        ({"task_id": "a"}, InvalidTypeError, r"SimpleClusterResolver: task_id is 'a'"),
         ({"task_id": -1}, InvalidValueError, r"SimpleClusterResolver: task_id is -1"),
-        ({"rpc_layer": 1}, InvalidTypeError, r"SimpleClusterResolver: rpc_layer is 1 \(int\)"),
-        ({"num_accelerators": 8}, InvalidTypeError, r"_accelerators is 8 \(int\).*\{\"GPU\": 8\}"),
-        ({"num_accelerators": {"GPU": True}}, InvalidTypeError, r'\["GPU"\] is True \(bool\)'),
+        ({"rpc_layer": 1}, InvalidTypeError, r"SimpleClusterResolver: rpc_layer is 1"),
+        ({"num_accelerators": 8}, InvalidTypeError, r"_accelerators is 8.*\{\"GPU\": 8\}"),
+        ({"num_accelerators": {"GPU": True}}, InvalidTypeError, r'\["GPU"\] is True'),
         (
             {"num_accelerators": {"GPU": -1}},
             InvalidValueError,
@@ -144,7 +144,7 @@ def test_numbered_tasks_keep_their_numbers_and_equal_jobs_are_taken_once(first, 
     ("resolvers", "error", "message"),
     [
         ([], InvalidValueError, "UnionResolver: got no arguments"),
-        ([_Own(), 7], InvalidTypeError, r"argument 1 is 7 \(int\), expected a ClusterResolver"),
+        ([_Own(), 7], InvalidTypeError, r"argument 1 is 7, expected a ClusterResolver"),
         (
             [_simple({"worker": {1: "a:1"}}), _simple({"worker": ["b:1", "c:1"]})],
             InvalidValueError,

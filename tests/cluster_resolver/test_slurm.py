@@ -12,10 +12,9 @@ from distributary.errors import ClusterError, InvalidTypeError, InvalidValueErro
 def step(set_environ):
     """Sets the variables of a job step: two nodes with two tasks each unless said otherwise."""
 
-    def step(rank=0, nodes="t02n[13,41]", tasks="2(x2)", num_tasks=4, **more):
+    def step(rank=0, nodes="t02n[13,41]", tasks="2(x2)", **more):
         set_environ(
             SLURM_PROCID=rank,
-            SLURM_STEP_NUM_TASKS=num_tasks,
             SLURM_STEP_NODELIST=nodes,
             SLURM_STEP_TASKS_PER_NODE=tasks,
             **more,
@@ -67,38 +66,20 @@ def test_types_take_ranks_in_the_order_of_their_names(step):
     ],
 )
 def test_lists_of_nodes_are_expanded_in_their_order(step, nodes, expected):
-    step(nodes=nodes, tasks=f"1(x{len(expected)})", num_tasks=len(expected))
+    step(nodes=nodes, tasks=f"1(x{len(expected)})")
 
     spec = SlurmClusterResolver().cluster_spec()
 
     assert spec.job_tasks("worker") == [f"{host}:8888" for host in expected]
 
 
-@pytest.mark.parametrize(
-    ("distribution", "expected"),
-    [
-        ("block", ["a:8888", "a:8889", "a:8890", "b:8888"]),
-        ("cyclic", ["a:8888", "b:8888", "a:8889", "a:8890"]),
-        ("cyclic:block", ["a:8888", "b:8888", "a:8889", "a:8890"]),
-        ("block:cyclic", ["a:8888", "a:8889", "a:8890", "b:8888"]),
-    ],
-)
-def test_ranks_are_distributed_as_slurm_does(step, distribution, expected):
-    step(nodes="a,b", tasks="3,1(x1)", SLURM_DISTRIBUTION=distribution)
-
-    assert SlurmClusterResolver().cluster_spec() == {"worker": expected}
-
-
-def test_the_position_that_slurm_reports_must_be_the_same(step):
-    step(rank=1, SLURM_NODEID=0, SLURM_LOCALID=1)
+def test_slurm_must_number_the_processes_node_by_node(step):
+    step(rank=1, SLURMD_NODENAME="t02n13", SLURM_LOCALID=1)
     assert SlurmClusterResolver().task_id == 1
 
-    step(rank=1, SLURM_NODEID=1, SLURM_LOCALID=0)
+    step(rank=1, SLURMD_NODENAME="t02n41", SLURM_LOCALID=0)
 
-    with pytest.raises(
-        ClusterError,
-        match=r"^SLURM_NODEID is 1, but .* it would be 0 for process 1 \(t02n13\).*cyclic",
-    ):
+    with pytest.raises(ClusterError, match=r"^SLURMD_NODENAME is 't02n41', .* 't02n13'.*=block"):
         SlurmClusterResolver()
 
 
@@ -106,13 +87,11 @@ def test_the_position_that_slurm_reports_must_be_the_same(step):
     ("nodes", "tasks_per_node", "expected"),
     [
         ("n[9-10]", 2, ["n9:1", "n9:2", "n10:1", "n10:2"]),
-        ("n[9-10]", {"n10": 1, "n9": 3}, ["n9:1", "n9:2", "n9:3", "n10:1"]),
-        ("n[9-10]", {"x": 1, "b": 3}, ["b:1", "b:2", "b:3", "x:1"]),
-        (None, {"b": 1, "a": 1}, ["a:1", "b:1"]),  # needs the rank only
+        (None, {"b": 1, "a": 2}, ["b:1", "a:1", "a:2"]),  # needs the rank only
     ],
 )
 def test_tasks_per_node_can_be_given(step, nodes, tasks_per_node, expected):
-    step(nodes=nodes, tasks=None, num_tasks=None)
+    step(nodes=nodes, tasks=None)
 
     resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, port_base=1)
 
@@ -120,8 +99,7 @@ def test_tasks_per_node_can_be_given(step, nodes, tasks_per_node, expected):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"],
+    "name", ["SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"]
 )
 @pytest.mark.parametrize("builtin", [RuntimeError, ValueError])  # TensorFlow raises the first
 def test_a_missing_variable_is_named(step, set_environ, name, builtin):
@@ -137,15 +115,8 @@ def test_a_missing_variable_is_named(step, set_environ, name, builtin):
     [
         ("SLURM_PROCID", "x", r"^The environment variable SLURM_PROCID is 'x', .*from 0 to 3"),
         ("SLURM_PROCID", 4, r"^The environment variable SLURM_PROCID is '4', .*from 0 to 3"),
-        ("SLURM_STEP_NUM_TASKS", "4.0", r"NUM_TASKS is '4.0', expected a number >= 0"),
-        ("SLURM_STEP_NUM_TASKS", 5, r"TASKS_PER_NODE is '2\(x2\)', expected .* and 5 in all"),
         ("SLURM_STEP_TASKS_PER_NODE", "4", r"is '4', .* each of the 2 nodes in .*'t02n\[13,41\]'"),
-        ("SLURM_STEP_TASKS_PER_NODE", "4,0", r"'4,0', expected .* at least one task for each"),
-        ("SLURM_DISTRIBUTION", "plane=2", r"^SLURM_DISTRIBUTION is 'plane=2', expected block or"),
-        ("SLURM_STEP_NODELIST", "a,a", r"^SLURM_STEP_NODELIST is 'a,a', which has a node twice"),
         ("SLURM_STEP_TASKS_PER_NODE", "", r"TASKS_PER_NODE is '', .*such as '4\(x2\),3'"),
-        ("SLURM_STEP_TASKS_PER_NODE", "4(x2", r"TASKS_PER_NODE is '4\(x2', .*such as"),
-        ("SLURM_STEP_TASKS_PER_NODE", "2(x9999999)", r"TASKS_PER_NODE is '2\(x9.*such as"),
     ],
 )
 def test_a_contradiction_is_refused(step, set_environ, name, value, message):
@@ -165,15 +136,13 @@ def test_a_contradiction_is_refused(step, set_environ, name, value, message):
         ("a,,b", "''"),
         ("a b", "'a b'"),
         ("n[1-2-3]", r"'n\[1-2-3\]'"),
-        ("n[3-1]", r"'n\[3-1\]'"),
-        ("n[0-99999999999]", r"'n\[0-99999999999\]'"),
     ],
 )
 def test_a_list_of_nodes_that_cannot_be_read_is_refused(step, nodes, part):
     step(nodes=nodes)
 
     with pytest.raises(
-        InvalidValueError, match=rf"^SLURM_STEP_NODELIST is .*{part} is not a host.*'node\[001-003"
+        InvalidValueError, match=rf"^SLURM_STEP_NODELIST is .*{part} is not a node.*'node\[001-003"
     ):
         SlurmClusterResolver()
 
@@ -186,16 +155,14 @@ def test_a_list_of_nodes_that_cannot_be_read_is_refused(step, nodes, part):
             ClusterError,
             "3 tasks, but the launcher has started 4 processes",
         ),
-        ({"jobs": {"worker": 4, "ps": 0}}, InvalidValueError, r'jobs\["ps"\] is 0, .* >= 1'),
-        ({"jobs": {1: 4}}, InvalidTypeError, r"jobs has a key that is 1 \(int\)"),
-        ({"jobs": ["worker"]}, InvalidTypeError, r"jobs is \['worker'\] \(list\), expected a dict"),
-        ({"port_base": 0}, InvalidValueError, "port_base is 0, expected a port from 1"),
-        ({"port_base": 65535}, InvalidValueError, "up to 65536, .* Choose a lower port_base"),
+        ({"jobs": {"worker": 5, "ps": -1}}, InvalidValueError, r'jobs\["ps"\] is -1, .* >= 0'),
+        ({"jobs": ["worker"]}, InvalidTypeError, r"jobs is \['worker'\], expected a dict"),
+        ({"port_base": 0}, InvalidValueError, "port_base is 0, expected a number >= 1"),
         ({"tasks_per_node": 0}, InvalidValueError, "tasks_per_node is 0, expected a number >= 1"),
-        ({"tasks_per_node": "2"}, InvalidTypeError, r"tasks_per_node is '2' \(str\)"),
+        ({"tasks_per_node": "2"}, InvalidTypeError, r"tasks_per_node is '2'"),
         ({"gpus_per_node": -1}, InvalidValueError, "gpus_per_node is -1, expected a number >= 0"),
         ({"gpus_per_node": 3, "gpus_per_task": 2}, ClusterError, "need 4 GPUs, but the node has 3"),
-        ({"gpus_per_node": 8}, ClusterError, r"has 8, of which this process .* 3 \(5, 6, 7\)"),
+        ({"gpus_per_node": 8}, ClusterError, r"need 8 GPUs, but .* has 3 \(5, 6, 7\)"),
     ],
 )
 def test_a_wrong_argument_is_refused(step, arguments, error, message):
@@ -218,7 +185,6 @@ def test_a_wrong_argument_is_refused(step, arguments, error, message):
         (None, {}, 0, None),
         (None, {"gpus_per_node": 1}, 0, None),
         ("-1", {}, 0, "-1"),
-        ("3", {"gpus_per_node": 2, "gpus_per_task": 1}, 1, "3"),
         ("0,1", {"SLURM_GPUS_PER_TASK": 2}, 2, "0,1"),
         ("2,3", {"SLURM_GPUS_ON_NODE": 4}, 2, "2,3"),
         # Switched off.
@@ -247,16 +213,6 @@ def test_a_process_is_shown_its_own_gpus(step, caplog, visible, arguments, num_g
     )
 
 
-def test_slurm_says_how_many_gpus_a_node_has(step, set_environ):
-    step(SLURM_GPUS_ON_NODE=8)
-    assert SlurmClusterResolver().num_accelerators() == {"GPU": 4}
-
-    set_environ(SLURM_GPUS_ON_NODE="many")
-
-    with pytest.raises(ClusterError, match=r"SLURM_GPUS_ON_NODE is 'many'.*Pass gpus_per_node"):
-        SlurmClusterResolver()
-
-
 def _install_nvidia_smi(folder, set_environ, lines, exit_code=0):
     program = folder / "nvidia-smi"
     program.write_text(
@@ -276,6 +232,6 @@ def test_without_variables_nvidia_smi_counts_the_gpus_or_its_failure_is_reported
 
     _install_nvidia_smi(tmp_path, set_environ, "Driver not loaded", exit_code=9)
 
-    with pytest.raises(ClusterError, match=r"exit status 9.* Driver not loaded.*gpus_per_node"):
+    with pytest.raises(ClusterError, match=r"^nvidia-smi cannot.*exit status 9.*set CUDA_VISIBLE"):
         SlurmClusterResolver()
     assert SlurmClusterResolver(gpus_per_node=0).num_accelerators() == {"GPU": 0}

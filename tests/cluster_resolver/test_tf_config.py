@@ -108,8 +108,11 @@ def test_an_evaluator_need_not_be_listed(set_config):
     ("config", "error", "message"),
     [
         ("", InvalidValueError, r"^TF_CONFIG is not valid JSON: .*Unset the variable"),
-        ('{"cluster": {"worker": ["a:1"]', InvalidValueError, r"line 1, column 31, near '.*json\."),
-        ('{"rpc": ["a:1"], "rpc": ["b:1"]}', InvalidValueError, r"twice.*\['a:1'\] and \['b:1'\]"),
+        (
+            '{"cluster": {"worker": ["a:1"]',
+            InvalidValueError,
+            r"column 31 .*, near '.*json\.",
+        ),
         (
             {"cluster": {"worker": {"0": "a:1", "1": "b:x"}}},
             InvalidValueError,
@@ -120,17 +123,21 @@ def test_an_evaluator_need_not_be_listed(set_config):
             InvalidValueError,
             r'"chief"\] has 2 tasks.*others',
         ),
-        ({"cluster": {"Worker": ["a:1"]}}, InvalidValueError, r'the key "Worker".*case: "worker"'),
-        ("[1]", InvalidTypeError, r"^TF_CONFIG is \[1\] \(list\), expected an object"),
+        (
+            {"cluster": {"Worker": ["a:1"]}},
+            InvalidValueError,
+            r'the key "Worker".*types are chief',
+        ),
+        ("[1]", InvalidTypeError, r"^TF_CONFIG is \[1\], expected an object"),
         (
             {"cluster": ["a:1"]},
             InvalidTypeError,
-            r'^TF_CONFIG\["cluster"\] is \[\'a:1\'\] \(list\)',
+            r'^TF_CONFIG\["cluster"\] is \[\'a:1\'\]',
         ),
         (
             {"cluster": {"worker": [1]}},
             InvalidTypeError,
-            r'^TF_CONFIG\["clus.*\]\[0\] is 1 \(int\)',
+            r'^TF_CONFIG\["clus.*\]\[0\] is 1',
         ),
     ],
 )
@@ -151,18 +158,25 @@ def test_a_wrong_cluster_is_refused_whatever_is_asked(set_config, config, error,
 @pytest.mark.parametrize(
     ("task", "error", "message"),
     [
-        ({"type": "worker"}, InvalidValueError, r' is .* has no "index".*"type": "worker"'),
-        ({"index": 0}, InvalidValueError, r' is .* has no "type"'),
-        ({"type": "wrk", "index": 0}, InvalidValueError, r'\["type"\] is "wrk".*"evaluator"'),
-        ({"type": "ps", "index": 0}, InvalidValueError, r'\["type"\] is "ps", but TF_C.* no "ps"'),
+        (
+            {"type": "worker"},
+            InvalidValueError,
+            r' is .*, expected "type" and "index", as',
+        ),
+        ({"index": 0}, InvalidValueError, r' is .*, expected "type" and "index"'),
+        ({"type": "wrk", "index": 0}, InvalidValueError, r'\["type"\] is "wrk".*has worker 0, 1'),
+        (
+            {"type": "ps", "index": 0},
+            InvalidValueError,
+            r'\["type"\] is "ps" .*, but TF_CONFIG',
+        ),
         (
             {"type": "worker", "index": 2},
             InvalidValueError,
-            r'\["index"\] is 2, .* numbers 0, 1. Set',
+            r'.*\["index"\] is 2, but .* 0, 1',
         ),
-        ({"type": "evaluator", "index": 1}, InvalidValueError, r'\["index"\] is 1.*evaluator'),
-        (["worker", 0], InvalidTypeError, r" is \['worker', 0\] \(list\), expected an object"),
-        ({"type": 1, "index": 0}, InvalidTypeError, r'\["type"\] is 1 \(int\)'),
+        (["worker", 0], InvalidTypeError, r" is \['worker', 0\], expected an object"),
+        ({"type": 1, "index": 0}, InvalidTypeError, r'\["type"\] is 1'),
         ({"type": "worker", "index": None}, InvalidTypeError, r'\["index"\] is None'),
         ({"type": "worker", "index": "one"}, InvalidTypeError, r"\[\"index\"\] is 'one'"),
     ],
@@ -175,20 +189,9 @@ def test_a_wrong_task_is_refused(set_config, task, error, message):
             getattr(TFConfigClusterResolver(), name)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"task_id": 5}, InvalidValueError, "task_id is 5, but TF_C"),
-        ({"task_type": "ps"}, InvalidValueError, 'task_type is "ps", but'),
-        ({"task_type": "x"}, InvalidValueError, 'task_type is "x"'),
-        ({"task_id": "a"}, InvalidTypeError, "task_id is 'a'"),
-    ],
-)
-def test_a_wrong_argument_is_named_as_such(set_config, arguments, error, message):
-    set_config(_config())
-
-    with pytest.raises(error, match=f"^TFConfigClusterResolver: {message}"):
-        _ = TFConfigClusterResolver(**arguments).task_id
+def test_a_wrong_argument_is_named_as_such():
+    with pytest.raises(InvalidTypeError, match=r"^TFConfigClusterResolver: task_id is 'a'"):
+        TFConfigClusterResolver(task_id="a")
 
 
 def test_a_cluster_without_a_task_has_no_task(set_config):
@@ -198,7 +201,7 @@ def test_a_cluster_without_a_task_has_no_task(set_config):
     assert (resolver.task_type, resolver.task_id) == (None, None)
     with pytest.raises(InvalidValueError, match=r'^TF_CONFIG\["task"\] is missing.*pass task_type'):
         resolver.master()
-    with pytest.raises(InvalidValueError, match=r"task_type is None.*2 worker.*TF_CONFIG"):
+    with pytest.raises(InvalidValueError, match=r"task_type is None.*worker 0, 1.*TF_CONFIG"):
         multi_worker(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
 
 
@@ -207,5 +210,5 @@ def test_a_setting_of_a_wrong_type_is_refused(set_config, key):
     set_config(_config(**{key: 7}))
     resolver = TFConfigClusterResolver()
 
-    with pytest.raises(InvalidTypeError, match=rf'^TF_CONFIG\["{key}"\] is 7 \(int\)'):
+    with pytest.raises(InvalidTypeError, match=rf'^TF_CONFIG\["{key}"\] is 7'):
         _ = resolver.rpc_layer if key == "rpc_layer" else resolver.master()

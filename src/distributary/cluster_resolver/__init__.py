@@ -10,24 +10,21 @@ from distributary.cluster_resolver._addresses import (
     split_port as split_port,
 )
 from distributary.cluster_resolver._checks import checked_int
-from distributary.cluster_resolver._cluster_spec import (
-    TOKEN_VARIABLE,
-    ClusterSpec,
-    MultiWorker,
-    Peer,
-    multi_worker,
-)
+from distributary.cluster_resolver._cluster_spec import TOKEN_VARIABLE, ClusterSpec
 from distributary.cluster_resolver._gce import GCEClusterResolver
+from distributary.cluster_resolver._gpus import visible_gpus
 from distributary.cluster_resolver._kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
 )
 from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
+from distributary.cluster_resolver._multi_worker import MultiWorker, Peer, multi_worker
 from distributary.cluster_resolver._resolver import ClusterResolver
-from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
-from distributary.cluster_resolver._slurm import SlurmClusterResolver, visible_gpus
+from distributary.cluster_resolver._simple import SimpleClusterResolver
+from distributary.cluster_resolver._slurm import SlurmClusterResolver
 from distributary.cluster_resolver._tf_config import TFConfigClusterResolver
 from distributary.cluster_resolver._tpu import TPUClusterResolver
+from distributary.cluster_resolver._union import UnionResolver
 
 __all__ = [
     "TOKEN_VARIABLE",

@@ -4,14 +4,12 @@ import ipaddress
 import re
 from typing import NamedTuple
 
-from distributary.cluster_resolver._checks import checked_int, checked_str, number_in
-from distributary.errors import InvalidValueError
+from distributary.cluster_resolver._checks import number_in
+from distributary.errors import InvalidValueError, check_type
 
-MAX_PORT = 65535
-
+_MAX_PORT = 65535
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\]]*:[^\]]*)\]|(?P<host>[^:]*))(?::(?P<port>[^:]*))?")
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
-_LOOKS_LIKE_IPV4 = re.compile(r"\d+(\.\d+){3}")
 
 
 class Address(NamedTuple):
@@ -26,7 +24,7 @@ class Address(NamedTuple):
     port: int
 
 
-def parse_address(text: object, field: str) -> Address:
+def parse_address(text: str, field: str) -> Address:
     """Returns the host and the port of `"host:port"` or `"[ipv6]:port"`.
 
     Args:
@@ -37,27 +35,19 @@ def parse_address(text: object, field: str) -> Address:
         InvalidTypeError: if `text` is not a string.
         InvalidValueError: if it is not an address, or its port is missing or out of range.
     """
-    text = checked_str(text, field, 'the address of a task as a string, such as "10.0.0.1:2222"')
-    match = _ADDRESS.fullmatch(text)
-    host, port = (match["ipv6"] or match["host"], match["port"]) if match else ("", None)
+    check_type(field, text, str, 'the address of a task as a string, such as "10.0.0.1:2222"')
+    host, port = split_port(text)
     number = number_in(port)
-    if "://" in text:
-        reason = "it has a protocol"
-    elif match is None:
-        reason = "expected one colon; an IPv6 address must be in brackets, [::1]:2222"
-    elif not host:
-        reason = "the host is missing"
-    elif not (
-        is_ip(host) if match["ipv6"] or _LOOKS_LIKE_IPV4.fullmatch(host) else _HOST.fullmatch(host)
-    ):
+    if not host:
+        reason = "expected a host and one colon; an IPv6 address must be in brackets"
+    elif not (is_ip(host) if ":" in host else _HOST.fullmatch(host)):
         reason = f"{host!r} is neither a host name nor an IP address"
     elif not port:
         reason = "the port is missing"
-    elif not number or number > MAX_PORT:
-        reason = f"{port!r} is not a port from 1 to {MAX_PORT}"
+    elif not number or number > _MAX_PORT:
+        reason = f"{port!r} is not a port from 1 to {_MAX_PORT}"
     else:
-        # In one spelling, so that equal ones compare equal.
-        return Address(str(ipaddress.ip_address(host)) if match["ipv6"] else host, number)
+        return Address(host, number)
     raise InvalidValueError(
         f"{field} is {text!r}: {reason}. Write host:port, the address at which the other tasks"
         ' reach this one, such as "10.0.0.1:2222" or "[fd00::1]:2222".'
@@ -78,16 +68,6 @@ def split_port(text: str) -> tuple[str, str | None]:
 def join_address(host: str, port: int) -> str:
     """Returns `"host:port"`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def checked_port(port: object, field: str) -> int:
-    """Returns a port that is given as a number, after checking it.
-
-    Raises:
-        InvalidTypeError: if it is not an int.
-        InvalidValueError: if it is not from 1 to 65535.
-    """
-    return checked_int(port, field, f"a port from 1 to {MAX_PORT}", minimum=1, maximum=MAX_PORT)
 
 
 def is_ip(text: str) -> bool:

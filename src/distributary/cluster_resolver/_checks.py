@@ -1,76 +1,55 @@
 """Checks of what the user wrote, with errors that say where it is."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, check_type, shown
 
 
-def wrong_type(value: object, field: str, expected: str) -> InvalidTypeError:
-    """Returns the error for a value of the wrong type.
+def checked_int(value: object, field: str, expected: str = "", *, minimum: int) -> int:
+    """Returns a number, after checking it.
 
     Args:
-        value: The value.
+        value: The number.
         field: Where the user wrote it, for messages: `'TF_CONFIG["cluster"]["worker"][1]'`. The
             other functions take it, too.
         expected: Description of a right value.
-    """
-    return InvalidTypeError(f"{field} is {value!r} ({type(value).__name__}), expected {expected}.")
-
-
-def checked_str(value: object, field: str, expected: str = "a string") -> str:
-    """Returns a string, after checking that it is one.
-
-    Raises:
-        InvalidTypeError: if it is not a string.
-    """
-    if not isinstance(value, str):
-        raise wrong_type(value, field, expected)
-    return value
-
-
-def checked_name(value: object, field: str, expected: str = "a name") -> str:
-    """Returns a string, after checking that it is one and not empty.
-
-    Raises:
-        InvalidTypeError: if it is not a string, or is empty.
-    """
-    if not isinstance(value, str) or not value:
-        raise wrong_type(value, field, expected)
-    return value
-
-
-def checked_int(
-    value: object, field: str, expected: str = "", *, minimum: int, maximum: int | None = None
-) -> int:
-    """Returns a number, after checking it.
+        minimum: The smallest number that is allowed.
 
     Raises:
         InvalidTypeError: if it is not an int.
-        InvalidValueError: if it is less than `minimum` or more than `maximum`.
+        InvalidValueError: if it is less than `minimum`.
     """
     expected = expected or f"a number >= {minimum}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong_type(value, field, expected)
-    if value < minimum or (maximum is not None and value > maximum):
+        raise InvalidTypeError(f"{field} is {shown(value)}, expected {expected}.")
+    if value < minimum:
         raise InvalidValueError(f"{field} is {value}, expected {expected}.")
     return value
 
 
-def checked_counts(counts: object, field: str, expected: str, *, minimum: int) -> dict[str, int]:
+def checked_counts(counts: Mapping[str, int], field: str, expected: str) -> dict[str, int]:
     """Returns a dict from names to numbers, after checking it.
 
     Raises:
-        InvalidTypeError: if it is not a dict from names to ints, or is empty.
-        InvalidValueError: if a number is less than `minimum`.
+        InvalidTypeError: if it is not a dict to ints.
+        InvalidValueError: if a number is negative.
     """
-    if not isinstance(counts, Mapping) or not counts:
-        raise wrong_type(counts, field, f"a dict, not empty, {expected}")
+    check_type(field, counts, Mapping, f"a dict {expected}")
     return {
-        checked_name(name, f"{field} has a key that"): checked_int(
-            count, f'{field}["{name}"]', minimum=minimum
-        )
-        for name, count in counts.items()
+        name: checked_int(count, f'{field}["{name}"]', minimum=0) for name, count in counts.items()
     }
+
+
+def checked_strs(value: Sequence[str], field: str, expected: str) -> list[str]:
+    """Returns a list of strings, after checking it.
+
+    Raises:
+        InvalidTypeError: if it is not a list or tuple of strings, or is empty.
+    """
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    if not is_list or not all(isinstance(item, str) for item in value):
+        raise InvalidTypeError(f"{field} is {shown(value)}, expected {expected}.")
+    return list(value)
 
 
 def checked_task_id(task_id: object, field: str) -> int:

@@ -2,9 +2,8 @@
 
 from typing import Any, final
 
-from distributary.cluster_resolver._addresses import checked_port, join_address
+from distributary.cluster_resolver._addresses import join_address
 from distributary.cluster_resolver._apis import ask, imported
-from distributary.cluster_resolver._checks import checked_name
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import ClusterError
@@ -37,7 +36,7 @@ class GCEClusterResolver(ClusterResolver):
 
     Raises:
         MissingPackageError: if you pass no `service` and google-api-python-client is not installed.
-        InvalidTypeError, InvalidValueError: if an argument has the wrong type or value.
+        InvalidTypeError, InvalidValueError: if the task has the wrong type or number.
 
     Source: `tf.distribute.cluster_resolver.GCEClusterResolver`.
     """
@@ -54,12 +53,8 @@ class GCEClusterResolver(ClusterResolver):
         credentials: object = "default",
         service: _Service | None = None,
     ) -> None:
-        self._place = {
-            "zone": checked_name(zone, f"{_WHO}: zone"),
-            "project": checked_name(project, f"{_WHO}: project"),
-        }
-        self._group = checked_name(instance_group, f"{_WHO}: instance_group")
-        self._port = checked_port(port, f"{_WHO}: port")
+        self._place = {"zone": zone, "project": project}
+        self._group, self._port = instance_group, port
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
         self._service = service or _make_service(credentials)
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from distributary.cluster_resolver._addresses import checked_port, join_address
+from distributary.cluster_resolver._addresses import join_address
 from distributary.cluster_resolver._apis import ask, imported
-from distributary.cluster_resolver._checks import wrong_type
+from distributary.cluster_resolver._checks import checked_strs
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._resolver import ClusterResolver
-from distributary.errors import ClusterError, InvalidValueError
+from distributary.errors import ClusterError, check_type
 
 _WHO = "KubernetesClusterResolver"
 
@@ -54,7 +54,7 @@ class KubernetesClusterResolver(ClusterResolver):
     Raises:
         MissingPackageError: if you pass no `override_client` and kubernetes is not installed.
         ClusterError: if the configuration of kubernetes cannot be loaded.
-        InvalidTypeError, InvalidValueError: if an argument has the wrong type or value.
+        InvalidTypeError: if an argument has the wrong type.
 
     Source: `tf.distribute.cluster_resolver.KubernetesClusterResolver`. That one takes the addresses
     of the nodes, at which you reach a pod only if it uses the network of its node.
@@ -72,14 +72,20 @@ class KubernetesClusterResolver(ClusterResolver):
         *,
         namespace: str | None = None,
     ) -> None:
-        if not isinstance(executable_location, KubernetesExecutableLocation):
-            raise InvalidValueError(
-                f"{_WHO}: executable_location is {executable_location!r}, expected"
-                " KubernetesExecutableLocation.WITHIN_CLUSTER or OFF_CLUSTER."
-            )
-        self._selectors_of = _checked_selectors(job_to_label_mapping)
-        self._port = checked_port(tf_server_port, f"{_WHO}: tf_server_port")
-        client = override_client or _make_client(executable_location)
+        location = executable_location
+        expected = "a member of KubernetesExecutableLocation"
+        field = f"{_WHO}: executable_location"
+        check_type(field, location, KubernetesExecutableLocation, expected)
+        mapping = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
+        expected = 'a list of label selectors, such as ["app=train"]'
+        field = f"{_WHO}: job_to_label_mapping"
+        check_type(field, mapping, Mapping, "a dict from task types to lists of label selectors")
+        self._selectors_of = {
+            job: checked_strs(selectors, f'{field}["{job}"]', expected)
+            for job, selectors in mapping.items()
+        }
+        self._port = tf_server_port
+        client = override_client or _make_client(location)
         if namespace is None:
             self._where, self._list = "all namespaces", client.list_pod_for_all_namespaces
         else:
@@ -131,35 +137,16 @@ class KubernetesClusterResolver(ClusterResolver):
         return addresses
 
 
-def _checked_selectors(mapping: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
-    if mapping is None:
-        return {"worker": ["job-name=tensorflow"]}
-    is_dict = isinstance(mapping, Mapping) and len(mapping) > 0
-    if not is_dict or not all(map(_are_selectors, mapping.values())):
-        expected = 'a dict from task types to lists of label selectors, {"worker": ["app=train"]}'
-        raise wrong_type(mapping, f"{_WHO}: job_to_label_mapping", expected)
-    return {job: list(selectors) for job, selectors in mapping.items()}
-
-
-def _are_selectors(value: object) -> bool:
-    if not isinstance(value, (list, tuple)) or not value:
-        return False
-    return all(isinstance(selector, str) for selector in value)
-
-
 def _make_client(location: KubernetesExecutableLocation) -> _Client:
     kubernetes = imported("kubernetes", "kubernetes", f"{_WHO}: override_client")
-    try:
-        if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
-            kubernetes.config.load_incluster_config()
-        else:
-            kubernetes.config.load_kube_config()
-    except kubernetes.config.ConfigException as error:
-        raise ClusterError(
-            f"{_WHO}: the configuration for {location.name} cannot be loaded: {error}. Outside of a"
-            " pod, pass executable_location=KubernetesExecutableLocation.OFF_CLUSTER, which reads"
-            " ~/.kube/config."
-        ) from error
+    is_inside = location is KubernetesExecutableLocation.WITHIN_CLUSTER
+    config = kubernetes.config
+    ask(
+        config.load_incluster_config if is_inside else config.load_kube_config,
+        f"{_WHO}: loading the configuration for {location.name}",
+        "Outside of a pod, pass executable_location=KubernetesExecutableLocation.OFF_CLUSTER, which"
+        " reads ~/.kube/config.",
+    )
     return kubernetes.client.CoreV1Api()
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from distributary.cluster_resolver._checks import wrong_type
+from distributary.cluster_resolver._checks import checked_strs
 from distributary.cluster_resolver._ranks import RankClusterResolver, int_variable
 from distributary.errors import ClusterError
 
@@ -64,15 +64,12 @@ class OpenMPIClusterResolver(RankClusterResolver):
         rank = int_variable(names[0], _CURE, size - 1)
         local_size = int_variable(names[3], _CURE, size)
         local_rank = int_variable(names[2], _CURE, local_size - 1)
-        if hosts is None:
-            hosts = ["localhost"]
-        elif not isinstance(hosts, (list, tuple)) or not all(isinstance(h, str) for h in hosts):
-            expected = 'a list of names of hosts, such as ["node1", "node2"]'
-            raise wrong_type(hosts, f"{_WHO}: hosts", expected)
+        expected = 'a list of names of hosts, such as ["node1", "node2"]'
+        hosts = checked_strs(hosts or ["localhost"], f"{_WHO}: hosts", expected)
         if len(hosts) * local_size != size or local_rank != rank % local_size:
             raise ClusterError(
                 f"{_WHO}: {names[0]} is {rank}, {names[1]} is {size}, {names[2]} is {local_rank}"
-                f" and {names[3]} is {local_size}, but hosts has {len(hosts)}: {list(hosts)}. Pass"
+                f" and {names[3]} is {local_size}, but hosts has {len(hosts)}: {hosts}. Pass"
                 " the names of all hosts in the order of their ranks, and start the same number of"
                 " processes on each, with consecutive ranks. Describe any other cluster with"
                 " TF_CONFIG."

@@ -3,11 +3,11 @@
 import os
 from collections.abc import Mapping, Sequence
 
-from distributary.cluster_resolver._addresses import MAX_PORT, checked_port, join_address
-from distributary.cluster_resolver._checks import checked_counts, number_in
+from distributary.cluster_resolver._addresses import join_address
+from distributary.cluster_resolver._checks import checked_counts, checked_int, number_in
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._resolver import ClusterResolver
-from distributary.errors import ClusterError, InvalidValueError
+from distributary.errors import ClusterError
 
 
 class RankClusterResolver(ClusterResolver):
@@ -22,9 +22,8 @@ class RankClusterResolver(ClusterResolver):
         rpc_layer: Protocol to put in front of addresses.
 
     Raises:
-        InvalidTypeError: if `jobs` is not a dict from strings to ints, or `port_base` is not an
-            int.
-        InvalidValueError: if a number in `jobs` is not positive, or a port is out of range.
+        InvalidTypeError: if `jobs` is not a dict to ints, or `port_base` is not an int.
+        InvalidValueError: if a number in `jobs` is negative, or a port is out of range.
         ClusterError: if the numbers in `jobs` do not add up to the number of processes.
     """
 
@@ -36,25 +35,27 @@ class RankClusterResolver(ClusterResolver):
         port_base: int,
         rpc_layer: str,
     ) -> None:
-        field = self._field("port_base")
-        checked_port(port_base, field)
-        last_port = port_base + max(local_rank for _, local_rank in places)
-        if last_port > MAX_PORT:
-            raise InvalidValueError(
-                f"{field} is {port_base}, so the processes of one host would use the ports up to"
-                f" {last_port}, expected at most {MAX_PORT}. Choose a lower port_base."
+        checked_int(port_base, self._field("port_base"), minimum=1)
+        field = self._field("jobs")
+        expected = 'from task types to numbers of tasks, such as {"chief": 1, "worker": 3}'
+        jobs = checked_counts({"worker": len(places)} if jobs is None else jobs, field, expected)
+        tasks = [(job, number) for job in sorted(jobs) for number in range(jobs[job])]
+        if len(tasks) != len(places):
+            raise ClusterError(
+                f"{field} is {jobs!r}, which is {len(tasks)} tasks, but the launcher has started"
+                f" {len(places)} processes. Make the numbers add up to {len(places)}, or start as"
+                " many processes as there are tasks."
             )
-        tasks = _tasks(jobs, len(places), self._field("jobs"))
-        self._cluster: dict[str, list[str]] = {}
+        cluster: dict[str, list[str]] = {}
         for (job, _), (host, local_rank) in zip(tasks, places, strict=True):
-            address = join_address(host, port_base + local_rank)
-            self._cluster.setdefault(job, []).append(address)
+            cluster.setdefault(job, []).append(join_address(host, port_base + local_rank))
+        self._cluster_spec = ClusterSpec(cluster)
         self.task_type, self.task_id = tasks[rank]
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the processes that the launcher has started."""
-        return ClusterSpec(self._cluster)
+        return self._cluster_spec
 
 
 def variable(name: str, cure: str) -> str:
@@ -87,20 +88,3 @@ def int_variable(name: str, cure: str, maximum: int | None = None) -> int:
             f"The environment variable {name} is {text!r}, expected a number {bounds}. {cure}"
         )
     return number
-
-
-def _tasks(jobs: Mapping[str, int] | None, num_processes: int, field: str) -> list[tuple[str, int]]:
-    """Returns the type and the number of the task of each rank."""
-    jobs = checked_counts(
-        {"worker": num_processes} if jobs is None else jobs,
-        field,
-        'from task types to numbers of tasks, such as {"chief": 1, "worker": 3}',
-        minimum=1,
-    )
-    if sum(jobs.values()) != num_processes:
-        raise ClusterError(
-            f"{field} is {jobs!r}, which is {sum(jobs.values())} tasks, but the launcher"
-            f" has started {num_processes} processes. Make the numbers add up to {num_processes},"
-            " or start as many processes as there are tasks."
-        )
-    return [(job, number) for job in sorted(jobs) for number in range(jobs[job])]

@@ -1,9 +1,11 @@
 """The abstract interface of cluster resolvers."""
 
 import abc
+from typing import Any
 
-from distributary.cluster_resolver._checks import checked_str, checked_task_id
+from distributary.cluster_resolver._checks import checked_task_id
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
+from distributary.errors import check_type
 
 
 class ClusterResolver(abc.ABC):
@@ -45,7 +47,8 @@ class ClusterResolver(abc.ABC):
             InvalidValueError: if there is no such task.
         """
         address = self._master_address(task_type, task_id)
-        return "" if address is None else master_url(address, rpc_layer or self.rpc_layer)
+        layer = rpc_layer or self.rpc_layer
+        return f"{layer}://{address}" if layer and address is not None else address or ""
 
     def num_accelerators(
         self,
@@ -75,18 +78,18 @@ class ClusterResolver(abc.ABC):
     @property
     def task_type(self) -> str | None:
         """Type of this task, such as `"worker"`; None if unknown. You can set it."""
-        return self._current_task_type()
+        return self._found("task_type") if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
-        if task_type is not None:
-            checked_str(task_type, self._field("task_type"), 'a string, such as "worker"')
+        field, expected = self._field("task_type"), 'a string, such as "worker"'
+        check_type(field, task_type, str | None, expected)
         self._task_type = task_type
 
     @property
     def task_id(self) -> int | None:
         """Number of this task among those of its type; None if unknown. You can set it."""
-        return self._current_task_id()
+        return self._found("task_id") if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -97,25 +100,17 @@ class ClusterResolver(abc.ABC):
     @property
     def rpc_layer(self) -> str | None:
         """Protocol in front of addresses, such as `"grpc"`; None for none. You can set it."""
-        return self._current_rpc_layer()
+        return self._found("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
-        if rpc_layer is not None:
-            checked_str(rpc_layer, self._field("rpc_layer"), 'a string, such as "grpc", or None')
+        field, expected = self._field("rpc_layer"), 'a string, such as "grpc", or None'
+        check_type(field, rpc_layer, str | None, expected)
         self._rpc_layer = rpc_layer
 
-    # The values of the properties. Resolvers that look them up override these methods: a property
-    # cannot be overridden without its setter.
-
-    def _current_task_type(self) -> str | None:
-        return self._task_type
-
-    def _current_task_id(self) -> int | None:
-        return self._task_id
-
-    def _current_rpc_layer(self) -> str | None:
-        return self._rpc_layer
+    def _found(self, name: str) -> Any:
+        """Returns the value of a property that is not set; None if unknown."""
+        return None
 
     def _master_address(self, task_type: str | None, task_id: int | None) -> str | None:
         """Returns the address of the task that `master` was asked for; None if there is none."""
@@ -135,8 +130,3 @@ class ClusterResolver(abc.ABC):
     def _field(self, name: str) -> str:
         """Returns the name of an argument or a property, for messages."""
         return f"{type(self).__name__}: {name}"
-
-
-def master_url(address: str, rpc_layer: str | None) -> str:
-    """Returns `"grpc://host:port"`, or the address as it is if there is no protocol."""
-    return f"{rpc_layer}://{address}" if rpc_layer else address

@@ -4,23 +4,15 @@ import json
 import os
 from typing import Any, final
 
-from distributary.cluster_resolver._checks import checked_str, checked_task_id, wrong_type
-from distributary.cluster_resolver._cluster_spec import (
-    ClusterSpec,
-    check_roles,
-    check_task,
-    checked_jobs,
-    checked_task_type,
-)
-from distributary.cluster_resolver._resolver import ClusterResolver, master_url
-from distributary.errors import InvalidValueError
+from distributary.cluster_resolver._cluster_spec import ClusterSpec, checked_jobs
+from distributary.cluster_resolver._multi_worker import check_roles, checked_task
+from distributary.cluster_resolver._resolver import ClusterResolver
+from distributary.errors import InvalidValueError, check_type
 
 _CLUSTER = 'TF_CONFIG["cluster"]'
 _TASK = 'TF_CONFIG["task"]'
-_EXAMPLE = (
-    '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker",'
-    ' "index": 0}}'
-)
+_TASK_EXAMPLE = '{"type": "worker", "index": 0}'
+_EXAMPLE = f'{{"cluster": {{"worker": ["10.0.0.1:2222"]}}, "task": {_TASK_EXAMPLE}}}'
 
 _Json = dict[str, Any]
 
@@ -36,8 +28,8 @@ class TFConfigClusterResolver(ClusterResolver):
     cluster is empty and the task is None.
 
     All methods and properties that read it raise `InvalidValueError` or `InvalidTypeError` if it is
-    wrong; the message names the field. So do `task_type` and `task_id` if the cluster has no such
-    task.
+    wrong; the message names the field. So do `task_type` and `task_id` if `TF_CONFIG` names a task
+    that is not in its cluster.
 
     Args:
         task_type: Type of this task; None means that of `TF_CONFIG`.
@@ -56,8 +48,6 @@ class TFConfigClusterResolver(ClusterResolver):
         environment: str | None = None,
     ) -> None:
         self._environment = environment or ""
-        if task_type is not None:
-            checked_task_type(task_type, self._field("task_type"))
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
@@ -78,81 +68,50 @@ class TFConfigClusterResolver(ClusterResolver):
             InvalidValueError: if there is no such task.
         """
         config = _load()
+        spec = _cluster_spec(config)
         if "session_master" in config:
             return _string(config, "session_master")
-        spec = _cluster_spec(config)
-        if sum(spec.num_tasks(job) for job in spec.jobs) <= 1:
+        if sum(map(spec.num_tasks, spec.jobs)) <= 1:
             return ""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
+        address = super().master(task_type, task_id, rpc_layer)
+        if not address:
             raise InvalidValueError(
                 f"{_TASK} is missing, so master() does not know which task you mean: pass task_type"
                 ' and task_id, or add "task" to TF_CONFIG.'
             )
-        address = spec.task_address(task_type, task_id)
-        return master_url(address, self.rpc_layer if rpc_layer is None else rpc_layer)
+        return address
 
-    def _current_task_type(self) -> str | None:
-        return self._task()[0]
-
-    def _current_task_id(self) -> int | None:
-        return self._task()[1]
-
-    def _current_rpc_layer(self) -> str | None:
-        if self._rpc_layer is not None:
-            return self._rpc_layer
+    def _found(self, name: str) -> Any:
         config = _load()
-        return _string(config, "rpc_layer") if "rpc_layer" in config else None
-
-    def _task(self) -> tuple[str | None, int | None]:
-        """Returns type and number, checked against the cluster as soon as both are known."""
-        config = _load()
-        task_type, task_id = self._task_type, self._task_id
-        type_field, id_field = self._field("task_type"), self._field("task_id")
-        task = config.get("task", {})
-        if not isinstance(task, dict):
-            raise wrong_type(task, _TASK, 'an object such as {"type": "worker", "index": 0}')
-        if task and task_type is None:
-            type_field = f'{_TASK}["type"]'
-            task_type = _entry(task, "type")
-        if task and task_id is None:
-            id_field = f'{_TASK}["index"]'
-            task_id = checked_task_id(_entry(task, "index"), id_field)
-        if task_type is not None:
-            checked_task_type(task_type, type_field)
         spec = _cluster_spec(config)
-        if spec and task_type is not None and task_id is not None:
-            check_task(spec, task_type, task_id, _CLUSTER, type_field, id_field)
-        return task_type, task_id
+        if name == "rpc_layer":
+            return _string(config, name) if name in config else None
+        task = config.get("task", {})
+        check_type(_TASK, task, dict, f"an object such as {_TASK_EXAMPLE}")
+        if not task:
+            return None
+        if not task.keys() >= {"type", "index"}:
+            raise InvalidValueError(
+                f'{_TASK} is {task!r}, expected "type" and "index", as in {_TASK_EXAMPLE}.'
+            )
+        fields = (_CLUSTER, f'{_TASK}["type"]', f'{_TASK}["index"]')
+        number = checked_task(spec, task["type"], task["index"], fields)
+        return number if name == "task_id" else task["type"]
 
 
 def _load() -> _Json:
     text = os.environ.get("TF_CONFIG", "{}")
     try:
-        config = json.loads(text, object_pairs_hook=_without_repeated_keys)
+        config = json.loads(text)
     except json.JSONDecodeError as error:
         excerpt = text[max(0, error.pos - 20) : error.pos + 20]
         raise InvalidValueError(
-            f"TF_CONFIG is not valid JSON: {error.msg} at line {error.lineno}, column"
-            f" {error.colno}, near {excerpt!r}. Expected something like {_EXAMPLE}; json.dumps"
-            " writes it. Unset the variable to train with this process alone."
+            f"TF_CONFIG is not valid JSON: {error}, near {excerpt!r}. Expected something like"
+            f" {_EXAMPLE}; json.dumps writes it. Unset the variable to train with this process"
+            " alone."
         ) from None
-    if not isinstance(config, dict):
-        raise wrong_type(config, "TF_CONFIG", f"an object such as {_EXAMPLE}")
+    check_type("TF_CONFIG", config, dict, f"an object such as {_EXAMPLE}")
     return config
-
-
-def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> _Json:
-    result: _Json = {}
-    for key, value in pairs:
-        if key in result:
-            raise InvalidValueError(
-                f'TF_CONFIG has the key "{key}" twice in one object, with the values'
-                f" {result[key]!r} and {value!r}. Keep one of them."
-            )
-        result[key] = value
-    return result
 
 
 def _cluster_spec(config: _Json) -> ClusterSpec:
@@ -163,14 +122,6 @@ def _cluster_spec(config: _Json) -> ClusterSpec:
     return spec
 
 
-def _entry(task: _Json, key: str) -> Any:
-    if key not in task:
-        raise InvalidValueError(
-            f'{_TASK} is {task!r} and has no "{key}", expected both keys, as in {{"type": "worker",'
-            ' "index": 0}.'
-        )
-    return task[key]
-
-
 def _string(config: _Json, key: str) -> str:
-    return checked_str(config[key], f'TF_CONFIG["{key}"]')
+    check_type(f'TF_CONFIG["{key}"]', config[key], str, "a string")
+    return str(config[key])

@@ -1,28 +1,20 @@
 """The hosts of a Cloud TPU."""
 
 import os
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
-from distributary.cluster_resolver._addresses import (
-    checked_port,
-    join_address,
-    parse_address,
-    split_port,
-)
-from distributary.cluster_resolver._checks import checked_name, wrong_type
+from distributary.cluster_resolver._addresses import join_address, split_port
+from distributary.cluster_resolver._checks import checked_strs, number_in
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._ranks import int_variable
 from distributary.cluster_resolver._resolver import ClusterResolver
-from distributary.errors import ClusterError, InvalidValueError, UnsupportedError
+from distributary.errors import ClusterError, UnsupportedError
 
 if TYPE_CHECKING:
     from distributary.devices import TPUSystemMetadata
 
 _WHO = "TPUClusterResolver"
-_HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
-_ID_VARIABLES = ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
 _TIMEOUT_SECONDS = 5.0
 
 
@@ -34,8 +26,8 @@ class TPUClusterResolver(ClusterResolver):
     task is the number of this host, and the addresses are those of the workers' programs. The hosts
     come from the environment variables `TPU_WORKER_ID` and `TPU_WORKER_HOSTNAMES` (or
     `TPU_PROCESS_ADDRESSES`) on Google Kubernetes Engine, and from the metadata server on a Cloud
-    TPU VM (at `GCE_METADATA_HOST` or `GCE_METADATA_IP`, if set). Everything is looked up when you
-    ask for it, and needs no TPU. If you do not name a task, `master()` is host 0; for
+    TPU VM (at `GCE_METADATA_IP`, if set). Everything is looked up when you ask for it, and needs no
+    TPU. If you do not name a task, `master()` is host 0; for
     `tpu="local"`, it is `""`. `num_accelerators()` is `{"TPU": n}` with the number of TPU cores of
     this host, and starts JAX.
 
@@ -46,14 +38,12 @@ class TPUClusterResolver(ClusterResolver):
         zone: Ignored, because the name of a TPU cannot be looked up; accepted for compatibility.
         project: Like `zone`.
         job_name: Type of the tasks.
-        coordinator_name: Type of one more task, the coordinator; give it together with
-            `coordinator_address`.
-        coordinator_address: Address of the coordinator.
+        coordinator_name: Type of one more task, the coordinator.
+        coordinator_address: Address of the coordinator; None for none.
         credentials: Like `zone`.
         service: Like `zone`.
         discovery_url: Like `zone`.
-        port: Port of each host of which only the name is known. If a host is listed several times,
-            because several processes share it, their ports count up.
+        port: Port of each host of which only the name is known.
 
     Raises:
         UnsupportedError: if `tpu` is the name of a TPU.
@@ -78,20 +68,14 @@ class TPUClusterResolver(ClusterResolver):
         port: int = 8482,  # jax.distributed uses it on TPUs; 8470 to 8479 belong to libtpu
     ) -> None:
         del zone, project, credentials, service, discovery_url
-        self._port = checked_port(port, f"{_WHO}: port")
-        self._local = tpu == "local"
-        self._addresses = None if self._local or not tpu else _explicit(tpu)
-        if (coordinator_name is None) != (coordinator_address is None):
-            raise InvalidValueError(
-                f"{_WHO}: coordinator_name is {coordinator_name!r} and coordinator_address is"
-                f" {coordinator_address!r}, expected both or neither."
-            )
-        self._coordinator: dict[str, list[str]] = {}
-        if coordinator_name is not None and coordinator_address is not None:
-            parse_address(coordinator_address, f"{_WHO}: coordinator_address")
+        self._coordinator: dict[Any, list[str]] = {}
+        if coordinator_address is not None:
             self._coordinator = {coordinator_name: [coordinator_address]}
-        self._job_name = checked_name(job_name, f"{_WHO}: job_name", "a task type")
-        self.task_type, self.rpc_layer = self._job_name, "grpc"
+        self._local = tpu == "local"
+        self._addresses = [] if self._local or not tpu else _given(tpu)
+        self._port, self._job_name = port, job_name
+        self.task_type, self.task_id = job_name, 0 if self._local else None
+        self.rpc_layer = "grpc"
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the hosts of the slice; empty for `tpu="local"`.
@@ -103,20 +87,16 @@ class TPUClusterResolver(ClusterResolver):
         if self._local:
             return ClusterSpec({})
         addresses = self._addresses
-        if addresses is None:
-            name = "MEGASCALE_NUM_SLICES"
-            if name in os.environ and int_variable(name, "It counts TPU slices.") > 1:
+        if not addresses:
+            num_slices = os.environ.get("MEGASCALE_NUM_SLICES", "1")
+            if num_slices != "1":
                 raise UnsupportedError(
-                    f"{name} is {os.environ[name]}: a TPU host knows only the hosts of its own"
-                    " slice. Pass the addresses of the hosts of all slices as tpu, slice by slice,"
-                    " and set task_id of the resolver."
+                    f"MEGASCALE_NUM_SLICES is {num_slices}: a TPU host knows only the hosts of its"
+                    " own slice. Pass the addresses of the hosts of all slices as tpu, slice by"
+                    " slice, and set task_id of the resolver."
                 )
             hosts = _hosts_of_environment() or _hosts_of_metadata()
-            # Processes that share a host have ports that count up.
-            addresses = [
-                join_address(host, self._port + hosts[:number].count(host))
-                for number, host in enumerate(hosts)
-            ]
+            addresses = [join_address(host, self._port) for host in hosts]
         return ClusterSpec({self._job_name: addresses, **self._coordinator})
 
     def get_master(self) -> str:
@@ -133,9 +113,9 @@ class TPUClusterResolver(ClusterResolver):
 
         from distributary.devices import Topology, TPUSystemMetadata, local_devices_of
 
-        devices = tuple(jax.devices("tpu")) if local_devices_of("TPU") else ()
-        if not devices:
+        if not local_devices_of("TPU"):
             return TPUSystemMetadata(0, 0, 0, None, ())
+        devices = tuple(jax.devices("tpu"))
         topology = Topology.of_devices(devices)
         return TPUSystemMetadata(
             len(devices), topology.num_tasks, topology.num_tpus_per_task, topology, devices
@@ -157,108 +137,70 @@ class TPUClusterResolver(ClusterResolver):
     def _accelerators_of_any_task(self) -> dict[str, int]:
         return {"TPU": super()._accelerators_of_any_task().get("TPU", 0)}
 
-    def _current_task_id(self) -> int | None:
-        if self._local or self._task_id is not None:
-            return self._task_id or 0
-        for name in _ID_VARIABLES:
-            if name in os.environ:
-                num_tasks = self.cluster_spec().num_tasks(self._job_name)
-                cure = f"It numbers the {num_tasks} hosts of the TPU."
-                return int_variable(name, cure, num_tasks - 1)
-        hosts = self._addresses or _hosts_of_environment()
-        if not hosts:
-            return int(_metadata("agent-worker-number", r"\s*\d+\s*", "task_id"))
-        if len(hosts) == 1:
-            return 0
-        if self._addresses:
+    def _found(self, name: str) -> Any:
+        if name != "task_id":
             return None
-        raise ClusterError(
-            f"The environment lists {len(hosts)} TPU hosts ({', '.join(hosts)}), but"
-            f" {' and '.join(_ID_VARIABLES)} are not set, so the number of this one is not known."
-            f" Set {_ID_VARIABLES[0]}, or task_id of the resolver."
+        num_hosts = self.cluster_spec().num_tasks(self._job_name)
+        if "TPU_WORKER_ID" in os.environ:
+            cure = f"It numbers the {num_hosts} hosts of the TPU."
+            return int_variable("TPU_WORKER_ID", cure, num_hosts - 1)
+        if num_hosts == 1:
+            return 0
+        if self._addresses or _hosts_of_environment():
+            return None
+        return number_in(_metadata("agent-worker-number").strip())
+
+
+def _given(tpu: str | Sequence[str]) -> list[str]:
+    if isinstance(tpu, str) and ":" not in tpu:
+        raise UnsupportedError(
+            f"{_WHO}: tpu is {tpu!r}. Names of TPUs are not looked up, because JAX programs run on"
+            " the hosts of the TPU itself. Start the program on every host: without tpu on a Cloud"
+            ' TPU VM or GKE, elsewhere with the addresses of all hosts, "10.0.0.1:8482,'
+            '10.0.0.2:8482".'
         )
-
-
-def _explicit(tpu: str | Sequence[str]) -> list[str]:
-    field = f"{_WHO}: tpu"
-    if isinstance(tpu, str):
-        entries = [entry.strip() for entry in tpu.split(",")]
-        if not any(":" in entry for entry in entries):
-            raise UnsupportedError(
-                f"{field} is {tpu!r}. Names of TPUs are not looked up, because JAX programs run on"
-                " the hosts of the TPU itself. Start the program on every host: without tpu on a"
-                ' Cloud TPU VM or GKE, elsewhere with the addresses of all hosts, "10.0.0.1:8482,'
-                '10.0.0.2:8482".'
-            )
-    elif isinstance(tpu, (list, tuple)):
-        entries = list(tpu)
-    else:
-        raise wrong_type(tpu, field, 'None, "local", or the addresses of the hosts of a TPU')
-    addresses = []
-    for number, entry in enumerate(entries):
-        address = entry.removeprefix("grpc://") if isinstance(entry, str) else entry
-        parse_address(address, f"{field}[{number}]")
-        addresses.append(address)
-    return addresses
+    expected = 'None, "local", or the addresses of the hosts of a TPU'
+    entries = checked_strs(
+        tpu.split(",") if isinstance(tpu, str) else tpu, f"{_WHO}: tpu", expected
+    )
+    return [entry.strip().removeprefix("grpc://") for entry in entries]
 
 
 def _hosts_of_environment() -> list[str]:
-    for name in _HOST_VARIABLES:
-        text = os.environ.get(name)
-        if text:
-            # The ports in `TPU_PROCESS_ADDRESSES` belong to libtpu, not to the program.
-            hosts = [split_port(entry.strip())[0] for entry in text.split(",")]
-            if not all(hosts):
-                raise ClusterError(
-                    f"The environment variable {name} is {text!r}, expected names of hosts"
-                    " separated by commas."
-                )
-            return hosts
-    return []
+    names = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+    text = next(filter(None, map(os.environ.get, names)), "")
+    # The ports in `TPU_PROCESS_ADDRESSES` belong to libtpu, not to the program.
+    return [split_port(entry.strip())[0] for entry in text.split(",")] if text else []
 
 
 def _hosts_of_metadata() -> list[str]:
     # "host", or "name:number:host" on older machines
-    expected = r"[^:,]+|[^:,]*:[^:,]*:[^:,]+"
-    text = _metadata("worker-network-endpoints", f"({expected})(,({expected}))*", "tpu")
-    return [endpoint.strip().rpartition(":")[2] for endpoint in text.split(",")]
+    endpoints = _metadata("worker-network-endpoints").split(",")
+    return [endpoint.strip().rpartition(":")[2] for endpoint in endpoints]
 
 
-def _metadata(attribute: str, expected: str, argument: str) -> str:
+def _metadata(attribute: str) -> str:
     """Returns one of the attributes that `jax.distributed.initialize` reads, too.
 
-    Args:
-        attribute: Name of the attribute.
-        expected: Regular expression for a right answer.
-        argument: The argument with which the user can do without the attribute.
-
     Raises:
-        ClusterError: if the server cannot be reached, or its answer is not right.
+        ClusterError: if the server cannot be reached.
 
     Source: https://cloud.google.com/compute/docs/metadata/querying-metadata.
     """
-    # Imported here, because few programs run on TPUs.
-    import urllib.error
-    import urllib.request
+    import urllib.request  # here, because it takes a while, and few programs run on TPUs
 
-    servers = (os.environ.get(name) for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"))
-    server = next(filter(None, servers), "metadata.google.internal")
+    server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{attribute}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     # Without a proxy, because the server is part of the machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_TIMEOUT_SECONDS) as response:
-            text = str(response.read().decode("utf-8"))
+            return str(response.read().decode("utf-8"))
     except OSError as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()
         raise ClusterError(
             f"{_WHO} asked the metadata server at {url} for the TPU of this host, but it did not"
             f" answer: {error}. Outside of Cloud TPU VMs, set TPU_WORKER_ID and"
             " TPU_WORKER_HOSTNAMES, as GKE does, or pass the addresses of the hosts as tpu, or"
             ' tpu="local" for one host. On a machine that has just booted, try again in a moment.'
         ) from error
-    if not re.fullmatch(expected, text, re.ASCII):
-        raise ClusterError(f"{_WHO}: {url} is {text!r}, which cannot be read. Set {argument}.")
-    return text
