@@ -14,6 +14,7 @@ import distributary.compat.tensorflow as tf
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--epochs", type=int, default=15, help="default %(default)s")
+parser.add_argument("--checkpoints", help="folder of the chief, from which a new start continues")
 options = parser.parse_args()
 
 # Workers and servers wait here for the chief, until the job ends.
@@ -59,6 +60,8 @@ with strategy.scope():
 ids = np.stack([users, items], axis=1)
 dataset = tf.data.Dataset.from_tensor_slices((ids[:7000], likes[:7000]))
 dataset = dataset.shuffle(7000).batch(64).prefetch(2)
-model.fit(dataset, epochs=options.epochs, verbose=0)
+backup = tf.keras.callbacks.BackupAndRestore
+callbacks = [backup(options.checkpoints, delete_checkpoint=False)] if options.checkpoints else []
+model.fit(dataset, epochs=options.epochs, callbacks=callbacks, verbose=0)
 loss, accuracy = model.evaluate(ids[7000:], likes[7000:], batch_size=250, verbose=0)
 print(f"Pairs of the test set: loss {loss:.3f}, accuracy {accuracy:.3f}")
