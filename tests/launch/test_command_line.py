@@ -1,6 +1,5 @@
-"""The arguments of `distributary launch`, and the manifests in examples/launch that use them."""
+"""The arguments of `distributary launch`."""
 
-import re
 import socket
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from distributary.tools.compilation import known_topologies
 from distributary.tools.diagnosis import PARTS
 from distributary.tools.scaling import MODELS
 
-_EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
 _TOKEN = {"DISTRIBUTARY_TOKEN": "0123456789abcdef"}
 
 
@@ -167,44 +165,3 @@ def test_what_cannot_be_made_or_served_is_named(tmp_path, capsys):
         ):
             assert main(["launch", *arguments, str(file)]) == 1
             assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("manifest", ["jobset.yaml", "tfjob.yaml", "tfjob-parameter-servers.yaml"])
-def test_manifests_are_yaml(manifest):
-    yaml = pytest.importorskip("yaml")
-
-    content = yaml.safe_load((_EXAMPLES / manifest).read_text())
-
-    assert content["kind"].lower() == re.split(r"[.-]", manifest)[0]
-    assert content["metadata"]["name"] == "train"
-
-
-@pytest.mark.parametrize(
-    ("manifest", "num_hosts", "port"), [("jobset.yaml", 4, 29500), ("slurm.sh", 4, 21234)]
-)
-def test_commands_in_manifests_are_understood(manifest, num_hosts, port):
-    variables = {
-        "JOB_COMPLETION_INDEX": "3",
-        "MASTER": "host0",
-        "SLURM_NNODES": "4",
-        "SLURM_NODEID": "3",
-        "SLURM_JOB_ID": "1234",
-        "SLURM_SUBMIT_DIR": "/home/me",
-    }
-    text = " ".join((_EXAMPLES / manifest).read_text().replace("\\\n", " ").split())
-    (command,) = re.findall(r"exec distributary (launch .*? train\.py --checkpoints \S+)", text)
-
-    # The shell itself expands the variables.
-    process = subprocess.run(
-        ["bash", "-c", f'printf "%s\\n" {command}'],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    options = launch_options(process.stdout.splitlines(), _TOKEN)
-
-    assert options.hosts is not None
-    assert (options.hosts.num_hosts, options.hosts.host_rank) == (num_hosts, 3)
-    assert options.hosts.master.endswith(f":{port}")
-    assert options.command[1] == "train.py"
