@@ -227,4 +227,4 @@ def test_hosts_of_a_tpu_slice_start_again_after_a_failure(tmp_path):
     assert re.findall(r"^(\w+) ", calls, re.M)[:4] == ["describe", "create", "scp", "ssh"]
     assert "10.0.0.2:/share" in calls
     runs = (tmp_path / "runs").read_text()
-    assert runs == 2 * "train.py --tpu --checkpoints /mnt/checkpoints\n"
+    assert runs == 2 * "train.py --tpu --checkpoints /mnt/train\n"
