@@ -708,11 +708,12 @@ def test_too_little_memory_for_a_variable_is_said_with_what_helps(strategy):
     assert "experimental_shard_parameters=True" in "".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize(("largest", "count"), [(2, 0), (3, 1)])
-def test_labels_without_a_class_are_named(largest, count, strategy):
+@pytest.mark.parametrize(("largest", "ignored", "count"), [(2, None, 0), (3, None, 1), (3, 3, 0)])
+def test_labels_without_a_class_are_named(largest, ignored, count, strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored)
+        model.compile("sgd", loss)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -116,6 +116,8 @@ def warn_of_labels(model: Any, y: Any) -> None:
         keras.losses.sparse_categorical_crossentropy,
     )
     shape = getattr(model, "output_shape", None)
+    if getattr(loss, "ignore_class", None) is not None:  # which is no class of the output
+        return
     if not is_sparse or not isinstance(y, np.ndarray) or y.dtype.kind not in "iuf" or not y.size:
         return
     if isinstance(shape, tuple) and shape and isinstance(shape[-1], int):
