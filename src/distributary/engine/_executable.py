@@ -37,7 +37,7 @@ from distributary.job import copies
 from distributary.programs import TracedProgram
 from distributary.programs.xla_cpu import with_cpu_rewrites
 from distributary.tracing import Handle, aval_of, describe_value
-from distributary.variables import StateList, Variable, joined
+from distributary.variables import ForeignVariable, StateList, Variable, joined
 
 
 class VariableGoneError(Exception):
@@ -372,8 +372,8 @@ def _holder_of(handle: Handle) -> Callable[[], Any]:
     """Returns a weak reference to the object that has the stored array as its `_value`."""
     # Arrays of other libraries' variables are read and written without their stand-ins, because
     # this happens for every variable in every run.
-    holder: Callable[[], Any] = getattr(handle.cell(), "holder", handle.cell)
-    return holder
+    variable = handle.cell()
+    return variable.holder if isinstance(variable, ForeignVariable) else handle.cell
 
 
 def _has_small_first_output(program: TracedProgram) -> bool:

@@ -7,7 +7,6 @@ like any other variable: its value goes in and out of the compiled program.
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -35,8 +34,7 @@ class KerasVariable(ForeignVariable):
     """
 
     def __init__(self, variable: Any, strategy: Any) -> None:
-        #: A weak reference to the Keras variable, whose `_value` is the stored array.
-        self.holder: Callable[[], Any] = weakref.ref(variable)
+        self.holder = weakref.ref(variable)
         self.strategy = strategy
         self._layout = strategy.extended.variable_layout()
         # A variable that is created in a trace gets its value, and then its layout, afterwards.

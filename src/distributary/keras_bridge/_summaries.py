@@ -19,17 +19,9 @@ class Summaries:
 
     Values are written to the writer whose `as_default` was entered last, and without one nowhere.
     In a step, they are written when the step runs; of several replicas, the first one writes.
-
-    Raises:
-        MissingPackageError: without tensorboardX.
     """
 
     def __init__(self) -> None:
-        if importlib.util.find_spec("tensorboardX") is None:
-            raise MissingPackageError(
-                "Summaries for TensorBoard need TensorFlow or tensorboardX. Install the smaller one"
-                " with `pip install tensorboardX`."
-            )
         self._current: list[tuple[SummaryWriter, Any]] = []
         self._conditions: list[Callable[[], bool]] = []
         self._step: object = None
@@ -44,7 +36,16 @@ class Summaries:
         experimental_trackable: bool = False,
         experimental_mesh: object = None,
     ) -> "SummaryWriter":
-        """Returns a writer of an event file in a folder."""
+        """Returns a writer of an event file in a folder.
+
+        Raises:
+            MissingPackageError: without tensorboardX.
+        """
+        if importlib.util.find_spec("tensorboardX") is None:
+            raise MissingPackageError(
+                "Summaries for TensorBoard need TensorFlow or tensorboardX. Install the smaller one"
+                " with `pip install tensorboardX`."
+            )
         return SummaryWriter(logdir, self._current, filename_suffix or "")
 
     def create_noop_writer(self) -> "SummaryWriter":

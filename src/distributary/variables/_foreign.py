@@ -1,5 +1,6 @@
 """Variables of other libraries, as programs and tapes see them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from distributary._late import libraries
@@ -9,8 +10,13 @@ from distributary.variables._variable import Variable
 
 
 class ForeignVariable:
-    """A stand-in for a variable of another library, which keeps the value."""
+    """A stand-in for a variable of another library, which keeps the value.
 
+    Attributes:
+        holder: A weak reference to that variable, which has the stored array as its `_value`.
+    """
+
+    holder: Callable[[], Any]
     _handle: Handle
     _layout: VariableLayout
     _value: Any
