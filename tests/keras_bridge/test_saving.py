@@ -82,6 +82,24 @@ def test_a_run_that_goes_on_from_a_backup_ends_as_one_that_was_never_interrupted
     assert json.loads((tmp_path / "training_metadata.json").read_text())["epoch"] == 4
 
 
+def test_a_run_goes_on_from_a_backup_on_other_numbers_of_replicas(strategy_of, tmp_path):
+    dataset = Dataset.from_tensor_slices((X, Y)).shuffle(40, seed=1).batch(8)
+    fit = lambda model, epochs, *callbacks: model.fit(
+        dataset, epochs=epochs, verbose=0, callbacks=list(callbacks)
+    )
+    backup = lambda: keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    parts = dist.MirroredStrategy(["CPU:0", "CPU:1"], experimental_shard_parameters=True)
+    undisturbed = make_model(strategy_of(2))
+    fit(undisturbed, 4)
+
+    for epochs, used in enumerate((strategy_of(2), strategy_of(3), parts, strategy_of(1)), 1):
+        resumed = make_model(used)
+        fit(resumed, epochs, backup())
+
+    for ours, expected in zip(state_of(resumed), state_of(undisturbed), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_run_that_goes_on_has_the_state_of_its_callbacks(strategy, is_first, tmp_path):
     def fit(model, folder, *others):
