@@ -29,10 +29,10 @@ def address() -> str:
 
 @pytest.fixture
 def start_host(start, address):
-    """A function that starts the launcher of one of two hosts."""
+    """A function that starts the launcher of one of several hosts."""
 
-    def start_host(rank, *arguments):
-        hosts = ("--nnodes", 2, "--node-rank", rank, "--master", address)
+    def start_host(rank, *arguments, nnodes="2"):
+        hosts = ("--nnodes", nnodes, "--node-rank", rank, "--master", address)
         return start(*hosts, *arguments, environ={"DISTRIBUTARY_TOKEN": _TOKEN})
 
     return start_host
@@ -173,6 +173,48 @@ def test_a_host_that_comes_back_is_taken_in_again(start_host, script, pid_of, wa
     assert (out0, out1) == ("[worker 0] worker0 1\n", "[worker 1] worker1 1\n")
     assert "lost the connection to the launcher of host 1 (127.0.0.1)" in err0
     wait_until_gone(*pids)
+
+
+def test_a_job_goes_on_without_a_lost_host_and_with_it_again(
+    start_host, script, pid_of, wait_until_gone
+):
+    worker = script("""
+print(name, restart, len(config["cluster"]["worker"]))
+if restart < 2:
+    run_forever()
+""")
+    start = lambda rank: start_host(rank, "--max-restarts", 1, worker, nnodes="2:3")
+    first, second, third = map(start, range(3))
+    pids = [pid_of(f"worker{number}") for number in range(3)]
+
+    second.kill()
+    second.wait()
+    pids += [pid_of("worker0", 1), pid_of("worker1", 1)]
+    second = start(1)
+
+    ends = [host.communicate() for host in (first, second, third)]
+    assert [host.returncode for host in (first, second, third)] == [0, 0, 0]
+    assert [out for out, _ in ends] == [
+        "[worker 0] worker0 0 3\n[worker 0] worker0 1 2\n[worker 0] worker0 2 3\n",
+        "[worker 1] worker1 2 3\n",
+        "[worker 2] worker2 0 3\n[worker 1] worker1 1 2\n[worker 2] worker2 2 3\n",
+    ]
+    assert "starting without host 1, which may join later." in ends[0][1]
+    assert "host 1: host 1 has joined; ending all workers for restart 2." in ends[0][1]
+    wait_until_gone(*pids)
+
+
+def test_a_job_starts_with_the_hosts_that_are_enough(start_host, script):
+    worker = script('print(name, len(config["cluster"]["worker"]))')
+    start = lambda rank: start_host(
+        rank, "--join-seconds", 1, "--max-restarts", 1, worker, nnodes="2:3"
+    )
+
+    first, third = start(0), start(2)
+
+    (out0, _), (out2, _) = first.communicate(), third.communicate()
+    assert (first.returncode, third.returncode) == (0, 0)
+    assert (out0, out2) == ("[worker 0] worker0 2\n", "[worker 1] worker1 2\n")
 
 
 def test_hosts_end_when_the_first_is_killed(start_host, script, pid_of, wait_until_gone):

@@ -37,10 +37,11 @@ from distributary.job import (
 from distributary.launch import _restarts as restarts
 from distributary.launch._options import HostOptions, LaunchOptions
 
-_PROTOCOL = 6
+_PROTOCOL = 7
 _SILENT_SECONDS = 20  # after which the other machine is taken to be gone
 _ANSWER_SECONDS = 10.0
 _WAITING_SECONDS = 5.0  # before it says which hosts it waits for
+_LAST_CALL_SECONDS = 30.0  # for hosts without which the job can start
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 5.0  # for hosts to notice the end
 
@@ -155,7 +156,7 @@ class RemoteLink:
         hello = {
             "protocol": _PROTOCOL,
             "host_rank": hosts.host_rank,
-            "num_hosts": hosts.num_hosts,
+            "nnodes": hosts.nnodes,
             "devices_per_worker": devices_per_worker,
             "called": self._channel.called_address(is_caller=True),
         }
@@ -219,7 +220,7 @@ class Master:
         self._hosts = options.hosts
         self._devices_per_worker = options.devices_per_worker
         self._say = say
-        self._job = restarts.Job(self._hosts.num_hosts, options.max_restarts)
+        self._job = restarts.Job(self._hosts.num_hosts, options.max_restarts, self._hosts.min_hosts)
         # Used by the thread only, like the job.
         self._challenges = weakref.WeakKeyDictionary[Channel, str]()
         self._channels: dict[int, Channel] = {}
@@ -266,14 +267,16 @@ class Master:
         return self._job.is_over and not self._channels
 
     def _watch(self) -> None:
-        """Ends the job if hosts have been missing for too long."""
-        if not self._job.missing:
+        """Ends the job if hosts that it needs have been missing for too long."""
+        if not self._job.missing or self._job.is_running:
             self._complete_at = time.monotonic()
             self._has_said_who_is_missing = False
             return
         seconds = time.monotonic() - self._complete_at
         missing = _enumerate(self._job.missing)
-        if seconds > self._hosts.join_seconds:
+        if self._job.is_short and seconds > min(_LAST_CALL_SECONDS, self._hosts.join_seconds):
+            self._send(self._job.stop_waiting())
+        if self._job.is_short and seconds > self._hosts.join_seconds:
             here = [f"host {rank} ({c.peer})" for rank, c in sorted(self._channels.items())]
             self._send(
                 self._job.fail(
@@ -282,7 +285,9 @@ class Master:
                     f" {', '.join(here) or 'none'}"
                 )
             )
-        elif seconds > _WAITING_SECONDS and not self._has_said_who_is_missing:
+        elif (
+            self._job.is_short and seconds > _WAITING_SECONDS and not self._has_said_who_is_missing
+        ):
             self._has_said_who_is_missing = True
             self._say(f"waiting for {missing} to join at {self._hosts.master}.")
 
@@ -331,7 +336,7 @@ class Master:
             )
         host = int(hello["host_rank"])
         for option, theirs, ours in (
-            ("--nnodes", hello["num_hosts"], self._hosts.num_hosts),
+            ("--nnodes", hello["nnodes"], self._hosts.nnodes),
             ("--devices-per-worker", hello["devices_per_worker"], self._devices_per_worker),
         ):
             if theirs != ours:
@@ -362,6 +367,8 @@ class Master:
             self._send(self._job.report(host, report))
 
     def _send(self, commands: list[tuple[int, restarts.Command]]) -> None:
+        if self._job.missing and any(isinstance(c, restarts.Start) for _, c in commands):
+            self._say(f"starting without {_enumerate(self._job.missing)}, which may join later.")
         for host, command in commands:
             if host in self._channels:
                 with contextlib.suppress(ChannelClosedError):  # None comes next

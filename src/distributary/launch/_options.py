@@ -26,6 +26,7 @@ class HostOptions:
         join_seconds: Seconds within which all hosts must have joined.
         address: Address of this host for the other hosts; None takes the one from which it reaches
             the master.
+        min_hosts: Number of hosts that are enough; None for all. Host 0 is always needed.
 
     Raises:
         InvalidValueError: for an impossible value.
@@ -37,9 +38,22 @@ class HostOptions:
     token: str = field(repr=False)
     join_seconds: float = 300.0
     address: str | None = None
+    min_hosts: int | None = None
+
+    @property
+    def nnodes(self) -> str:
+        """The number of hosts as `--nnodes` takes it: `"4"`, or `"2:4"`."""
+        return f"{'' if self.min_hosts is None else f'{self.min_hosts}:'}{self.num_hosts}"
 
     def __post_init__(self) -> None:
         _check_whole(self, num_hosts=1, host_rank=0)
+        if self.min_hosts is not None:
+            _check_whole(self, min_hosts=1)
+            if self.min_hosts > self.num_hosts:
+                raise InvalidValueError(
+                    f"launch: min_hosts is {self.min_hosts}, but the job has only {self.num_hosts}"
+                    " hosts."
+                )
         if self.host_rank >= self.num_hosts:
             raise InvalidValueError(
                 f"launch: host_rank is {self.host_rank}, but the job has {self.num_hosts} hosts."
@@ -110,6 +124,11 @@ class LaunchOptions:
                 f"launch: num_servers is {self.num_servers} in a job on {self.hosts.num_hosts}"
                 " hosts, but jobs with parameter servers are launched on one host only. Start every"
                 " task on its host, with TF_CONFIG in its environment."
+            )
+        if self.hosts is not None and self.hosts.min_hosts is not None and not self.max_restarts:
+            raise InvalidValueError(
+                f"launch: a job on {self.hosts.nnodes} hosts starts again when one is lost, but"
+                " max_restarts is 0. Give it with --max-restarts."
             )
         _check_seconds("grace_seconds", self.grace_seconds)
 

@@ -5,7 +5,10 @@ One `Job` decides for all hosts. It knows nothing of sockets, processes and cloc
     gathering --all ready--> running --all finished--> over
         ^                       |  (a task that the others can do without fails: it starts again)
         +--a worker fails, or---+          (without restarts left: over)
-           a host is lost
+           a host is lost, or
+           one comes that was missing
+
+"All" are the hosts that have joined, once there are as many as the job needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -170,20 +173,25 @@ class Job:
 
     Args:
         num_hosts: Number of hosts.
-        max_restarts: Number of restarts that are allowed, of all workers or of one that the others
-            can do without.
+        max_restarts: Number of restarts that are allowed after failures, of all workers or of one
+            that the others can do without. A host that comes later is no failure.
+        min_hosts: Number of hosts that are enough; None for all. Before the first start, the job
+            waits for all of them until `stop_waiting`.
 
     Attributes:
         is_over: True once all hosts were told to end.
+        is_running: True while workers run; otherwise the hosts gather, or the job is over.
     """
 
-    def __init__(self, num_hosts: int, max_restarts: int) -> None:
+    def __init__(self, num_hosts: int, max_restarts: int, min_hosts: int | None = None) -> None:
         self.is_over = False
-        self._is_running = False  # otherwise the hosts gather, or the job is over
-        self._num_hosts = num_hosts
+        self.is_running = False
+        self._num_hosts = self._num_needed = num_hosts
+        self._min_hosts = num_hosts if min_hosts is None else min_hosts
         self._max_restarts = max_restarts
         self._generation = 0
         self._num_restarts = 0
+        self._num_late = 0  # restarts for hosts that came later
         self._joined: set[int] = set()
         self._addresses: dict[int, Sequence[str]] = {}  # of the hosts that are ready
         self._finished: set[int] = set()
@@ -193,24 +201,41 @@ class Job:
         """Ranks of the hosts that have not joined."""
         return sorted(set(range(self._num_hosts)) - self._joined)
 
+    @property
+    def is_short(self) -> bool:
+        """True if there are too few hosts for a start."""
+        return len(self._joined) < self._num_needed
+
     def join(self, host: int) -> list[tuple[int, Command]]:
         """Takes note that a host has come, or has come back."""
         self._joined.add(host)
+        if self.is_running:
+            if self._finished:  # the job is about to end without it
+                return []
+            self._num_late += 1
+            self._generation += 1
+            return self._gather(Prepare(self._generation, f"host {host} has joined", host))
         # Nothing reserves the addresses of a host, so all of them are chosen at the last moment.
-        return [] if self.missing else self._gather(Prepare(self._generation))
+        return [] if self.is_short else self._gather(Prepare(self._generation))
+
+    def stop_waiting(self) -> list[tuple[int, Command]]:
+        """Starts with the hosts that are there, if they are enough."""
+        self._num_needed = self._min_hosts
+        return [] if self.is_short else self._gather(Prepare(self._generation))
 
     def lose(self, host: int, text: str) -> list[tuple[int, Command]]:
         """Takes note that a host has disappeared without notice.
 
-        If hosts gather, the others wait for it to come back. But at the very first start, once all
-        hosts are there, it is a failure: it could not do what it was told.
+        If hosts gather, the others wait for it to come back, unless they are enough. But at the
+        very first start, once all hosts are there, it is a failure: it could not do what it was
+        told.
         """
         is_first_start = self._generation == 0 and not self.missing and not self.is_over
         self._joined.discard(host)
         self._addresses.pop(host, None)
-        if self._is_running or is_first_start:
+        if self.is_running or is_first_start:
             return self._fail(1, text, host, ())
-        return []
+        return self._start_if_possible()
 
     def fail(self, text: str) -> list[tuple[int, Command]]:
         """Ends the job for a reason that has nothing to do with a worker."""
@@ -225,30 +250,33 @@ class Job:
                 self._addresses[host] = addresses
                 return self._start_if_possible()
             case Failed(generation, code, text, lines, task) if generation == self._generation:
-                if self._is_running:  # others fail because of the first
+                if self.is_running:  # others fail because of the first
                     return self._fail(code, text, host, lines, task)
             case Finished(generation) if generation == self._generation:
                 self._finished.add(host)
-                if self._is_running and len(self._finished) == self._num_hosts:
+                if self.is_running and self._finished >= self._addresses.keys():
                     return self._exit(Exit(0))
         return []
 
     def _gather(self, command: Prepare) -> list[tuple[int, Command]]:
-        self._is_running = False
+        self.is_running = False
         self._addresses.clear()
         self._finished.clear()
         return [(host, command) for host in sorted(self._joined)]
 
     def _start_if_possible(self) -> list[tuple[int, Command]]:
-        if self.is_over or self._is_running or len(self._addresses) < self._num_hosts:
+        if self.is_over or self.is_running or self.is_short:
             return []
-        hosts = range(self._num_hosts)
+        if self._addresses.keys() != self._joined:
+            return []
+        hosts = sorted(self._joined)
         workers = [address for host in hosts for address in self._addresses[host]]
         if len(set(workers)) < len(workers):  # two hosts on the same machine chose the same port
             return self._gather(Prepare(self._generation))
-        self._is_running = True
-        first = [sum(len(self._addresses[h]) for h in range(host)) for host in hosts]
-        return [(host, Start(self._generation, workers, first[host])) for host in hosts]
+        self.is_running, self._num_needed = True, self._min_hosts
+        first = [sum(len(self._addresses[h]) for h in hosts if h < host) for host in hosts]
+        starts = [Start(self._generation, workers, number) for number in first]
+        return list(zip(hosts, starts, strict=True))
 
     def _fail(
         self, code: int, text: str, host: int, lines: Sequence[str], task: str = ""
@@ -258,11 +286,11 @@ class Job:
         self._num_restarts += 1
         if task:
             return [(host, Restart(self._num_restarts, task, text))]
-        self._generation = self._num_restarts
+        self._generation = self._num_restarts + self._num_late
         return self._gather(Prepare(self._generation, text, host))
 
     def _exit(self, command: Exit) -> list[tuple[int, Command]]:
         if self.is_over:
             return []
-        self.is_over, self._is_running = True, False
+        self.is_over, self.is_running = True, False
         return [(host, command) for host in sorted(self._joined)]

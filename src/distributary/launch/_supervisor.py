@@ -257,8 +257,11 @@ class Supervisor:
                         worker.is_to_restart = True
                         self._restart_if_gone(worker)
             case restarts.Prepare(generation):
-                what = f"ending all workers for restart {generation} of"
-                self._end_workers(command, f"{what} {self.options.max_restarts}")
+                hosts = self.options.hosts
+                # Restarts for hosts that come later are not limited.
+                is_limited = hosts is None or hosts.min_hosts is None
+                limit = f" of {self.options.max_restarts}" * is_limited
+                self._end_workers(command, f"ending all workers for restart {generation}{limit}")
             case restarts.Exit():
                 self._end_workers(command)
 

@@ -74,7 +74,8 @@ def add_arguments(parser: Parser) -> None:
     )
     add_option(parser, "--dashboard-address", str, "ADDRESS", text)
     hosts = parser.add_argument_group("several hosts")
-    add_option(hosts, "--nnodes", whole(1), "N", "number of hosts")
+    text = "number of hosts; with MIN:N, the job starts again without hosts that are lost, and with"
+    add_option(hosts, "--nnodes", _num_hosts, "N", f"{text} those that come, as long as it has MIN")
     add_option(hosts, "--node-rank", whole(0), "I", "number of this host, from 0")
     hosts.add_argument("--master", metavar="HOST:PORT", help="address of host 0")
     text = f"file with the secret of the job (default: the environment's {TOKEN_VARIABLE})"
@@ -122,7 +123,7 @@ def options_of(namespace: argparse.Namespace, environ: Mapping[str, str]) -> Lau
 
 
 def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> HostOptions | None:
-    num_hosts = namespace.nnodes or 1
+    min_hosts, num_hosts = namespace.nnodes or (None, 1)
     given = [
         name
         for name in ("node_rank", "master", "token_file", "join_seconds", "address")
@@ -174,4 +175,11 @@ def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> 
             HostOptions.join_seconds if namespace.join_seconds is None else namespace.join_seconds
         ),
         address=namespace.address,
+        min_hosts=min_hosts,
     )
+
+
+def _num_hosts(text: str) -> tuple[int | None, int]:
+    """Returns the least and the most hosts of `N` or `MIN:N`."""
+    least, _, most = text.rpartition(":")
+    return whole(1)(least) if least else None, whole(1)(most)
