@@ -212,7 +212,8 @@ def _run_model(case: Case, setting: Setting, given: Outcome | None) -> Outcome:
         predicted=leaves,
         loaded=loaded,
         messages=messages,
-        share=_share(model),
+        # Alone, everything is on one device, and Keras leaves deleted arrays behind.
+        share=1.0 if strategy is None else _share(model),
     )
 
 
