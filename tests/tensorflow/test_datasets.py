@@ -268,3 +268,20 @@ def test_datasets_of_distributary_become_those_of_tensorflow(tmp_path):
     assert isinstance(lines, Dataset)
     assert isinstance(lines.take(2), Dataset)
     assert [x.item() for x in lines.unique()] == [b"a", b"b"]
+
+
+def test_columns_of_csv_files(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text(f'x,y,z\n1,2.5,{name}\n\n4,,"d,e"\n')
+    files = [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
+
+    rows = [*tf.data.experimental.CsvDataset(files, [tf.int32, [0.5], ""], header=True)]
+    column = tf.data.experimental.CsvDataset(files[0], [["-"]], header=True, select_cols=[2])
+
+    assert [[one.item() for one in row] for row in rows] == [
+        [1, 2.5, "a"],
+        [4, 0.5, "d,e"],
+        [1, 2.5, "b"],
+        [4, 0.5, "d,e"],
+    ]
+    assert [one.item() for (one,) in column] == ["a", "d,e"]

@@ -30,9 +30,13 @@ def test_names_are_public_ones_of_distributary():
         ("diff", "jax.numpy.diff"),
         ("math.erf_inv", "jax.lax.erf_inv"),
         ("nn.ctc_loss", "keras.ops.ctc_loss"),
-        ("image.rot90", "keras.ops.image"),
-        ("linalg.svd", "jax.numpy.linalg"),
-        ("saved_model.SaveOptions", "no options"),
+        ("image.ssim", "keras.ops.image"),
+        ("linalg.svd", "jax.numpy.linalg.svd"),
+        ("bitwise.left_shift", "jax.numpy.left_shift"),
+        ("signal.rfft", "jax.numpy.fft.rfft"),
+        ("keras.experimental", "tf.keras.optimizers.schedules"),
+        ("keras.layers.DenseFeatures", "tf.keras.utils.FeatureSpace"),
+        ("keras.losses.no_such_name", "the names of Keras 3"),
         ("config.experimental.ClusterDeviceFilters", "jax.config"),
         ("distribute.experimental.rpc", "schedule"),
         ("no_such_name", "docs/api/tensorflow.md"),
@@ -41,6 +45,12 @@ def test_names_are_public_ones_of_distributary():
 def test_a_name_that_is_not_there_names_what_to_use(name, expected):
     with pytest.raises(AttributeError, match=rf"^tf\.{re.escape(name)} is not .*{expected}"):
         find(tf, name)
+
+
+def test_keras_has_the_newer_names_too():
+    assert tf.keras.losses.mean_squared_error is keras.losses.mean_squared_error
+    assert tf.keras.losses.mse is keras.losses.mean_squared_error
+    assert tf.losses is tf.keras.losses
 
 
 def test_advice_names_what_is_there():

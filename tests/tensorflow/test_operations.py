@@ -110,3 +110,32 @@ def test_average_loss_says_what_it_needs(strategy_of):
         tf.nn.compute_average_loss([1.0])
     with pytest.raises(ValueError, match=r"a scalar.*reduction=None"):
         tf.nn.compute_average_loss(1.0)
+
+
+def test_random_changes_of_images_stay_in_their_range():
+    image = np.full((4, 4, 3), [0.2, 0.4, 0.6], "float32")
+
+    delta = tf.image.random_brightness(image, 0.1) - image
+    hue = tf.image.random_hue(image, 0.5)
+    same = [tf.image.stateless_random_saturation(image, 0.5, 2.0, seed=(1, 2)) for _ in "ab"]
+
+    np.testing.assert_allclose(delta, np.full(image.shape, delta[0, 0, 0]), atol=1e-6)
+    assert abs(delta).max() <= 0.1 + 1e-6
+    np.testing.assert_allclose(hue.max(-1), 0.6, rtol=1e-6)
+    np.testing.assert_allclose(hue.min(-1), 0.2, rtol=1e-5)
+    np.testing.assert_array_equal(*same)
+    assert tf.image.random_flip_up_down(image[None]).shape == (1, 4, 4, 3)
+    with pytest.raises(ValueError, match=r"lower is 2\.0, expected from 0 up to"):
+        tf.image.random_contrast(image, 2.0, 1.0)
+
+
+def test_boxes_of_images_are_inside_of_them():
+    image = np.arange(48.0).reshape(4, 4, 3)
+
+    traced = tf.function(lambda row: tf.image.crop_to_bounding_box(image, row, 1, 2, 2))
+
+    np.testing.assert_array_equal(traced(tf.constant(2)), image[2:4, 1:3])
+    with pytest.raises(ValueError, match="4 x 2 pixels from row 1, column 0 is not inside of 4 x"):
+        tf.image.crop_to_bounding_box(image, 1, 0, 4, 2)
+    with pytest.raises(ValueError, match="central_fraction is 0, expected above 0"):
+        tf.image.central_crop(image, 0)

@@ -334,3 +334,13 @@ def is_cpu_target_available(target: str) -> bool:
 def is_built_with_xla() -> bool:
     """`tf.test.is_built_with_xla`."""
     return True
+
+
+def start_profiler(logdir: str, options: object = None) -> None:
+    """`tf.profiler.experimental.start`: `jax.profiler.start_trace`, which TensorBoard shows."""
+    jax.profiler.start_trace(logdir)
+
+
+def stop_profiler(save: bool = True) -> None:
+    """`tf.profiler.experimental.stop`: writes the trace."""
+    jax.profiler.stop_trace()

@@ -1,5 +1,6 @@
 """`tf.data.experimental`: functions for datasets."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,8 +9,8 @@ import numpy as np
 
 from distributary import data
 from distributary.errors import InvalidValueError
-from distributary.tensorflow._data import Dataset, TFRecordDataset
-from distributary.tensorflow._examples import parse_example
+from distributary.tensorflow._data import Dataset, TextLineDataset, TFRecordDataset
+from distributary.tensorflow._examples import decode_csv, parse_example
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -55,6 +56,34 @@ def get_structure(dataset_or_iterator: Any) -> Any:
 def get_next_as_optional(iterator: Any) -> Any:
     """`tf.data.experimental.get_next_as_optional`: the method of the iterator."""
     return iterator.get_next_as_optional()
+
+
+class CsvDataset(Dataset):
+    """Tuples of the columns of CSV files, whose fields contain no ends of lines.
+
+    Source: `tf.data.experimental.CsvDataset`.
+    """
+
+    def __init__(
+        self,
+        filenames: Any,
+        record_defaults: Sequence[Any],
+        compression_type: str | None = None,
+        buffer_size: int | None = None,
+        header: bool = False,
+        field_delim: str = ",",
+        use_quote_delim: bool = True,
+        na_value: str = "",
+        select_cols: Sequence[int] | None = None,
+    ) -> None:
+        names = [filenames] if isinstance(filenames, str) else list(np.asarray(filenames).ravel())
+        files = [TextLineDataset(name, compression_type).skip(int(header)) for name in names]
+        options = (field_delim, use_quote_delim, na_value, select_cols)
+        lines: Any = functools.reduce(Dataset.concatenate, files)
+        lines = lines.filter(lambda line: len(np.asarray(line).item()) > 0)
+        super().__init__(
+            lines.map(lambda line: tuple(decode_csv(line, record_defaults, *options))).node
+        )
 
 
 def from_list(elements: list[Any], name: str | None = None) -> data.Dataset:

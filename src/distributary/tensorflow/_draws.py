@@ -1,7 +1,9 @@
 """Random numbers from keys, and the keys that a seed gives in every call, step and replica."""
 
+import inspect
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -63,6 +65,50 @@ def seed_of(seed: int | None) -> Any:
 def next_key(seeds: Any) -> Array:
     """Returns the next key of a `SeedGenerator` of Keras."""
     return jax.random.wrap_key_data(jnp.asarray(seeds.next()))
+
+
+def key_of_number(seed: int | None) -> Array:
+    """Returns the key of the next call with an operation's seed."""
+    return next_key(seed_of(seed))
+
+
+def seeded(
+    draw: Callable[..., Array],
+    key: Callable[[Any], Array],
+    place: int,
+    module: str,
+    **more: Any,
+) -> Callable[..., Array]:
+    """Returns a function that draws with the key of its argument `seed`.
+
+    Args:
+        draw: Function of a key and other arguments.
+        key: Function from a seed to the key.
+        place: Number of the argument `seed` among them.
+        module: The module that defines the function, such as `"distributary.tensorflow._random"`.
+        **more: Names and defaults of arguments without an effect, after the others.
+    """
+    parameters = [*inspect.signature(draw).parameters.values()][1:]
+    is_stateful = key is key_of_number
+    seed = inspect.Parameter(
+        "seed",
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=None if is_stateful else inspect.Parameter.empty,
+        annotation=int | None if is_stateful else Array,
+    )
+    parameters.insert(place, seed)
+    parameters += [seed.replace(name=n, default=d, annotation=str) for n, d in more.items()]
+
+    def operation(*values: Any) -> Array:
+        rest = list(values[: len(values) - len(more)])
+        return draw(key(rest.pop(place)), *rest)
+
+    name, same = draw.__name__.lstrip("_"), "the same numbers for the same `seed`."
+    text = f"{name}`." if is_stateful else f"stateless_{name}`: {same}"
+    operation.__doc__ = f"`tf.{module.rpartition('._')[2]}.{text}"
+    operation.__module__ = module
+    operation.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return operation
 
 
 def key_of(seed: Array) -> Array:

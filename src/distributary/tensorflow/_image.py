@@ -1,7 +1,7 @@
 """Operations of `tf.image`; see `Operation` for how arguments are converted."""
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from distributary.errors import InvalidValueError
+from distributary.keras_bridge import import_keras
 from distributary.tensorflow import _draws as draws
 from distributary.tensorflow._operations import Shape
 
@@ -66,13 +67,14 @@ def resize(
     preserve_aspect_ratio: bool = False,
     antialias: bool = False,
 ) -> Array:
-    """`tf.image.resize`: `jax.image.resize`."""
+    """`tf.image.resize`: `jax.image.resize`; in float32, unless the method is "nearest"."""
     height, width = (int(length) for length in size)
     if preserve_aspect_ratio:
         scale = min(height / images.shape[-3], width / images.shape[-2])
         height, width = (round(scale * length) for length in images.shape[-3:-1])
     shape = (*images.shape[:-3], height, width, images.shape[-1])
-    return jax.image.resize(images.astype(jnp.float32), shape, method, antialias=antialias)
+    pixels = images if method == "nearest" else images.astype(jnp.float32)
+    return jax.image.resize(pixels, shape, method, antialias=antialias)
 
 
 def resize_with_crop_or_pad(image: Array, target_height: int, target_width: int) -> Array:
@@ -89,23 +91,201 @@ def resize_with_crop_or_pad(image: Array, target_height: int, target_width: int)
     return image
 
 
-def random_flip_left_right(image: Array, seed: int | None = None) -> Array:
-    """`tf.image.random_flip_left_right`: one image, or every image of a batch by itself."""
-    draw = _uniform((*image.shape[:-3], 1, 1, 1), seed)
-    return jnp.where(draw < 0.5, jnp.flip(image, -2), image)
+def crop_to_bounding_box(
+    image: Array, offset_height: int, offset_width: int, target_height: int, target_width: int
+) -> Array:
+    """`tf.image.crop_to_bounding_box`: a part of this size from this corner."""
+    box = (offset_height, offset_width, int(target_height), int(target_width))
+    _require_fit("crop_to_bounding_box", box, image.shape[-3:-1])
+    starts = [*[0] * (image.ndim - 3), offset_height, offset_width, 0]
+    sizes = (*image.shape[:-3], *box[2:], image.shape[-1])
+    return jax.lax.dynamic_slice(image, starts, sizes)
 
 
-def random_crop(value: Array, size: Shape, seed: int | None = None) -> Array:
-    """`tf.image.random_crop`: a part of this size."""
+def pad_to_bounding_box(
+    image: Array, offset_height: int, offset_width: int, target_height: int, target_width: int
+) -> Array:
+    """`tf.image.pad_to_bounding_box`: zeros around the image."""
+    height, width = image.shape[-3:-1]
+    box = (int(offset_height), int(offset_width), height, width)
+    _require_fit("pad_to_bounding_box", box, (int(target_height), int(target_width)))
+    rows = (box[0], int(target_height) - box[0] - height)
+    columns = (box[1], int(target_width) - box[1] - width)
+    return jnp.pad(image, [*[(0, 0)] * (image.ndim - 3), rows, columns, (0, 0)])
+
+
+def _require_fit(name: str, box: Sequence[Any], outer: Sequence[int]) -> None:
+    """Raises an error if a box is not inside of a size; offsets may be computed in a step."""
+    for start, size, room in zip(box[:2], box[2:], outer, strict=True):
+        is_known = not isinstance(start, jax.core.Tracer)
+        if size > room or (is_known and not 0 <= start <= room - size):
+            raise InvalidValueError(
+                f"tf.image.{name}: the box of {box[2]} x {box[3]} pixels from row {box[0]}, column"
+                f" {box[1]} is not inside of {outer[0]} x {outer[1]} pixels."
+            )
+
+
+def central_crop(image: Array, central_fraction: float) -> Array:
+    """`tf.image.central_crop`: this share of the height and of the width."""
+    if not 0 < central_fraction <= 1:
+        raise InvalidValueError(
+            f"tf.image.central_crop: central_fraction is {central_fraction}, expected above 0, up"
+            " to 1."
+        )
+    height, width = image.shape[-3:-1]
+    top, left = (int((size - size * central_fraction) / 2) for size in (height, width))
+    return crop_to_bounding_box(image, top, left, height - 2 * top, width - 2 * left)
+
+
+def rot90(image: Array, k: int = 1) -> Array:
+    """`tf.image.rot90`: `k` quarter turns counterclockwise."""
+    return jnp.rot90(image, int(k), (-3, -2))
+
+
+def extract_patches(
+    images: Array, sizes: Sequence[int], strides: Sequence[int], rates: Sequence[int], padding: str
+) -> Array:
+    """`tf.image.extract_patches`: `keras.ops.image.extract_patches`."""
+    return import_keras().ops.image.extract_patches(
+        images, tuple(sizes[1:3]), tuple(strides[1:3]), rates[1], padding.lower(), "channels_last"
+    )
+
+
+def psnr(a: Array, b: Array, max_val: Array) -> Array:
+    """`tf.image.psnr`: the ratio of signal to noise of each image, in decibels."""
+    largest = convert_image_dtype(max_val.astype(a.dtype), jnp.float32)
+    first, second = (convert_image_dtype(one, jnp.float32) for one in (a, b))
+    error = jnp.mean((first - second) ** 2, (-3, -2, -1))
+    return 20 * jnp.log10(largest) - 10 * jnp.log10(error)
+
+
+def rgb_to_grayscale(images: Array) -> Array:
+    """`tf.image.rgb_to_grayscale`."""
+    gray = convert_image_dtype(images, jnp.float32) @ jnp.array([0.2989, 0.587, 0.114])
+    return convert_image_dtype(gray[..., None], images.dtype)
+
+
+def grayscale_to_rgb(images: Array) -> Array:
+    """`tf.image.grayscale_to_rgb`."""
+    return jnp.repeat(images, 3, -1)
+
+
+def adjust_brightness(image: Array, delta: draws.Scale) -> Array:
+    """`tf.image.adjust_brightness`."""
+    return _adjusted(image, lambda pixels: pixels + delta)
+
+
+def adjust_contrast(images: Array, contrast_factor: draws.Scale) -> Array:
+    """`tf.image.adjust_contrast`."""
+
+    def spread(pixels: Array) -> Array:
+        mean = jnp.mean(pixels, (-3, -2), keepdims=True)
+        return (pixels - mean) * contrast_factor + mean
+
+    return _adjusted(images, spread)
+
+
+def adjust_hue(image: Array, delta: draws.Scale) -> Array:
+    """`tf.image.adjust_hue`."""
+    return _adjusted(image, lambda rgb: _of_hue(*_hue_and_range(rgb), delta))
+
+
+def adjust_saturation(image: Array, saturation_factor: draws.Scale) -> Array:
+    """`tf.image.adjust_saturation`."""
+
+    def change(rgb: Array) -> Array:
+        hue, least, most = _hue_and_range(rgb)
+        share = jnp.where(most > 0, 1 - least / jnp.where(most > 0, most, 1), 0)
+        least = most * (1 - jnp.clip(share * saturation_factor, 0, 1))
+        return _of_hue(hue, least, most)
+
+    return _adjusted(image, change)
+
+
+def _adjusted(image: Array, change: Callable[[Array], Array]) -> Array:
+    """Changes an image as floats, and returns it in its own dtype."""
+    has_floats = image.dtype in (jnp.float16, jnp.float32)
+    floats = convert_image_dtype(image, image.dtype if has_floats else jnp.float32)
+    return convert_image_dtype(change(floats).astype(floats.dtype), image.dtype, True)
+
+
+def _hue_and_range(rgb: Array) -> tuple[Array, Array, Array]:
+    """Returns the hue, from 0 to 6, the smallest and the largest number of every pixel."""
+    red, green, blue = jnp.moveaxis(rgb, -1, 0)
+    least, most = jnp.min(rgb, -1), jnp.max(rgb, -1)
+    chroma = jnp.where(most > least, most - least, 1)
+    hue = jnp.where(
+        most == red,
+        (green - blue) / chroma % 6,
+        jnp.where(most == green, (blue - red) / chroma + 2, (red - green) / chroma + 4),
+    )
+    return jnp.where(most > least, hue, 0), least, most
+
+
+def _of_hue(hue: Array, least: Array, most: Array, delta: draws.Scale = 0.0) -> Array:
+    hue = (hue + 6 * delta) % 6
+    weights = jnp.stack([abs(hue - 3) - 1, 2 - abs(hue - 2), 2 - abs(hue - 4)], -1)
+    low, high = least[..., None], most[..., None]
+    return low + (high - low) * jnp.clip(weights, 0, 1)
+
+
+def _random_brightness(key: Array, image: Array, max_delta: float) -> Array:
+    return adjust_brightness(image, draws.uniform(key, (), -max_delta, max_delta))
+
+
+def _random_contrast(key: Array, image: Array, lower: float, upper: float) -> Array:
+    return adjust_contrast(image, _between(key, lower, upper))
+
+
+def _random_hue(key: Array, image: Array, max_delta: float) -> Array:
+    return adjust_hue(image, draws.uniform(key, (), -max_delta, max_delta))
+
+
+def _random_saturation(key: Array, image: Array, lower: float, upper: float) -> Array:
+    return adjust_saturation(image, _between(key, lower, upper))
+
+
+def _between(key: Array, lower: float, upper: float) -> Array:
+    if not 0 <= lower < upper:
+        raise InvalidValueError(f"tf.image: lower is {lower}, expected from 0 up to upper {upper}.")
+    return draws.uniform(key, (), lower, upper)
+
+
+def _random_flip_left_right(key: Array, image: Array) -> Array:
+    return jnp.where(_halves(key, image), jnp.flip(image, -2), image)
+
+
+def _random_flip_up_down(key: Array, image: Array) -> Array:
+    return jnp.where(_halves(key, image), jnp.flip(image, -3), image)
+
+
+def _halves(key: Array, image: Array) -> Array:
+    """Returns whether to change an image, or every image of a batch by itself."""
+    return draws.uniform(key, (*image.shape[:-3], 1, 1, 1)) < 0.5
+
+
+def _random_crop(key: Array, value: Array, size: Shape) -> Array:
     free = [own - int(part) for own, part in zip(value.shape, size, strict=True)]
     if min(free) < 0:
         raise InvalidValueError(
             f"tf.image.random_crop: size is {tuple(size)}, but the image has {value.shape}."
         )
-    draws = _uniform((value.ndim,), seed)
-    starts = [jnp.int32(draws[i] * (room + 1)) for i, room in enumerate(free)]
+    shares = draws.uniform(key, (value.ndim,))
+    starts = [jnp.int32(shares[i] * (room + 1)) for i, room in enumerate(free)]
     return jax.lax.dynamic_slice(value, starts, [int(part) for part in size])
 
 
-def _uniform(shape: Shape, seed: int | None) -> Array:
-    return draws.uniform(draws.next_key(draws.seed_of(seed)), shape)
+random_brightness = draws.seeded(_random_brightness, draws.key_of_number, 2, __name__)
+random_contrast = draws.seeded(_random_contrast, draws.key_of_number, 3, __name__)
+random_crop = draws.seeded(_random_crop, draws.key_of_number, 2, __name__)
+random_flip_left_right = draws.seeded(_random_flip_left_right, draws.key_of_number, 1, __name__)
+random_flip_up_down = draws.seeded(_random_flip_up_down, draws.key_of_number, 1, __name__)
+random_hue = draws.seeded(_random_hue, draws.key_of_number, 2, __name__)
+random_saturation = draws.seeded(_random_saturation, draws.key_of_number, 3, __name__)
+stateless_random_brightness = draws.seeded(_random_brightness, draws.key_of, 2, __name__)
+stateless_random_contrast = draws.seeded(_random_contrast, draws.key_of, 3, __name__)
+stateless_random_crop = draws.seeded(_random_crop, draws.key_of, 2, __name__)
+stateless_random_flip_left_right = draws.seeded(_random_flip_left_right, draws.key_of, 1, __name__)
+stateless_random_flip_up_down = draws.seeded(_random_flip_up_down, draws.key_of, 1, __name__)
+stateless_random_hue = draws.seeded(_random_hue, draws.key_of, 2, __name__)
+stateless_random_saturation = draws.seeded(_random_saturation, draws.key_of, 3, __name__)

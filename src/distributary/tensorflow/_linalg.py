@@ -45,3 +45,12 @@ def norm(
         return jnp.linalg.norm(tensor, kind, axis, keepdims)
     flat = jnp.linalg.norm(tensor.ravel(), kind)
     return flat.reshape([1] * tensor.ndim) if keepdims else flat
+
+
+def band_part(input: Array, num_lower: int, num_upper: int) -> Array:
+    """`tf.linalg.band_part`: zeros outside of the diagonals; -1 keeps all of one side."""
+    rows, columns = (jnp.arange(size) for size in input.shape[-2:])
+    above = columns - rows[:, None]
+    keeps_lower = (num_lower < 0) | (-above <= num_lower)
+    keeps_upper = (num_upper < 0) | (above <= num_upper)
+    return jnp.where(keeps_lower & keeps_upper, input, jnp.zeros((), input.dtype))

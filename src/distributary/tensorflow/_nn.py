@@ -163,6 +163,26 @@ def avg_pool2d(
     return _pooled(import_keras().ops.average_pool, input, ksize, strides, padding, data_format)
 
 
+def depthwise_conv2d(
+    input: Array,
+    filter: Array,
+    strides: Sizes,
+    padding: str,
+    data_format: str | None = None,
+    dilations: Sizes | None = None,
+) -> Array:
+    """`tf.nn.depthwise_conv2d`."""
+    layout = data_format or "NHWC"
+    return import_keras().ops.depthwise_conv(
+        input,
+        filter,
+        strides=_of_space(strides, layout),
+        padding=padding.lower(),
+        data_format=_KERAS_FORMATS[layout],
+        dilation_rate=_of_space(1 if dilations is None else dilations, layout),
+    )
+
+
 def _pooled(
     pool: Callable[..., Array],
     images: Array,

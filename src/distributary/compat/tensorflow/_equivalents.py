@@ -35,13 +35,10 @@ _ADVICE: dict[str, str] = {
     "math.igammac": "jax.scipy.special.gammaincc",
     "math.lbeta": "jax.scipy.special.betaln",
     "math.segment_prod math.unsorted_segment_prod": "jax.ops.segment_prod",
-    "nn.avg_pool": "keras.ops.average_pool",
     "nn.conv1d nn.conv3d nn.convolution": "keras.ops.conv",
     "nn.conv2d_transpose": "keras.ops.conv_transpose",
     "nn.ctc_loss": "keras.ops.ctc_loss",
     "nn.depth_to_space": "keras.ops.depth_to_space",
-    "nn.depthwise_conv2d": "keras.ops.depthwise_conv",
-    "nn.max_pool": "keras.ops.max_pool",
     "nn.separable_conv2d": "keras.ops.separable_conv",
     "nn.softsign": "keras.ops.softsign",
     "nn.space_to_depth": "keras.ops.space_to_depth",
@@ -51,7 +48,6 @@ _ADVICE: dict[str, str] = {
     "queue": "tf.data.Dataset.prefetch",
     "realdiv": "tf.divide",
     "scalar_mul": "tf.multiply",
-    "version": "tf.__version__",
     "nn.nce_loss": "tf.nn.sigmoid_cross_entropy_with_logits",
     "nn.sampled_softmax_loss": "tf.nn.sparse_softmax_cross_entropy_with_logits",
     "config.experimental_connect_to_host": "tf.config.experimental_connect_to_cluster",
@@ -59,6 +55,20 @@ _ADVICE: dict[str, str] = {
         "tf.distribute.experimental.PreemptionCheckpointHandler"
     ),
     "distribute.experimental.rpc": "tf.distribute.coordinator.ClusterCoordinator.schedule",
+    # Names that TensorFlow 2.21 has not either.
+    "keras.engine": "tf.keras",
+    "keras.experimental": "tf.keras.optimizers.schedules",
+    "keras.layers.DenseFeatures": "tf.keras.utils.FeatureSpace",
+    "keras.layers.experimental": (
+        "tf.keras.layers; SyncBatchNormalization is BatchNormalization(synchronized=True)"
+    ),
+    "keras.mixed_precision.experimental": (
+        "tf.keras.mixed_precision.set_global_policy, Policy and LossScaleOptimizer"
+    ),
+    "keras.utils.generic_utils": "tf.keras.utils and tf.keras.saving",
+    "logging": "logging of Python",
+    "placeholder ConfigProto Session": "tf.function; sessions of TensorFlow 1 are not there",
+    "random_uniform": "tf.random.uniform",
     # Programs and control flow.
     "Graph": "tf.function, and jax.make_jaxpr to look at a program",
     "gradients": "tf.GradientTape or jax.grad",
@@ -79,19 +89,29 @@ _ADVICE: dict[str, str] = {
     "tpu.experimental.HardwareFeature": "jax.devices()[0].device_kind",
     # Data.
     "data.experimental.service": "several workers, each with its share of the dataset",
-    "data.experimental.CsvDataset data.experimental.make_csv_dataset": (
-        "tf.data.TextLineDataset and tf.io.decode_csv in map, or slices of what pandas reads"
+    "data.experimental.make_csv_dataset": (
+        "tf.data.experimental.CsvDataset and map, or slices of what pandas reads"
     ),
     "data.experimental": "tf.data.Dataset, the methods of distributary.data.Dataset",
     "io.gfile": "pathlib, os and shutil of Python, or fsspec for object stores",
     "io": "functions of Python and NumPy in Dataset.map; pillow for images",
+    "image.sample_distorted_bounding_box": "tf.image.random_crop",
+    "image.crop_and_resize": "jax.image.scale_and_translate",
+    "image.decode_and_crop_jpeg": "tf.image.decode_jpeg and crop_to_bounding_box",
+    "image.extract_jpeg_shape": "the shape of tf.image.decode_jpeg",
+    "image.combined_non_max_suppression image.non_max_suppression"
+    " image.non_max_suppression_padded image.non_max_suppression_with_scores": (
+        "NumPy outside of the step, or keras_hub.layers.NonMaxSuppression"
+    ),
     "image": "keras.ops.image in a step, keras.layers.RandomFlip and others, NumPy in Dataset.map",
-    "audio": "soundfile or scipy.io.wavfile in Dataset.map",
+    "load_op_library": "jax.ffi.ffi_call",
+    "strings.unicode_split": "list(text) of Python in Dataset.map",
+    "strings.unicode_decode": "ord of Python in Dataset.map",
+    "strings.unicode_encode": "chr of Python in Dataset.map",
     "strings": "methods of Python's str in Dataset.map",
     "ragged RaggedTensor RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
     "sparse": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
     # Saving, logging and what surrounds a program.
-    "saved_model.LoadOptions saved_model.SaveOptions": "no options; none would have an effect",
     "io.RaggedFeature io.SparseFeature": (
         "tf.io.FixedLenSequenceFeature(shape, dtype, allow_missing=True)"
     ),
@@ -100,7 +120,7 @@ _ADVICE: dict[str, str] = {
     "summary": "keras.callbacks.TensorBoard, or tensorboardX",
     "lite": "model.export(path, format='onnx') of Keras",
     "mlir": "jax.jit(f).lower(x).as_text()",
-    "profiler": "jax.profiler.start_trace, stop_trace, trace and TraceAnnotation",
+    "profiler": "tf.profiler.experimental, or jax.profiler",
     "summary.trace_export summary.trace_off summary.trace_on": "jax.profiler.trace",
     "test.compute_gradient": "jax.test_util.check_grads",
     "test": "pytest, numpy.testing, and tf.config.list_physical_devices for what is there",
@@ -113,9 +133,16 @@ _ADVICE: dict[str, str] = {
     "dynamic_partition": "a boolean mask, x[mask], outside of the step",
     "dynamic_stitch": "x.at[indices].set(values)",
     "linalg": "jax.numpy.linalg and jax.scipy.linalg",
+    "keras.backend.ctc_batch_cost": "keras.ops.ctc_loss",
+    "keras.backend.ctc_decode": "keras.ops.ctc_decode",
+    "keras.backend.gather": "keras.ops.take",
+    "keras.backend.set_session": "no sessions, which are TensorFlow 1's",
+    "keras.backend.set_learning_phase": "the argument training of layers and models",
     "keras.backend": "keras.ops, which has nearly the same names",
+    "keras": "the names of Keras 3",
     "saturate_cast": "tf.clip_by_value and tf.cast",
     "sets": "jax.numpy.intersect1d, union1d and setdiff1d outside of the step",
+    "signal.stft": "keras.ops.stft",
     "signal": "jax.numpy.fft, jax.scipy.signal, keras.ops.stft",
     "strided_slice": "x[begin:end:step]",
     "tensor_scatter_nd_max": "x.at[indices].max(updates)",
@@ -144,7 +171,7 @@ EQUIVALENTS: dict[str, str] = {
 }
 
 # Modules in which a function of the same name usually has the same meaning.
-_SEARCHED = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special")
+_SEARCHED = ("numpy", "nn", "lax", "scipy.special", "numpy.linalg", "scipy.linalg", "numpy.fft")
 
 
 def equivalent(name: str) -> str:
@@ -152,10 +179,10 @@ def equivalent(name: str) -> str:
     if name in EQUIVALENTS:
         return EQUIVALENTS[name]
     space, _, last = name.rpartition(".")
-    if space in ("", "math", "nn"):
+    if space in ("", "math", "nn", "bitwise", "linalg", "signal"):
         if last in EQUIVALENTS:
             return EQUIVALENTS[last]
-        for module in _SEARCHED:
+        for module in (f"jax.{name}" for name in _SEARCHED):
             if hasattr(importlib.import_module(module), last):
                 return f"{module}.{last}"
     while space:

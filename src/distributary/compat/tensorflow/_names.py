@@ -6,6 +6,7 @@ of many modules are those that a module of `distributary.tensorflow` defines.
 """
 
 import functools
+import importlib
 import operator
 import types
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ import distributary.tpu as tpu
 import distributary.variables as values
 from distributary.tensorflow import (
     _arrays,
+    _audio,
     _checks,
     _config,
     _control,
@@ -59,7 +61,6 @@ from distributary.tensorflow import (
 from distributary.tensorflow._functions import function
 from distributary.tensorflow._operations import (
     Operation,
-    keras_of_tensorflow,
     named,
     operations,
     public,
@@ -75,6 +76,7 @@ class Late(NamedTuple):
 
 
 Names = Mapping[str, Any]
+_VERSION = "2.21.0"
 _nothing = _config.nothing
 
 _CODES = (
@@ -100,7 +102,9 @@ def _dtypes() -> Names:
 
 
 def _late(path: str) -> Late:
-    return Late(lambda: operator.attrgetter(path)(keras_of_tensorflow()))
+    """Returns a name of `tf.keras`, which imports this module."""
+    keras = "distributary.compat.tensorflow.keras"
+    return Late(lambda: operator.attrgetter(path)(importlib.import_module(keras)))
 
 
 def _message(name: str) -> Late:
@@ -125,7 +129,7 @@ def _root() -> Names:
         "TensorArray": TensorArray,
         "TensorSpec": data.TensorSpec,
         "Variable": Variable,
-        "__version__": "2.21.0",
+        "__version__": _VERSION,
         "as_string": _strings.as_string,
         "constant_initializer": _late("initializers.Constant"),
         "double": jnp.dtype("float64"),
@@ -245,8 +249,10 @@ _GENERATORS = "Generator get_global_generator set_global_generator"
 #: Functions that return the names of TensorFlow's modules; "" is `tf` itself.
 MODULES: dict[str, Callable[[], Names]] = {
     "": _root,
+    "audio": lambda: public(_audio),
     "autograph": lambda: {"set_verbosity": _nothing},
     "autograph.experimental": lambda: named(autograph, "do_not_convert set_loop_options"),
+    "bitwise": dict,
     "compat": lambda: {
         "as_bytes": _config.as_bytes,
         "as_str": _config.as_text,
@@ -266,6 +272,7 @@ MODULES: dict[str, Callable[[], Names]] = {
             " run_functions_eagerly set_logical_device_configuration",
         ),
         "experimental_connect_to_cluster": config.experimental_connect_to_cluster,
+        "experimental_run_functions_eagerly": _config.run_functions_eagerly,
         "set_soft_device_placement": _nothing,
     },
     "config.experimental": _config_experimental,
@@ -349,9 +356,19 @@ MODULES: dict[str, Callable[[], Names]] = {
         **named(_nn, "compute_average_loss scale_regularization_loss"),
         "embedding_lookup": values.embedding_lookup,
         "in_top_k": Operation(_math.in_top_k),
+        "avg_pool": Operation(_nn.avg_pool2d),
         "l2_normalize": Operation(_math.l2_normalize),
+        "max_pool": Operation(_nn.max_pool2d),
         "top_k": Operation(_math.top_k),
     },
+    "profiler": dict,
+    "profiler.experimental": lambda: {
+        "ProfilerOptions": _config.ConfigProto,
+        "Trace": jax.profiler.TraceAnnotation,
+        "start": _config.start_profiler,
+        "stop": _config.stop_profiler,
+    },
+    "profiler.experimental.server": lambda: {"start": jax.profiler.start_server},
     "random": lambda: {
         **operations(_random),
         **named(_generator, _GENERATORS),
@@ -364,9 +381,12 @@ MODULES: dict[str, Callable[[], Names]] = {
         "stateless_split": Operation(_random.split),
     },
     "saved_model": lambda: {
+        "LoadOptions": _config.ConfigProto,
+        "SaveOptions": _config.ConfigProto,
         **named(_loaded_model, "contains_saved_model load"),
         "save": _saved_model.save,
     },
+    "signal": dict,
     "sparse": lambda: {"SparseTensor": _sparse.SparseTensor, "to_dense": _sparse.to_dense},
     "strings": lambda: {**public(_strings), "to_hash_bucket_fast": _strings.to_hash_bucket},
     "summary": _summary,
@@ -406,6 +426,7 @@ MODULES: dict[str, Callable[[], Names]] = {
     "types": dict,
     "types.experimental": dict,
     "types.experimental.distributed": lambda: named(values, "Mirrored PerReplica"),
+    "version": lambda: {"VERSION": _VERSION},
 }
 
 

@@ -16,6 +16,19 @@ from distributary.tensorflow._dataset_creator import DatasetCreator
 from distributary.tensorflow._operations import keras_of_tensorflow, named
 
 _keras = keras_of_tensorflow()
+
+
+class _Module(ModuleType):
+    """A module of Keras, whose error for a name that is not there says what to use instead."""
+
+    def __getattr__(self, name: str) -> Any:
+        path = self.__name__.removeprefix(f"{__name__}.")
+        of_keras_3 = sys.modules.get(f"keras.{path}")  # e.g. `losses.mean_squared_error`
+        if name[0] != "_" and hasattr(of_keras_3, name):
+            return getattr(of_keras_3, name)
+        return lookup(f"keras.{path}", name)
+
+
 # So that `from distributary.compat.tensorflow.keras.layers import Dense` finds Keras's own modules,
 # and for a module that TensorFlow changes its own one.
 for _name in (_keras.__name__, "keras"):
@@ -28,9 +41,11 @@ MODULES["keras.backend"] = lambda: _keras_backend.BACKEND
 MODULES["keras.utils.experimental"] = lambda: {"DatasetCreator": DatasetCreator}
 backend: ModuleType = Namespace("keras.backend")
 sys.modules[f"{__name__}.backend"] = backend
-for _name in ("layers", "utils"):
-    _own = globals()[_name] = sys.modules[f"{__name__}.{_name}"] = ModuleType(f"{__name__}.{_name}")
-    vars(_own).update({k: v for k, v in vars(getattr(_keras, _name)).items() if k[0] != "_"})
+for _name, _module in vars(_keras).items():
+    if type(_module) is ModuleType and f"{__name__}.{_name}" in sys.modules and _name != "backend":
+        _own = globals()[_name] = _Module(f"{__name__}.{_name}")
+        vars(_own).update({k: v for k, v in vars(_module).items() if not k.startswith("__")})
+        sys.modules[_own.__name__] = _own
 _layers = named(_text_layers, "Input IntegerLookup StringLookup TextVectorization")
 vars(sys.modules[f"{__name__}.layers"]).update(_layers)
 Input: Any = _text_layers.Input
