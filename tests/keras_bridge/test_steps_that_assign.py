@@ -118,3 +118,33 @@ def test_what_is_behind_a_decorator_says_what_the_step_takes(decorate, strategy_
 
     for own, expected in zip(found[0], _by_keras(16)[0], strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+
+
+class Pair(keras.Model):
+    """Two models with a step, and no result of its own, as a GAN."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def train_step(self, data):
+        with dist.GradientTape() as tape:
+            loss = keras.ops.mean(self.second(self.first(data)) ** 2)
+        variables = self.first.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return {"norm": loss}
+
+
+@pytest.mark.parametrize("num_replicas", [None, 2])
+def test_a_model_without_a_call_trains_by_its_own_step(num_replicas):
+    devices = [f"cpu:{i}" for i in range(num_replicas or 0)]
+
+    with dist.MirroredStrategy(devices).scope() if devices else contextlib.nullcontext():
+        parts = [keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)]) for _ in "ab"]
+        model = Pair(*parts)
+        model.compile(keras.optimizers.SGD(0.1))
+    losses = model.fit(_X, batch_size=22, epochs=3, verbose=0).history["norm"]
+
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]

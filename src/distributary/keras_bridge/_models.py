@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from distributary.context import (
@@ -259,6 +260,8 @@ def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = strategy_of(self)
         if strategy is None or keeps_on_servers(strategy):
             return original(self, *args, **kwargs)
+        if type(self).call is keras.Model.call and takes_only_data(self, "train"):
+            return None  # models such as a GAN have a step of their own, but no result to build
         with entered(mode_of(strategy, "global")):
             return original(self, *args, **kwargs)
 

@@ -204,8 +204,8 @@ def adjust_saturation(image: Array, saturation_factor: draws.Scale) -> Array:
 
 def _adjusted(image: Array, change: Callable[[Array], Array]) -> Array:
     """Changes an image as floats, and returns it in its own dtype."""
-    has_floats = image.dtype in (jnp.float16, jnp.float32)
-    floats = convert_image_dtype(image, image.dtype if has_floats else jnp.float32)
+    keeps = image.dtype in (jnp.float16, jnp.float32)
+    floats = image if keeps else convert_image_dtype(image, jnp.float32)
     return convert_image_dtype(change(floats).astype(floats.dtype), image.dtype, True)
 
 
