@@ -4,6 +4,7 @@ import contextlib
 import logging
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -68,6 +69,27 @@ class _Contrastive(keras.Model):
 @pytest.mark.parametrize("cls", [_Divides, _Contrastive])
 def test_steps_that_speak_of_replicas_are_right_unchanged(cls, strategy_of):
     expected, got = _both(strategy_of(3), lambda: _losses(_model(cls)))
+
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
+
+
+class _Filter(keras.layers.Layer):
+    def call(self, x):
+        return keras.ops.transpose(
+            jnp.fft.irfft(2 * jnp.fft.rfft(keras.ops.transpose(x, (0, 2, 1)))), (0, 2, 1)
+        )
+
+
+def test_fourier_transforms_of_transposed_rows(strategy_of):
+    def train():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(4), _Filter(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((6, 3)), *layers])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        x = np.random.default_rng(0).normal(size=(8, 6, 3)).astype("f")
+        return model.fit(x, x[..., :1], epochs=3, verbose=0).history["loss"]
+
+    expected, got = _both(strategy_of(2), train)
 
     np.testing.assert_allclose(got, expected, rtol=2e-5)
 

@@ -257,8 +257,8 @@ class Engine:
         """Returns a function that evaluates a step of the global view; see `GlobalProgram`."""
         placement, mesh = self._placement, self._placement.mesh
         divided = None if mesh is None or mesh.size == 1 else mesh
-        if divided is None and is_for_cpus(mesh):
-            closed = rewritten_for_cpus(closed)
+        if is_for_cpus(mesh):
+            closed = rewritten_for_cpus(closed, is_divided=divided is not None)
 
         def step(*args: Array) -> list[Array]:
             return evaluate_jointly([closed], [args])[0]

@@ -30,7 +30,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from distributary.devices import Nest
-from distributary.programs.xla_cpu._rules import fast_version
+from distributary.programs.xla_cpu._rules import fast_version, working_version
 from distributary.tracing import (
     AnyJaxpr,
     Equation,
@@ -61,9 +61,15 @@ def with_cpu_rewrites(
     return with_pass(function, run)
 
 
-def rewritten_for_cpus(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA:CPU runs fast."""
-    return _rewritten(closed, {}) if _are_on() else closed
+def rewritten_for_cpus(closed: ClosedJaxpr, is_divided: bool = False) -> ClosedJaxpr:
+    """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA:CPU runs fast.
+
+    Args:
+        closed: The jaxpr.
+        is_divided: Whether XLA divides it over devices. Then it is rewritten only where XLA:CPU
+            fails otherwise: XLA cannot divide the other forms.
+    """
+    return _rewritten(closed, {}, is_divided) if _are_on() else closed
 
 
 def is_for_cpus(mesh: Mesh | AbstractMesh | None) -> bool:
@@ -78,16 +84,17 @@ def _are_on() -> bool:
     return os.environ.get("DISTRIBUTARY_CPU_REWRITES") != "0"
 
 
-def _rewritten(jaxpr: AnyJaxpr, known: _Known) -> Any:
+def _rewritten(jaxpr: AnyJaxpr, known: _Known, is_divided: bool = False) -> Any:
     """Returns the jaxpr, closed or not, rewritten; the same object if there is nothing to rewrite.
 
     Args:
         jaxpr: The whole program, or a jaxpr in the parameters of an equation.
         known: Results for other jaxprs, by their identity, because equations share jaxprs.
+        is_divided: See `rewritten_for_cpus`.
     """
     if id(jaxpr) not in known:
         inner, consts = open_jaxpr(jaxpr)
-        made: Any = _of_open_jaxpr(inner, known)
+        made: Any = _of_open_jaxpr(inner, known, is_divided)
         if made is inner:
             made = jaxpr
         elif isinstance(jaxpr, ClosedJaxpr):
@@ -96,7 +103,7 @@ def _rewritten(jaxpr: AnyJaxpr, known: _Known) -> Any:
     return known[id(jaxpr)]
 
 
-def _of_open_jaxpr(jaxpr: Jaxpr, known: _Known) -> Jaxpr:
+def _of_open_jaxpr(jaxpr: Jaxpr, known: _Known, is_divided: bool) -> Jaxpr:
     uses = Counter(variables_of([*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]))
     transposed = {
         v
@@ -106,17 +113,20 @@ def _of_open_jaxpr(jaxpr: Jaxpr, known: _Known) -> Jaxpr:
         if uses[v] == 1
     }
     eqns = [
-        _of_equation(eqn, any(v in transposed for v in eqn.outvars), known) for eqn in jaxpr.eqns
+        _of_equation(eqn, any(v in transposed for v in eqn.outvars), known, is_divided)
+        for eqn in jaxpr.eqns
     ]
     is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
 
 
-def _of_equation(eqn: Equation, only_transposed: bool, known: _Known) -> Equation:
-    params = with_jaxprs(eqn, lambda jaxpr: _rewritten(jaxpr, known))
+def _of_equation(eqn: Equation, only_transposed: bool, known: _Known, is_divided: bool) -> Equation:
+    params = with_jaxprs(eqn, lambda jaxpr: _rewritten(jaxpr, known, is_divided))
     if any(params[name] is not value for name, value in eqn.params.items()):
         return eqn.replace(params=params)
-    fast = fast_version(eqn, only_transposed)
+    fast = working_version(eqn)
+    if fast is None and not is_divided:
+        fast = fast_version(eqn, only_transposed)
     if fast is None:
         return eqn
     call = jax.make_jaxpr(jax.jit(fast))(*[atom.aval for atom in eqn.invars]).eqns[0]

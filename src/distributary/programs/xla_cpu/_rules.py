@@ -29,6 +29,9 @@
 - The gradient of max pooling: XLA finds the indices of the largest elements with arrays of indices
   of the size of the input, one for each dimension, and adds with a scatter. The rule compares
   slices instead.
+- Fourier transforms: XLA:CPU computes them only in row-major order, and fails (RET_CHECK in
+  fft_thunk.cc, jaxlib 0.10 to 0.12) if a transposed array comes from rows divided over devices. The
+  rule asks for that order. It goes when XLA asks for it itself.
 """
 
 import functools
@@ -39,6 +42,7 @@ from typing import TypeAlias
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 
 from distributary.programs.xla_cpu._depthwise import (
@@ -91,6 +95,17 @@ def fast_version(eqn: Equation, only_transposed: bool) -> _Fast | None:
         case lax.select_and_scatter_add_p:
             return _gradient_of_max_pooling(eqn)
     return None
+
+
+def working_version(eqn: Equation) -> _Fast | None:
+    """Returns a function that does what XLA:CPU may fail to do; None for other equations."""
+    if eqn.primitive is not lax.fft_p:
+        return None
+    return lambda x: _row_major(lax.fft_p.bind(_row_major(x), **eqn.params))
+
+
+def _row_major(array: Array) -> Array:
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def is_explicit(sharding: NamedSharding | None) -> bool:
