@@ -96,7 +96,8 @@ def range_(
 
 def shape(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> np.ndarray:
     """`tf.shape`: a NumPy array, since it is known while a step is traced."""
-    return np.array(np.shape(input), out_type)
+    sizes = np.shape(input)  # those that Keras leaves open while it builds a model are no numbers
+    return np.array(sizes, out_type if all(isinstance(n, int) for n in sizes) else object)
 
 
 def size(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> Any:
