@@ -1,6 +1,7 @@
 """The page of results, docs/guide/models.md."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ def write(path: Path, results: Path) -> int:
             ]
             reasons = sorted({row["reason"] for row in found.values() if row["reason"]})
             longer = [a for a in reasons if not any(b != a and b.startswith(a) for b in reasons)]
-            note = "; ".join(longer).replace("|", "\\|").replace("\n", " ")[:200]
+            note = re.sub(r"\x1b\[\d*m", "", "; ".join(longer))  # colors of a terminal
+            note = note.replace("|", "\\|").replace("\n", " ")[:200]
             text += f"| {model} | " + " | ".join([*cells, *apart]) + f" | {note} |\n"
     path.write_text(text)
     print(f"{path}: {models} models, {dict(counted)}")
