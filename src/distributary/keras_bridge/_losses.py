@@ -110,7 +110,7 @@ def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def warn_of_labels(model: Any, y: Any) -> None:
     """Warns of labels for which a model has no class: on JAX, the loss of such a row is 0."""
-    loss = model.loss
+    loss = getattr(model, "loss", None)
     is_sparse = isinstance(loss, keras.losses.SparseCategoricalCrossentropy) or loss in (
         "sparse_categorical_crossentropy",
         keras.losses.sparse_categorical_crossentropy,
