@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -91,6 +92,14 @@ def launch(script, tmp_path) -> Callable[..., Result]:
         return Result(code, *texts)
 
     return launch
+
+
+@pytest.fixture
+def address() -> str:
+    """A free address; nothing reserves it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.fixture

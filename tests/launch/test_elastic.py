@@ -1,7 +1,6 @@
 """A job that loses a host and gets it back ends as one that was never disturbed."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -48,11 +47,9 @@ if strategy.is_chief:
 """
 
 
-def test_a_job_that_shrinks_and_grows_ends_with_the_weights_of_one_device(start, tmp_path):
+def test_a_job_that_shrinks_and_grows_ends_with_the_weights_of_one_device(start, address, tmp_path):
     program = tmp_path / "train.py"
     program.write_text(_TRAIN)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
     for name in ("job", "alone"):
         (tmp_path / name).mkdir()
 

@@ -20,14 +20,6 @@ _SECONDS = 30
 
 
 @pytest.fixture
-def address() -> str:
-    """A free address; nothing reserves it."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-@pytest.fixture
 def start_host(start, address):
     """A function that starts the launcher of one of several hosts."""
 

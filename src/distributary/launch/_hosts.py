@@ -268,15 +268,17 @@ class Master:
 
     def _watch(self) -> None:
         """Ends the job if hosts that it needs have been missing for too long."""
-        if not self._job.missing or self._job.is_running:
+        if not self._job.is_short:
             self._complete_at = time.monotonic()
             self._has_said_who_is_missing = False
             return
         seconds = time.monotonic() - self._complete_at
         missing = _enumerate(self._job.missing)
-        if self._job.is_short and seconds > min(_LAST_CALL_SECONDS, self._hosts.join_seconds):
+        if seconds > min(_LAST_CALL_SECONDS, self._hosts.join_seconds):
             self._send(self._job.stop_waiting())
-        if self._job.is_short and seconds > self._hosts.join_seconds:
+            if not self._job.is_short:
+                return
+        if seconds > self._hosts.join_seconds:
             here = [f"host {rank} ({c.peer})" for rank, c in sorted(self._channels.items())]
             self._send(
                 self._job.fail(
@@ -285,9 +287,7 @@ class Master:
                     f" {', '.join(here) or 'none'}"
                 )
             )
-        elif (
-            self._job.is_short and seconds > _WAITING_SECONDS and not self._has_said_who_is_missing
-        ):
+        elif seconds > _WAITING_SECONDS and not self._has_said_who_is_missing:
             self._has_said_who_is_missing = True
             self._say(f"waiting for {missing} to join at {self._hosts.master}.")
 

@@ -180,12 +180,11 @@ class Job:
 
     Attributes:
         is_over: True once all hosts were told to end.
-        is_running: True while workers run; otherwise the hosts gather, or the job is over.
     """
 
     def __init__(self, num_hosts: int, max_restarts: int, min_hosts: int | None = None) -> None:
         self.is_over = False
-        self.is_running = False
+        self._is_running = False  # otherwise the hosts gather, or the job is over
         self._num_hosts = self._num_needed = num_hosts
         self._min_hosts = num_hosts if min_hosts is None else min_hosts
         self._max_restarts = max_restarts
@@ -209,12 +208,11 @@ class Job:
     def join(self, host: int) -> list[tuple[int, Command]]:
         """Takes note that a host has come, or has come back."""
         self._joined.add(host)
-        if self.is_running:
+        if self._is_running:
             if self._finished:  # the job is about to end without it
                 return []
             self._num_late += 1
-            self._generation += 1
-            return self._gather(Prepare(self._generation, f"host {host} has joined", host))
+            return self._start_again(f"host {host} has joined", host)
         # Nothing reserves the addresses of a host, so all of them are chosen at the last moment.
         return [] if self.is_short else self._gather(Prepare(self._generation))
 
@@ -233,7 +231,7 @@ class Job:
         is_first_start = self._generation == 0 and not self.missing and not self.is_over
         self._joined.discard(host)
         self._addresses.pop(host, None)
-        if self.is_running or is_first_start:
+        if self._is_running or is_first_start:
             return self._fail(1, text, host, ())
         return self._start_if_possible()
 
@@ -250,30 +248,29 @@ class Job:
                 self._addresses[host] = addresses
                 return self._start_if_possible()
             case Failed(generation, code, text, lines, task) if generation == self._generation:
-                if self.is_running:  # others fail because of the first
+                if self._is_running:  # others fail because of the first
                     return self._fail(code, text, host, lines, task)
             case Finished(generation) if generation == self._generation:
                 self._finished.add(host)
-                if self.is_running and self._finished >= self._addresses.keys():
+                if self._is_running and self._finished >= self._addresses.keys():
                     return self._exit(Exit(0))
         return []
 
     def _gather(self, command: Prepare) -> list[tuple[int, Command]]:
-        self.is_running = False
+        self._is_running = False
         self._addresses.clear()
         self._finished.clear()
         return [(host, command) for host in sorted(self._joined)]
 
     def _start_if_possible(self) -> list[tuple[int, Command]]:
-        if self.is_over or self.is_running or self.is_short:
-            return []
-        if self._addresses.keys() != self._joined:
+        are_ready = self._addresses.keys() == self._joined and not self.is_short
+        if self.is_over or self._is_running or not are_ready:
             return []
         hosts = sorted(self._joined)
         workers = [address for host in hosts for address in self._addresses[host]]
         if len(set(workers)) < len(workers):  # two hosts on the same machine chose the same port
             return self._gather(Prepare(self._generation))
-        self.is_running, self._num_needed = True, self._min_hosts
+        self._is_running, self._num_needed = True, self._min_hosts
         first = [sum(len(self._addresses[h]) for h in hosts if h < host) for host in hosts]
         starts = [Start(self._generation, workers, number) for number in first]
         return list(zip(hosts, starts, strict=True))
@@ -286,11 +283,14 @@ class Job:
         self._num_restarts += 1
         if task:
             return [(host, Restart(self._num_restarts, task, text))]
+        return self._start_again(text, host)
+
+    def _start_again(self, text: str, host: int) -> list[tuple[int, Command]]:
         self._generation = self._num_restarts + self._num_late
         return self._gather(Prepare(self._generation, text, host))
 
     def _exit(self, command: Exit) -> list[tuple[int, Command]]:
         if self.is_over:
             return []
-        self.is_over, self.is_running = True, False
+        self.is_over, self._is_running = True, False
         return [(host, command) for host in sorted(self._joined)]

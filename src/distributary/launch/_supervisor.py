@@ -258,9 +258,8 @@ class Supervisor:
                         self._restart_if_gone(worker)
             case restarts.Prepare(generation):
                 hosts = self.options.hosts
-                # Restarts for hosts that come later are not limited.
-                is_limited = hosts is None or hosts.min_hosts is None
-                limit = f" of {self.options.max_restarts}" * is_limited
+                is_limited = hosts is None or hosts.min_hosts is None  # unless hosts come later
+                limit = f" of {self.options.max_restarts}" if is_limited else ""
                 self._end_workers(command, f"ending all workers for restart {generation}{limit}")
             case restarts.Exit():
                 self._end_workers(command)
