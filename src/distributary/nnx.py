@@ -6,7 +6,7 @@ from typing import Any, final
 import jax
 from jax.tree_util import keystr
 
-from distributary.context import get_replica_context, get_strategy
+from distributary.context import get_replica_context
 from distributary.errors import MissingPackageError
 from distributary.options import VariableAggregation, VariableSynchronization
 from distributary.variables import Variable, assign, values
@@ -121,6 +121,6 @@ def _key_data(path: Any, key: Any) -> Variable:
 def _key_of_replica(data: Any, impl: Any) -> Any:
     key = jax.random.wrap_key_data(data, impl=impl)
     context = get_replica_context()
-    if context is None or get_strategy().num_replicas_in_sync == 1:
+    if context is None or context.strategy.extended.num_replicas == 1:
         return key
     return jax.random.fold_in(key, context.replica_id_in_sync_group)

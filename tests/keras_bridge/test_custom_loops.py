@@ -628,11 +628,14 @@ def test_a_step_that_does_not_divide_is_told_that_gradients_are_summed(
     loss_of, count, strategy, caplog
 ):
     with strategy.scope():
-        model, optimizer = _mlp(), keras.optimizers.SGD(0.1)
+        optimizer = keras.optimizers.SGD(0.1)
+        model = keras.Sequential([_mlp(), keras.layers.BatchNormalization(synchronized=True)])
 
     def step(x, _):
         _descend(
-            optimizer, model.trainable_variables, lambda: loss_of(strategy, model(x).mean(axis=-1))
+            optimizer,
+            model.trainable_variables,
+            lambda: loss_of(strategy, model(x, training=True).mean(-1)),
         )
 
     for batch in strategy.experimental_distribute_dataset(_BATCHES):

@@ -194,7 +194,7 @@ def _agreed(variable: object, stand_in: KerasVariable, value: Any) -> Any:
     combined = functools.partial(
         across_replicas,
         aggregation=aggregation,
-        num_replicas=context.num_replicas_in_sync,
+        num_replicas=context.strategy.extended.num_replicas,
         replica_id=lambda: context.replica_id_in_sync_group,
     )
     scope = current_scope()

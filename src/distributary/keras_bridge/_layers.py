@@ -78,7 +78,7 @@ def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., A
         mean, variance = original(_Unsynchronized(self), inputs, mask)
         wide = jnp.promote_types(mean.dtype, jnp.float32)
         count = _count(self, inputs, mask, wide)
-        weight: Any = 1.0 / context.num_replicas_in_sync
+        weight: Any = 1.0 / context.strategy.extended.num_replicas
         if mask is not None or is_uneven():
             everything = total(context, count)
             weight = count / jnp.maximum(everything, 1)
