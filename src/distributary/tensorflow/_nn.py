@@ -47,7 +47,7 @@ def compute_average_loss(
     """
     context = _replica_context("compute_average_loss")
     losses = array(per_example_loss)
-    num_replicas = context.num_replicas_in_sync
+    num_replicas = context.num_replicas_in_sync  # always: it says that the step divides
     if global_batch_size is None:
         if losses.ndim == 0:
             raise InvalidValueError(
@@ -139,14 +139,8 @@ def conv2d(
     dilations: Sizes | None = None,
 ) -> Array:
     """`tf.nn.conv2d`."""
-    return import_keras().ops.conv(
-        input,
-        filters,
-        strides=_of_space(strides, data_format),
-        padding=padding.lower(),
-        data_format=_KERAS_FORMATS[data_format],
-        dilation_rate=_of_space(1 if dilations is None else dilations, data_format),
-    )
+    convolve = import_keras().ops.conv
+    return _convolved(convolve, input, filters, strides, padding, data_format, dilations)
 
 
 def max_pool2d(
@@ -172,15 +166,22 @@ def depthwise_conv2d(
     dilations: Sizes | None = None,
 ) -> Array:
     """`tf.nn.depthwise_conv2d`."""
-    layout = data_format or "NHWC"
-    return import_keras().ops.depthwise_conv(
-        input,
-        filter,
-        strides=_of_space(strides, layout),
-        padding=padding.lower(),
-        data_format=_KERAS_FORMATS[layout],
-        dilation_rate=_of_space(1 if dilations is None else dilations, layout),
-    )
+    convolve, layout = import_keras().ops.depthwise_conv, data_format or "NHWC"
+    return _convolved(convolve, input, filter, strides, padding, layout, dilations)
+
+
+def _convolved(
+    convolve: Callable[..., Array],
+    images: Array,
+    filters: Array,
+    strides: Sizes,
+    padding: str,
+    data_format: str,
+    dilations: Sizes | None,
+) -> Array:
+    steps = _of_space(strides, data_format)
+    rates = _of_space(1 if dilations is None else dilations, data_format)
+    return convolve(images, filters, steps, padding.lower(), _KERAS_FORMATS[data_format], rates)
 
 
 def _pooled(
