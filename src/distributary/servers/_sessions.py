@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
+from distributary.devices import start_thread
 from distributary.errors import CoordinatorReplacedError, InvalidValueError, PSUnavailableError
 from distributary.servers._links import (
     ConnectionLostError,
@@ -323,17 +324,17 @@ class Heartbeat:
         self._seconds = seconds
         self._on_lost = on_lost
         self._stopped = False
-        self._thread = threading.Thread(
-            target=self._listen, name="distributary heartbeat", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread(self._listen, self._end, "distributary heartbeat")
 
     def stop(self) -> None:
         """Ends the thread and its link."""
-        self._stopped = True
-        self._link.close()
+        self._end()
         if threading.current_thread() is not self._thread:
             self._thread.join(_END_SECONDS)
+
+    def _end(self) -> None:
+        self._stopped = True
+        self._link.close()
 
     def _listen(self) -> None:
         # The task holds the request back, so that a broken connection is noticed at once.
