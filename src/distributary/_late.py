@@ -83,6 +83,14 @@ class Library:
         """Returns a context in which a function is traced."""
         return nullcontext()
 
+    def infers_shapes(self) -> bool:
+        """Returns whether the library runs the caller only for the shapes of its results."""
+        return False
+
+    def drops_assignments(self) -> bool:
+        """Returns whether the library runs the caller so that no state changes."""
+        return False
+
     def variable(self, value: object) -> Any:
         """Returns the `ForeignVariable` that stands for a variable of the library, else None."""
         return None

@@ -55,9 +55,11 @@ def connect() -> bool:
 @functools.cache
 def _modules_with_keras() -> Any:
     """Returns the modules of this package that import Keras."""
-    from distributary.keras_bridge import _custom_loops, _hooks, _state
+    from distributary.keras_bridge import _custom_loops, _hooks, _keras_private, _state
 
-    return types.SimpleNamespace(loops=_custom_loops, hooks=_hooks, state=_state)
+    return types.SimpleNamespace(
+        loops=_custom_loops, hooks=_hooks, private=_keras_private, state=_state
+    )
 
 
 def import_keras() -> Any:
@@ -153,6 +155,12 @@ class _Keras(Library):
         if not connect() or not _uses_jax():
             return nullcontext()
         return _modules_with_keras().loops.TracedVariables(collect_losses=True)
+
+    def infers_shapes(self) -> bool:
+        return _uses_jax() and bool(_modules_with_keras().private.in_symbolic_scope())
+
+    def drops_assignments(self) -> bool:
+        return _uses_jax() and _modules_with_keras().loops.drops_assignments()
 
     def variable(self, value: object) -> ForeignVariable | None:
         return _modules_with_keras().loops.resolve(value) if _uses_jax() else None

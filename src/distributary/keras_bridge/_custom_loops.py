@@ -19,7 +19,13 @@ from distributary.devices import is_divided
 from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._replica import aggregation_of_state, in_optimizer, replica_context
-from distributary.keras_bridge._variables import is_sum, keeps_on_servers, place, planned_layout
+from distributary.keras_bridge._variables import (
+    in_model_step,
+    is_sum,
+    keeps_on_servers,
+    place,
+    planned_layout,
+)
 from distributary.tracing import Handle, current_scope, outside_of_trace
 from distributary.variables import ForeignVariable, across_replicas
 
@@ -149,6 +155,12 @@ class TracedVariables(keras.StatelessScope):
     def __exit__(self, *exc_info: Any) -> None:
         with jax.ensure_compile_time_eval():  # for the variables that were created in the trace
             super().__exit__(*exc_info)
+
+
+def drops_assignments() -> bool:
+    """Returns whether Keras runs the caller to build a model: in a scope, and not in a step."""
+    scope = keras_private.get_stateless_scope()
+    return scope is not None and not (isinstance(scope, TracedVariables) or in_model_step())
 
 
 def build_optimizer(optimizer: Any, variables: list[Any]) -> None:

@@ -38,6 +38,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("StoredVariable", "_initialize_with_initializer", _variables.initialize),
     ("StoredVariable", "_direct_assign", _variables.direct_assign),
     ("keras.src.backend.common.variables.Variable", "value", _variables.value),
+    ("keras.StatelessScope", "add_update", _variables.add_update),
     # State of a checkpoint can wait for objects that are not built yet.
     ("keras.Operation", "_post_build", _state.post_build),
     # Models train under their strategy, see also `METHODS`.

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -38,7 +38,7 @@ from distributary.keras_bridge._initial_values import first_value
 from distributary.keras_bridge._roles import note_role
 from distributary.keras_bridge._turns import before_assign, before_read
 from distributary.tracing import current_scope, describe_value, gathered, is_recording, noted_read
-from distributary.variables import ShardedVariable, Variable, colocated_with
+from distributary.variables import ShardedVariable, Variable, colocated_with, computed
 
 # The classes that keep the values of Keras variables on servers.
 ON_SERVERS = (Variable, ShardedVariable)
@@ -264,6 +264,66 @@ def _lay_out(variable: Any, strategy: Any) -> None:
         variable._layout = sharding_of(strategy, variable)
 
 
+_carried: ContextVar[frozenset[int] | None] = ContextVar("variables of a model", default=None)
+
+
+def carrying(variables: Iterable[Any]) -> AbstractContextManager[None]:
+    """Runs the block, a model's step, from which Keras takes the new values of these variables."""
+    return bound(_carried, frozenset(map(id, variables)))
+
+
+def in_model_step() -> bool:
+    """Returns whether a model's step runs the caller."""
+    return _carried.get() is not None
+
+
+@contextmanager
+def _in_scope(scope: Any) -> Iterator[None]:
+    inner = keras_private.get_stateless_scope()
+    keras_private.set_global_attribute("stateless_scope", scope)
+    try:
+        yield
+    finally:
+        keras_private.set_global_attribute("stateless_scope", inner)
+
+
+def scope_that_knows(variable: Any) -> AbstractContextManager[None]:
+    """Runs the block, in a step, in the innermost scope that has a value of a variable.
+
+    Keras looks in the innermost one only. A variable that the model does not have, such as the
+    state of `tf.random`, would be a constant of the program.
+    """
+    scope = inner = keras_private.get_stateless_scope()
+    if inner is None or current_scope() is None or keras_private.in_symbolic_scope():
+        return nullcontext()
+    while type(scope) is keras.StatelessScope and scope.get_current_value(variable) is None:
+        scope = scope.original_scope
+    return nullcontext() if scope is inner else _in_scope(scope)
+
+
+def add_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Assigns, in a model's step, also to variables that the model does not have.
+
+    Keras drops their new values with its scope.
+    """
+
+    def add_update(self: Any, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        carried = _carried.get()
+        if carried is None or id(variable) in carried or id(variable) in self.state_mapping:
+            original(self, update)
+            return
+        scope = self
+        while type(scope) is keras.StatelessScope:
+            scope = scope.original_scope
+        if scope is None:
+            value = computed(f"Keras variable {variable.path!r}: assign", value)
+        with _in_scope(scope):
+            variable.assign(value)
+
+    return add_update
+
+
 def value(original: property) -> property:
     """Makes a variable of several workers read this worker's copy, outside of a step.
 
@@ -271,14 +331,18 @@ def value(original: property) -> property:
     put together. The value stays valid while steps of other threads replace it.
     """
     assert original.fget is not None
-    read = original.fget
+    read_inside = original.fget
+
+    def read(variable: Any) -> Any:
+        with scope_that_knows(variable):
+            return read_inside(variable)
 
     def value(self: Any) -> Any:
         kept = self._value
         if isinstance(kept, ON_SERVERS):
-            scope = keras_private.get_stateless_scope()
-            in_scope = keras_private.in_stateless_scope()
-            current = scope.get_current_value(self) if in_scope else None
+            with scope_that_knows(self):
+                scope = keras_private.get_stateless_scope()
+            current = None if scope is None else scope.get_current_value(self)
             if current is None:
                 # In a symbolic scope only shapes matter, so do not fetch the value.
                 is_symbolic = keras_private.in_symbolic_scope()

@@ -17,7 +17,7 @@ from distributary.devices import inside_jax_trace
 from distributary.errors import ContextError, InvalidValueError
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow._operations import Shape, canonical
-from distributary.tracing import current_scope
+from distributary.tracing import current_scope, infers_shapes
 
 Scale: TypeAlias = Array | float
 
@@ -49,10 +49,12 @@ def seed_of(seed: int | None) -> Any:
     Raises:
         ContextError: inside a `jax.jit` of the user, which would repeat the same numbers.
     """
-    if current_scope() is None and inside_jax_trace():
+    if current_scope() is None and inside_jax_trace() and not infers_shapes():
         raise ContextError(
             "tf.random and tf.nn.dropout keep a state, which a function that jax.jit compiles"
-            " cannot change. Compile it with tf.function, or use jax.random with a key."
+            " cannot change. Compile it with tf.function; create a Keras model in the scope of a"
+            ' strategy, such as tf.distribute.OneDeviceStrategy("cpu:0"). Or use jax.random with a'
+            " key, keras.random with a SeedGenerator."
         )
     seeds = _generators.setdefault(get_strategy(), {})
     if seed not in seeds:

@@ -22,6 +22,7 @@ import jax.extend
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from distributary._late import libraries
 from distributary.devices import inside_jax_trace
 from distributary.errors import ContextError, ReplicaMismatchError
 from distributary.tracing._jaxprs import Array
@@ -368,9 +369,19 @@ def in_role(role: str) -> AbstractContextManager[Any]:
     return set_xla_metadata(distributary_role=role)
 
 
+def infers_shapes() -> bool:
+    """Returns whether a library runs the caller for the shapes of its results, as Keras does."""
+    return inside_jax_trace() and any(library.infers_shapes() for library in libraries())
+
+
+def drops_assignments() -> bool:
+    """Returns whether a library runs the caller, outside of traces, so that no state changes."""
+    return any(library.drops_assignments() for library in libraries())
+
+
 def check_not_frozen(name: str, what: str) -> None:
     """Raises if a variable is used inside a raw `jax.jit`, which would freeze its value."""
-    if inside_jax_trace():
+    if inside_jax_trace() and not infers_shapes():
         raise ContextError(
             f"Variable {name!r} is {what} inside a function compiled by jax.jit (or traced by"
             " jax.make_jaxpr or jax.lax control flow) outside of Strategy.run: JAX would keep the"

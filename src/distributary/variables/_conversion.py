@@ -92,17 +92,25 @@ def checked_slices(what: str, slices: object) -> IndexedSlices:
     )
 
 
-def check_has_value(what: str, value: Array | IndexedSlices) -> None:
-    """Checks that no eager `jax.grad` or `jax.vmap` traces a value that a variable would keep.
+def computed(what: str, value: Any) -> Any:
+    """Returns a value that a variable keeps, without the gradient that an eager `jax.grad` traces.
 
     Raises:
-        UnsupportedError: if the value, or a part of it, is a tracer.
+        UnsupportedError: if there is no value, as in `jax.vmap`.
     """
-    if any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(value)):
+    if not _is_traced(value):
+        return value
+    value = jax.lax.stop_gradient(value)
+    if _is_traced(value):
         raise UnsupportedError(
-            f"{what} got a value traced by jax.grad, jax.vmap or another transformation. Return it"
-            " from the transformed function and assign it afterwards."
+            f"{what} got a value traced by jax.vmap or another transformation. Return it from the"
+            " transformed function and assign it afterwards."
         )
+    return value
+
+
+def _is_traced(value: object) -> bool:
+    return any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(value))
 
 
 def check_member(what: str, field: str, value: object, kind: type) -> None:

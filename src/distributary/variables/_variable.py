@@ -43,6 +43,7 @@ from distributary.tracing import (
     TraceScope,
     check_not_frozen,
     current_scope,
+    drops_assignments,
     noted_read,
     noted_rows,
 )
@@ -50,10 +51,10 @@ from distributary.variables._assignable import Assignable
 from distributary.variables._conversion import (
     SCATTER,
     Change,
-    check_has_value,
     check_member,
     checked_slices,
     combine,
+    computed,
     initial_array,
     same_kind,
 )
@@ -472,7 +473,9 @@ class Variable(Assignable):
         if scope is None:
             check_not_frozen(self._name, "assigned")
             converted = self._convert(kind, value)
-            check_has_value(f"Variable {self._name!r}: {kind}", converted)
+            if drops_assignments():
+                return self if read_value else None
+            converted = computed(f"Variable {self._name!r}: {kind}", converted)
             if isinstance(converted, IndexedSlices):
                 self._scatter_eager(kind, converted)
             else:

@@ -1,0 +1,127 @@
+"""Variables that a model's step uses, and the model does not have.
+
+Plain Keras compiles them as constants and drops what is assigned; TensorFlow does not. The expected
+numbers are NumPy's.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.compat import tensorflow as tf
+
+X = np.arange(16, dtype=np.float32).reshape(8, 2)
+
+
+class _Call(keras.layers.Layer):
+    """A layer that calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self._function = function
+
+    def call(self, x):
+        return self._function(self, x)
+
+
+def _functional(layer):
+    inputs = keras.Input((2,))
+    return keras.Model(inputs, layer(keras.layers.Dense(2, kernel_initializer="ones")(inputs)))
+
+
+def _sequential(layer):
+    return keras.Sequential([keras.layers.Dense(2, kernel_initializer="ones"), layer])
+
+
+_LAYOUTS = {"mirrored": {}, "sharded": {"experimental_shard_parameters": True}}
+
+
+@pytest.fixture(params=_LAYOUTS)
+def two_replicas(request, strategy_of):
+    if not _LAYOUTS[request.param]:
+        return strategy_of(2)
+    return dist.MirroredStrategy(["cpu:0", "cpu:1"], **_LAYOUTS[request.param])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("make", [_functional, _sequential])
+@pytest.mark.parametrize("variable", [keras.Variable, dist.Variable])
+def test_what_a_layer_assigns_stays(variable, make, eager, two_replicas):
+    with two_replicas.scope():
+        total = variable(np.zeros(2, np.float32), trainable=False)
+
+        def add(layer, x):
+            total.assign_add(keras.ops.sum(x, axis=0))
+            return x
+
+        model = make(_Call(add))
+        model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=eager)
+
+    sums = X.sum() * np.ones(2)
+    model.predict(X, batch_size=4, verbose=0)
+    np.testing.assert_allclose(total, sums)
+    model.evaluate(X, X, batch_size=3, verbose=0)
+    np.testing.assert_allclose(total, 2 * sums)
+    model.fit(X, X, batch_size=4, epochs=2, verbose=0)
+    np.testing.assert_allclose(total, 4 * sums)
+
+
+@pytest.mark.parametrize("variable", [keras.Variable, dist.Variable])
+def test_a_step_reads_the_value_of_today(variable, strategy):
+    with strategy.scope():
+        weight = variable(1.0, trainable=False)
+
+        def penalty(layer, x):
+            layer.add_loss(keras.ops.convert_to_tensor(weight))
+            return x
+
+        model = _functional(_Call(penalty))
+        model.compile("sgd", lambda y, y_pred: keras.ops.zeros_like(y_pred))
+
+    assert model.evaluate(X, X, verbose=0) == 1
+    weight.assign(3.0)
+    assert model.evaluate(X, X, verbose=0) == 3
+
+
+def test_statistics_of_a_layer_that_the_model_does_not_have(strategy):
+    with strategy.scope():
+        normalization = keras.layers.BatchNormalization(momentum=0.5)
+        normalization.build((None, 2))
+        model = _functional(keras.layers.Lambda(lambda x: normalization(x)))
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+
+    model.fit(X, X, batch_size=8, verbose=0)
+
+    np.testing.assert_allclose(normalization.moving_mean, X.sum(1).mean() * np.ones(2) / 2)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("make", [_functional, _sequential])
+def test_random_numbers_of_tensorflow_differ_in_every_step(make, steps_per_execution, strategy):
+    tf.random.set_seed(1)
+    with strategy.scope():
+        noise = _Call(lambda _, x: 0 * x + tf.random.normal(tf.shape(x)))
+        model = make(noise)
+        model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+
+    drawn = [model.predict(X, batch_size=4, verbose=0) for _ in range(2)]
+    losses = [model.fit(X, X, batch_size=8, verbose=0).history["loss"][0] for _ in range(3)]
+
+    assert len(np.unique(np.concatenate(drawn))) == 2 * X.size
+    assert len(set(losses)) == 3
+
+
+def test_a_value_that_vmap_traces_is_refused(strategy):
+    with strategy.scope():
+        total = keras.Variable(0.0, trainable=False)
+
+        def add(layer, x):
+            keras.ops.vectorized_map(lambda row: total.assign_add(keras.ops.sum(row)), x)
+            return x
+
+        model = _functional(_Call(add))
+        model.compile("sgd", "mse", run_eagerly=True)
+
+    with pytest.raises(dist.errors.UnsupportedError, match=r"'variable.*' *: assign got a value"):
+        model.evaluate(X, X, verbose=0)
