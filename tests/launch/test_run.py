@@ -43,6 +43,44 @@ def test_a_failing_worker_ends_the_job_with_its_code(ending, code, text, launch)
     assert text in result.stderr
 
 
+def test_a_job_that_cannot_start_with_all_workers_goes_on_with_fewer(launch):
+    script = """
+put(f"{restart}.{name}", len(config["cluster"]["worker"]))
+if restart == 0 and name == "worker2":
+    os.kill(os.getpid(), signal.SIGKILL)
+if restart == 1 and name == "worker0":
+    os.write(int(os.environ["DISTRIBUTARY_STATUS_FD"]), b'{"step": 1}\\n')
+    put("stepped")
+if restart == 1 and name == "worker1":
+    wait_for("stepped")
+    os.kill(os.getpid(), signal.SIGKILL)
+if restart < 2:
+    run_forever()
+print(name, *(len(list(folder.glob(f"{i}.worker?"))) for i in range(2)))
+"""
+    result = launch(script, num_workers=3, min_workers=2, max_restarts=2, grace_seconds=1)
+
+    assert result.code == 0, result.stderr
+    lines = sorted(line.partition("] ")[2] for line in result.stdout.splitlines())
+    assert lines == [f"worker{i} 3 2" for i in range(3)]
+    assert "no worker has finished a step, so 2 of 3 workers start" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_restarts": 0}, "max_restarts is 0"),
+        ({"min_workers": 4}, "min_workers is 4, but num_workers is only 3"),
+        ({"num_servers": 1}, "a worker that is lost starts again alone"),
+    ],
+)
+def test_fewer_workers_need_restarts_and_no_servers(options, text):
+    job = {"num_workers": 3, "min_workers": 2, "max_restarts": 1, **options}
+
+    with pytest.raises(InvalidValueError, match=text):
+        LaunchOptions(("a.py",), **job)
+
+
 _LINES = """
 def end(*_):
     print("cleaned up")

@@ -48,12 +48,7 @@ class HostOptions:
     def __post_init__(self) -> None:
         _check_whole(self, num_hosts=1, host_rank=0)
         if self.min_hosts is not None:
-            _check_whole(self, min_hosts=1)
-            if self.min_hosts > self.num_hosts:
-                raise InvalidValueError(
-                    f"launch: min_hosts is {self.min_hosts}, but the job has only {self.num_hosts}"
-                    " hosts."
-                )
+            _check_at_most(self, "min_hosts", "num_hosts", "hosts")
         if self.host_rank >= self.num_hosts:
             raise InvalidValueError(
                 f"launch: host_rank is {self.host_rank}, but the job has {self.num_hosts} hosts."
@@ -81,6 +76,9 @@ class LaunchOptions:
     Args:
         command: Command line of a worker.
         num_workers: Number of workers on this host.
+        min_workers: Number of workers that are enough on this host; None for all. If none of them
+            finishes a step before one fails, the next attempt has a worker less. After any other
+            failure, all start again.
         num_servers: Number of parameter servers. If there are any, there is also a chief. The job
             ends with the chief, and workers and servers that fail are started again alone.
         devices_per_worker: CPU devices of each worker; None leaves this to the environment.
@@ -102,6 +100,7 @@ class LaunchOptions:
 
     command: tuple[str, ...]
     num_workers: int = 1
+    min_workers: int | None = None
     num_servers: int = 0
     devices_per_worker: int | None = None
     max_restarts: int = 0
@@ -125,9 +124,18 @@ class LaunchOptions:
                 " hosts, but jobs with parameter servers are launched on one host only. Start every"
                 " task on its host, with TF_CONFIG in its environment."
             )
-        if self.hosts is not None and self.hosts.min_hosts is not None and not self.max_restarts:
+        elastic = self.hosts is not None and self.hosts.min_hosts is not None
+        if self.min_workers is not None:
+            _check_at_most(self, "min_workers", "num_workers", "workers")
+            elastic = True
+            if self.num_servers:
+                raise InvalidValueError(
+                    f"launch: min_workers is {self.min_workers}, but in a job with parameter"
+                    " servers a worker that is lost starts again alone. Give --workers one number."
+                )
+        if elastic and not self.max_restarts:
             raise InvalidValueError(
-                f"launch: a job on {self.hosts.nnodes} hosts starts again when one is lost, but"
+                "launch: a job that may lose hosts or workers starts again when it does, but"
                 " max_restarts is 0. Give it with --max-restarts."
             )
         _check_seconds("grace_seconds", self.grace_seconds)
@@ -142,6 +150,15 @@ def _check_whole(options: object, **smallest_of: int) -> None:
     for name, smallest in smallest_of.items():
         field, value = f"launch: {name}", getattr(options, name)
         checked_int(value, field, f"{smallest} or more", minimum=smallest)
+
+
+def _check_at_most(options: object, name: str, of: str, what: str) -> None:
+    _check_whole(options, **{name: 1})
+    value, most = getattr(options, name), getattr(options, of)
+    if value > most:
+        raise InvalidValueError(
+            f"launch: {name} is {value}, but {of} is only {most}. Give {what} as MIN:N."
+        )
 
 
 def _check_seconds(name: str, value: float) -> None:

@@ -151,6 +151,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._timers = sched.scheduler(time.monotonic)
         self._workers: list[Worker] = []  # of the current attempt
+        self._num_workers = self.options.num_workers  # that this attempt has
         self._generation = 0
         self._num_restarts = 0
         self._token = secrets.token_hex(32) if self.options.num_servers else None
@@ -279,10 +280,25 @@ class Supervisor:
         return "" if hosts is None or origin in (-1, hosts.host_rank) else f"host {origin}: "
 
     def _get_ready(self, command: restarts.Prepare) -> None:
+        options, rank = (
+            self.options,
+            0 if self.options.hosts is None else self.options.hosts.host_rank,
+        )
+        if options.min_workers is not None and self._workers:
+            numbers = [worker.reported.numbers() for worker in self._workers]
+            has_worked = any(of.get("num_runs") or of.get("num_steps") for of in numbers)
+            fewer = max(options.min_workers, self._num_workers - 1)
+            is_cause = command.origin == rank
+            self._num_workers = fewer if is_cause and not has_worked else options.num_workers
+            if self._num_workers < options.num_workers:
+                self.output.say(
+                    f"no worker has finished a step, so {self._num_workers} of"
+                    f" {options.num_workers} workers start."
+                )
         self._workers = []
         self._ending = None
-        num_servers = self.options.num_servers
-        num_tasks = self.options.num_workers + (num_servers and 1 + num_servers)
+        num_servers = options.num_servers
+        num_tasks = self._num_workers + (num_servers and 1 + num_servers)
         addresses = free_addresses(self.link.address, num_tasks)
         self.link.send(restarts.Ready(command.generation, addresses))
 
@@ -292,10 +308,10 @@ class Supervisor:
         self._ending = None
         self._generation = self._num_restarts = command.generation
         self._cluster = {"worker": command.workers}
-        tasks = [Task("worker", command.first + i) for i in range(options.num_workers)]
+        tasks = [Task("worker", command.first + i) for i in range(self._num_workers)]
         if options.num_servers:
             chief, *others = command.workers
-            workers, servers = others[: options.num_workers], others[options.num_workers :]
+            workers, servers = others[: self._num_workers], others[self._num_workers :]
             self._cluster = {"chief": [chief], "worker": workers, "ps": servers}
             tasks = [Task("chief", 0), *tasks, *(Task("ps", i) for i in range(len(servers)))]
         for number, task in enumerate(tasks, command.first):

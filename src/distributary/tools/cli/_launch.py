@@ -44,7 +44,9 @@ def add_arguments(parser: Parser) -> None:
         default = getattr(LaunchOptions, field)
         add_option(parser, flag, type_, metavar, text, default, field)
 
-    add("--workers", "num_workers", whole(1), "N", "workers on this host")
+    text = "workers on this host; with MIN:N, a job that cannot start with N goes on with fewer"
+    default = str(LaunchOptions.num_workers)
+    add_option(parser, "--workers", _range, "N", text, default, "num_workers")
     add("--ps", "num_servers", whole(0), "M", "parameter servers; with any, a chief runs, too")
     text = "CPU devices of each worker: sets JAX_NUM_CPU_DEVICES"
     add("--devices-per-worker", "devices_per_worker", whole(1), "K", text)
@@ -75,7 +77,7 @@ def add_arguments(parser: Parser) -> None:
     add_option(parser, "--dashboard-address", str, "ADDRESS", text)
     hosts = parser.add_argument_group("several hosts")
     text = "number of hosts; with MIN:N, the job starts again without hosts that are lost, and with"
-    add_option(hosts, "--nnodes", _num_hosts, "N", f"{text} those that come, as long as it has MIN")
+    add_option(hosts, "--nnodes", _range, "N", f"{text} those that come, as long as it has MIN")
     add_option(hosts, "--node-rank", whole(0), "I", "number of this host, from 0")
     hosts.add_argument("--master", metavar="HOST:PORT", help="address of host 0")
     text = f"file with the secret of the job (default: the environment's {TOKEN_VARIABLE})"
@@ -113,6 +115,7 @@ def options_of(namespace: argparse.Namespace, environ: Mapping[str, str]) -> Lau
         for name, value in vars(namespace).items()
         if name in names and value is not None
     }
+    options["min_workers"], options["num_workers"] = options["num_workers"]
     if namespace.dashboard is False:
         options.pop("dashboard_port", None)
     elif namespace.dashboard or namespace.dashboard_address is not None:
@@ -179,7 +182,7 @@ def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> 
     )
 
 
-def _num_hosts(text: str) -> tuple[int | None, int]:
-    """Returns the least and the most hosts of `N` or `MIN:N`."""
+def _range(text: str) -> tuple[int | None, int]:
+    """Returns the least and the largest number of `N` or `MIN:N`."""
     least, _, most = text.rpartition(":")
     return whole(1)(least) if least else None, whole(1)(most)
