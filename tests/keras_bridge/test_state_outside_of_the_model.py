@@ -125,3 +125,29 @@ def test_a_value_that_vmap_traces_is_refused(strategy):
 
     with pytest.raises(dist.errors.UnsupportedError, match=r"'variable.*' *: assign got a value"):
         model.evaluate(X, X, verbose=0)
+
+
+class _Subclassed(keras.Model):
+    def __init__(self, layer):
+        super().__init__()
+        self.dense, self.layer = keras.layers.Dense(2, kernel_initializer="ones"), layer
+
+    def call(self, x):
+        return self.layer(self.dense(x))
+
+
+@pytest.mark.parametrize("make", [_functional, _sequential, _Subclassed])
+def test_such_models_train_without_a_strategy(make):
+    total = dist.Variable(np.zeros(2, np.float32), trainable=False)
+
+    def add(layer, x):
+        total.assign_add(keras.ops.sum(x, axis=0))
+        return 0 * x + tf.random.normal(tf.shape(x))
+
+    model = make(_Call(add))
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+
+    losses = model.fit(X, X, batch_size=4, epochs=3, verbose=0).history["loss"]
+    assert len(set(losses)) == 3
+    np.testing.assert_allclose(total, 3 * X.sum() * np.ones(2))
+    assert len(np.unique(model.predict(X, batch_size=4, verbose=0))) == X.size

@@ -55,11 +55,9 @@ def connect() -> bool:
 @functools.cache
 def _modules_with_keras() -> Any:
     """Returns the modules of this package that import Keras."""
-    from distributary.keras_bridge import _custom_loops, _hooks, _keras_private, _state
+    from distributary.keras_bridge import _custom_loops, _hooks, _models, _state
 
-    return types.SimpleNamespace(
-        loops=_custom_loops, hooks=_hooks, private=_keras_private, state=_state
-    )
+    return types.SimpleNamespace(loops=_custom_loops, hooks=_hooks, models=_models, state=_state)
 
 
 def import_keras() -> Any:
@@ -157,7 +155,7 @@ class _Keras(Library):
         return _modules_with_keras().loops.TracedVariables(collect_losses=True)
 
     def infers_shapes(self) -> bool:
-        return _uses_jax() and bool(_modules_with_keras().private.in_symbolic_scope())
+        return connect() and _uses_jax() and _modules_with_keras().models.infers_shapes()
 
     def drops_assignments(self) -> bool:
         return _uses_jax() and _modules_with_keras().loops.drops_assignments()

@@ -5,7 +5,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -22,13 +23,14 @@ from distributary.context import (
 )
 from distributary.engine import mode_of
 from distributary.errors import ContextError, DistributaryWarning, shown
+from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import Call, DatasetAdapter, batches_of, current_call
 from distributary.keras_bridge._losses import warn_of_labels
 from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._roles import check_rules
 from distributary.keras_bridge._step_function import StepFunction
-from distributary.keras_bridge._variables import keeps_on_servers, place
+from distributary.keras_bridge._variables import bound, keeps_on_servers, place
 from distributary.strategies import OneDeviceStrategy, check_job, unused_strategies
 from distributary.tracing import explained, native, shorten, user_stacklevel
 
@@ -141,6 +143,38 @@ def _join(model: Any, what: str) -> None:
         )
 
 
+# The context of a call of a model without a strategy, which `symbolic_build` may give one.
+_late: ContextVar[ExitStack | None] = ContextVar("context of a call", default=None)
+
+
+def infers_shapes() -> bool:
+    """Returns whether Keras runs the caller for the shapes of its results.
+
+    Notes that the caller's layer uses state that plain Keras would compile as a constant.
+    """
+    call = keras_private.get_global_attribute("current_call_ctx")
+    is_symbolic = bool(keras_private.in_symbolic_scope())
+    if is_symbolic and call is not None:
+        vars(call.entry_layer)["_distributary_state"] = True
+    return is_symbolic
+
+
+def _needs_engine(model: Any) -> bool:
+    """Returns whether Keras alone cannot train a model.
+
+    It cannot call steps that are written for TensorFlow, or keep the state of `tf.random`.
+    """
+    return any(takes_only_data(model, kind) for kind in PARTS) or any(
+        "_distributary_state" in vars(layer) for layer in model._flatten_layers()
+    )
+
+
+def _give_one_device(model: Any) -> Any:
+    _give(model, strategy := OneDeviceStrategy(jax.local_devices()[0]))
+    model.train_function = model.test_function = model.predict_function = None
+    return strategy
+
+
 def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
     """Runs a method of a model in the scope of the model's strategy."""
 
@@ -158,11 +192,10 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
                 check_job(f"{self.name}.{what} without a strategy")
             if what == "fit":
                 _warn_outside(self)
-            if not any(takes_only_data(self, kind) for kind in PARTS):
-                return original(self, *args, **kwargs)
-            # Keras on JAX cannot call steps that are written for TensorFlow; the engine can.
-            _give(self, strategy := OneDeviceStrategy(jax.local_devices()[0]))
-            self.train_function = self.test_function = self.predict_function = None
+            if not _needs_engine(self):
+                with ExitStack() as late, bound(_late, late):
+                    return original(self, *args, **kwargs)
+            strategy = _give_one_device(self)
         check_same_strategy(strategy, f"{self.name}.{what}")
         args = tuple(map(_native, args))
         kwargs = {key: _native(own) if key in _DATA else own for key, own in kwargs.items()}
@@ -258,7 +291,13 @@ def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _symbolic_build(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(self)
-        if strategy is None or keeps_on_servers(strategy):
+        if strategy is None:
+            result, late = original(self, *args, **kwargs), _late.get()
+            if late is not None and _needs_engine(self):
+                late.enter_context(_give_one_device(self).scope())
+                late.enter_context(bound(current_call, Call("fit")))
+            return result
+        if keeps_on_servers(strategy):
             return original(self, *args, **kwargs)
         if type(self).call is keras.Model.call and takes_only_data(self, "train"):
             return None  # models such as a GAN have a step of their own, but no result to build
