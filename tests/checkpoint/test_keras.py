@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+import distributary as dist
 from distributary.checkpoint import Checkpoint
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
@@ -85,3 +86,59 @@ def test_a_model_moves_to_another_number_of_replicas(strategy_of, tmp_path):
     assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
     with pytest.raises(ValueError, match="Only in the checkpoint: optimizer/iteration"):
         Checkpoint(model=other).restore(path)
+
+
+class _Odd(keras.layers.Layer):
+    """A layer of weights without names, some of dtypes that JAX stores in 32 bits."""
+
+    def build(self, shape):
+        for dtype in ("float32", "int64", "uint64", "float64", "bfloat16", "bool", "int8"):
+            self.add_weight(shape=(2, 3), dtype=dtype, initializer="ones", trainable=False)
+        self.built = True
+
+    def call(self, x):
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+def test_names_do_not_count_the_objects_of_the_process(strategy, tmp_path):
+    def make():
+        with strategy.scope():
+            cells = keras.layers.Bidirectional(keras.layers.GRU(2)), keras.layers.Dense(1)
+            model = keras.Sequential([keras.Input((3, 2)), _Odd(), *cells, _Odd()])
+            return model, keras.metrics.MeanIoU(2)
+
+    model, metric = make()
+    path = Checkpoint(model=model, metric=metric).save(tmp_path / "ckpt")
+    other, metric = make()
+    other.set_weights([np.zeros_like(w) for w in other.get_weights()])
+
+    Checkpoint(model=other, metric=metric).restore(path)
+
+    for restored, saved in zip(other.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(restored, saved)
+
+
+@pytest.mark.parametrize("sharded", ["parameters", "optimizer_state"])
+def test_parts_with_one_element_and_padding_are_saved(sharded, tmp_path):
+    options = {f"experimental_shard_{sharded}": True}
+    with dist.MirroredStrategy([f"CPU:{i}" for i in range(4)], **options).scope():
+        # Of the 10 and 7 channels, the last device with any has one.
+        convolutions = keras.layers.Conv2D(10, 3), keras.layers.Conv2D(7, 3)
+        model = keras.Sequential([keras.Input((6, 6, 3)), *convolutions])
+        model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    random = np.random.default_rng(0)
+    for variable in (*model.weights, *model.optimizer.variables[2:]):
+        variable.assign(random.normal(size=variable.shape))
+    variables = [*model.weights, *model.optimizer.variables]
+    values = [np.array(variable) for variable in variables]
+    checkpoint = Checkpoint(model=model)
+
+    path = checkpoint.save(tmp_path / "ckpt")
+    for variable in variables:
+        variable.assign(np.zeros(variable.shape))
+    checkpoint.restore(path)
+
+    for variable, value in zip(variables, values, strict=True):
+        np.testing.assert_array_equal(variable, value)

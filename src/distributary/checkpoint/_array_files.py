@@ -119,7 +119,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> WrittenFile:
     Raises:
         OSError: if the file cannot be written.
     """
-    sources = {name: _bytes_of(array) for name, array in arrays.items()}
+    sources = {name: _bytes_of(np.ascontiguousarray(array)) for name, array in arrays.items()}
     ends = np.cumsum([source.size for source in sources.values()], dtype=np.int64).tolist()
     described: dict[str, Any] = {
         name: {**_described(array), "data_offsets": [end - array.nbytes, end]}

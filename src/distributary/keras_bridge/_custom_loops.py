@@ -51,7 +51,8 @@ class KerasVariable(ForeignVariable):
             weakref.ref(self),
             variable.path,
             tuple(variable.shape),
-            variable._dtype,  # of what is stored; under autocast `dtype` is that of what is read
+            # That of what is stored: under autocast, `dtype` is that of what is read.
+            jax.dtypes.canonicalize_dtype(variable._dtype),
             summed=self.is_sum and self._layout.num_replicas > 1,
             parts=layout.spec if is_divided(layout) else P(),
         )

@@ -24,7 +24,7 @@ def parts_of(value: object) -> dict[str, Any] | None:
     if isinstance(value, keras.Layer):
         return _of_layer(value)
     if isinstance(value, keras.metrics.Metric):
-        return _numbered((variable.name, variable) for variable in value.variables)
+        return _numbered((_name(variable), variable) for variable in value.variables)
     if isinstance(value, keras.random.SeedGenerator):
         return {"state": value.state}
     return None
@@ -74,8 +74,7 @@ def _of_layer(layer: Any) -> dict[str, Any]:
         sync_state(layer)
     own = [*layer._trainable_variables, *layer._non_trainable_variables]
     own += [generator.state for generator in layer._seed_generators]
-    parts = [(variable.name, variable) for variable in own]
-    parts += [(_name(part), part) for part in layer._layers]
+    parts = [(_name(part), part) for part in (*own, *layer._layers)]
     optimizer = getattr(layer, "optimizer", None) if isinstance(layer, keras.Model) else None
     if optimizer is not None:
         if layer.built and not optimizer.built and not in_stateless_scope():
@@ -102,9 +101,12 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     return _numbered(parts)
 
 
-def _name(layer: Any) -> str:
-    kind = to_snake_case(type(layer).__name__)
-    return kind if re.fullmatch(rf"{re.escape(kind)}(_\d+)?", layer.name) else layer.name
+def _name(part: Any) -> str:
+    """Returns a part's name without the number that Keras gives it."""
+    kind = "variable" if isinstance(part, keras.Variable) else to_snake_case(type(part).__name__)
+    # `Bidirectional` names its layers after the name that it got for one of them.
+    numbered = re.fullmatch(rf"((?:forward_|backward_)?{re.escape(kind)})_\d+", part.name)
+    return numbered[1] if numbered else part.name
 
 
 def _numbered(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
