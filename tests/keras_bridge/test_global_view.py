@@ -200,3 +200,42 @@ def test_dropout_and_statistics_are_those_of_one_device(make, steps_per_executio
 
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+def _with_adapters(model):
+    model.layers[1].enable_lora(2)
+    model.layers[1].lora_kernel_b.assign(np.full((2, 3), 0.3))
+
+
+_CHANGES = {
+    "adapters": _with_adapters,
+    "layer": lambda model: model.add(keras.layers.Dense(3)),
+    "quantized": lambda model: model.layers[1].quantize("int8"),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_model_that_has_changed_is_compiled_again(change, strategy):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    model.predict(X, verbose=0)
+    model.evaluate(X, Y, verbose=0)
+
+    _CHANGES[change](model)
+
+    expected = np.array(model(X))
+    np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=1e-5, atol=1e-6)
+    error = np.mean((expected - Y) ** 2)
+    np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), error, rtol=1e-5)
+
+
+def test_a_layer_that_is_frozen_needs_another_optimizer(strategy):
+    with strategy.scope():
+        model = _model(layers=[lambda: keras.layers.Dense(2)])
+    _losses(model)
+    model.layers[1].trainable = False
+
+    with pytest.raises(ValueError, match="corresponding 1:1 to the trainable variables"):
+        _losses(model)

@@ -1,7 +1,7 @@
-"""Variables that a model's step uses, and the model does not have.
+"""Variables that a model's step uses and Keras' trainer does not hand to it there.
 
-Plain Keras compiles them as constants and drops what is assigned; TensorFlow does not. The expected
-numbers are NumPy's.
+Plain Keras compiles them as constants, drops what is assigned to them, or fails; TensorFlow does
+not. The expected numbers are NumPy's.
 """
 
 import keras
@@ -151,3 +151,75 @@ def test_such_models_train_without_a_strategy(make):
     assert len(set(losses)) == 3
     np.testing.assert_allclose(total, 3 * X.sum() * np.ones(2))
     assert len(np.unique(model.predict(X, batch_size=4, verbose=0))) == X.size
+
+
+class _Counting(keras.layers.Layer):
+    """A dense layer that counts its rows in a metric of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = keras.metrics.Sum(name="rows")
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        self.rows.update_state(keras.ops.ones(keras.ops.shape(x)[:1]))
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_metrics_that_a_layer_updates(eager, two_replicas):
+    with two_replicas.scope():
+        model = keras.Sequential([keras.Input((2,)), _Counting()])
+        model.compile("sgd", "mse", run_eagerly=eager)
+
+    assert model.fit(X, X[:, :1], batch_size=3, verbose=0).history["rows"] == [8]
+    assert model.evaluate(X, X[:, :1], batch_size=3, verbose=0, return_dict=True)["rows"] == 8
+
+
+class _Averaged(keras.Model):
+    """Halves the learning rate before every update, and averages the weights after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        self.mean = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="ones", trainable=False
+        )
+        for layer in (self.dense, self.mean):
+            layer.build((None, 2))
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, *args, **kwargs):
+        rate = self.optimizer.learning_rate
+        rate.assign(rate / 2)
+        return super().compute_loss(*args, **kwargs)
+
+    def compute_metrics(self, *args, **kwargs):
+        self.mean.kernel.assign(0.9 * self.mean.kernel + 0.1 * self.dense.kernel)
+        metrics = super().compute_metrics(*args, **kwargs)
+        return {**metrics, "sum": keras.ops.sum(self.dense.kernel)}
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}, {"run_eagerly": True}])
+def test_a_model_reads_and_assigns_in_the_order_of_its_step(options, two_replicas):
+    x, y = X / 16, X[:, :1]
+    with two_replicas.scope():
+        model = _Averaged()
+        model.compile(keras.optimizers.SGD(0.5), "mse", **options)
+
+    logs = model.fit(x, y, batch_size=3, shuffle=False, verbose=0).history
+
+    kernel = mean = np.ones((2, 1))
+    rate = 0.5
+    for i in range(0, 8, 3):
+        rows = x[i : i + 3]
+        rate /= 2
+        kernel = kernel - rate * 2 * rows.T @ (rows @ kernel - y[i : i + 3]) / len(rows)
+        mean = 0.9 * mean + 0.1 * kernel
+    np.testing.assert_allclose(model.dense.kernel, kernel, rtol=1e-5)
+    np.testing.assert_allclose(model.mean.kernel, mean, rtol=1e-5)
+    np.testing.assert_allclose(model.optimizer.learning_rate, rate)
+    np.testing.assert_allclose(logs["sum"], [kernel.sum()], rtol=1e-5)

@@ -8,7 +8,7 @@ import numpy as np
 
 from distributary.devices import Nest
 from distributary.keras_bridge._custom_loops import assign_agreed
-from distributary.keras_bridge._variables import carrying, in_parts, keeps_on_servers
+from distributary.keras_bridge._variables import in_parts, keeps_on_servers, model_step
 from distributary.tracing import current_scope
 
 Kind = Literal["train", "test", "predict"]
@@ -48,7 +48,7 @@ class ModelStep:
         variables = dict(zip(PARTS[self._kind], self.variables(), strict=True))
         with in_parts():  # layers gather them
             state = {name: [v.value for v in part] for name, part in variables.items()}
-        with carrying(v for part in variables.values() for v in part):
+        with model_step() as is_kept:
             out, after = self._call(list(state.values()), data)
         # Servers combine what workers assign; an optimizer has done so with the others. A step that
         # runs operation by operation assigns as any other Python code does.
@@ -58,7 +58,7 @@ class ModelStep:
             changed = {
                 id(variable): (variable, value)  # a list may have a variable twice
                 for variable, old, value in zip(part, state[name], new, strict=True)
-                if value is not old
+                if value is not old and not is_kept(variable)
             }
             for variable, value in changed.values():
                 if name in agreed:

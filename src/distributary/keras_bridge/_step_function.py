@@ -61,7 +61,7 @@ class StepFunction:
             trainer.name,
         )
         self._programs: dict[int, Programs] = {}  # by number of steps
-        self._variables: list[Any] = []  # weak references to those that the programs use
+        self._variables: list[list[Any]] | None = None  # that the programs use, see `_parts`
         self._fusible: bool | None = None
         if kind == "train" and self._num_replicas > 1 and self._step.stateful is not None:
             _log.warning(
@@ -102,16 +102,19 @@ class StepFunction:
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs), state
 
     def _begin_loop(self, iterator: Any) -> None:
-        variables = [v for part in self._step.variables() for v in part]
-        known = {id(reference()) for reference in self._variables}
-        if not known <= set(map(id, variables)):  # another optimizer, or other layers
-            self._programs.clear()
-        self._variables = list(map(weakref.ref, variables))
+        if self._variables is not None and self._variables != self._parts():
+            self._programs.clear()  # another optimizer, or layers that were added or frozen
+        self._variables = None
         self._loop = None if isinstance(iterator, DatasetBatches) else Loop(self._counts)
         try:
             self._loops_over = weakref.ref(iterator)
         except TypeError:
             self._loops_over = lambda: iterator
+
+    def _parts(self) -> list[list[Any]]:
+        """Returns what identifies the variables, by their part in the step."""
+        # The references tell a variable from one that has got the `id` of one that is gone.
+        return [[(id(v), weakref.ref(v)) for v in part] for part in self._step.variables()]
 
     def _wait(self, get: Callable[..., Any], *args: Any) -> Any:
         """Calls `get` for one or several batches, and counts the time as a wait of the devices."""
@@ -143,6 +146,8 @@ class StepFunction:
                 raise
             self._eager = True
             return self._run_eagerly(batch)
+        if self._variables is None:  # now that the first step has built the optimizer
+            self._variables = self._parts()
         if self._share.num_workers > 1:
             out = jax.tree.map(local_copy, out)
         self._counts.num_examples += num_examples

@@ -2,10 +2,10 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -264,17 +264,35 @@ def _lay_out(variable: Any, strategy: Any) -> None:
         variable._layout = sharding_of(strategy, variable)
 
 
-_carried: ContextVar[frozenset[int] | None] = ContextVar("variables of a model", default=None)
+@final
+class _ModelStep:
+    """What a model's step has assigned so far, beside what Keras' trainer takes from its scopes."""
+
+    def __init__(self) -> None:
+        self.kept: set[int] = set()  # of variables that have been assigned for good, by `id`
+        self.applied = keras.StatelessScope()  # what the optimizer has assigned
 
 
-def carrying(variables: Iterable[Any]) -> AbstractContextManager[None]:
-    """Runs the block, a model's step, from which Keras takes the new values of these variables."""
-    return bound(_carried, frozenset(map(id, variables)))
+_model_step: ContextVar[_ModelStep | None] = ContextVar("step of a model", default=None)
 
 
 def in_model_step() -> bool:
     """Returns whether a model's step runs the caller."""
-    return _carried.get() is not None
+    return _model_step.get() is not None
+
+
+@contextmanager
+def model_step() -> Iterator[Callable[[Any], bool]]:
+    """Runs the block, a model's step; yields whether a variable was assigned for good in it.
+
+    Keras' trainer computes with values in scopes, each for some of the variables, and takes the new
+    values of these. Others would be constants of the program, and what is assigned to them would be
+    dropped with the scope: the state of `tf.random`, a metric that a layer updates, an average of
+    weights in `compute_metrics`. They are read and assigned as outside of these scopes.
+    """
+    step = _ModelStep()
+    with bound(_model_step, step):
+        yield lambda variable: id(variable) in step.kept
 
 
 @contextmanager
@@ -288,31 +306,39 @@ def _in_scope(scope: Any) -> Iterator[None]:
 
 
 def scope_that_knows(variable: Any) -> AbstractContextManager[None]:
-    """Runs the block, in a step, in the innermost scope that has a value of a variable.
-
-    Keras looks in the innermost one only. A variable that the model does not have, such as the
-    state of `tf.random`, would be a constant of the program.
-    """
+    """Runs the block in the innermost scope that has a value of a variable, see `model_step`."""
     scope = inner = keras_private.get_stateless_scope()
-    if inner is None or current_scope() is None or keras_private.in_symbolic_scope():
+    step = _model_step.get()
+    is_step = step is not None or current_scope() is not None
+    if inner is None or not is_step or keras_private.in_symbolic_scope():
         return nullcontext()
-    while type(scope) is keras.StatelessScope and scope.get_current_value(variable) is None:
+    is_kept = step is not None and id(variable) in step.kept
+    while type(scope) is keras.StatelessScope:
+        if not is_kept and scope.get_current_value(variable) is not None:
+            break
         scope = scope.original_scope
+    else:
+        if step is not None and step.applied.get_current_value(variable) is not None:
+            scope = scope if is_kept else step.applied
     return nullcontext() if scope is inner else _in_scope(scope)
 
 
 def add_update(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Assigns, in a model's step, also to variables that the model does not have.
-
-    Keras drops their new values with its scope.
-    """
+    """Assigns, in a model's step, also what Keras would drop with its scope, see `model_step`."""
 
     def add_update(self: Any, update: tuple[Any, Any]) -> None:
         variable, value = update
-        carried = _carried.get()
-        if carried is None or id(variable) in carried or id(variable) in self.state_mapping:
+        step = _model_step.get()
+        is_known = id(variable) in self.state_mapping
+        if step is None or is_known or self is step.applied:
             original(self, update)
+        if step is None:
             return
+        if is_known and _in_parts.get():  # by an optimizer
+            original(step.applied, update)
+        if is_known and id(variable) not in step.kept:
+            return
+        step.kept.add(id(variable))
         scope = self
         while type(scope) is keras.StatelessScope:
             scope = scope.original_scope
