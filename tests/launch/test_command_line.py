@@ -76,6 +76,8 @@ _COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile", "plan")
         ("launch --epochs 3 a.py", "no option --epochs. Options of the script come after the scri"),
         ("launch nofile.py", "there is no file 'nofile.py' in /"),
         ("launch trian.py", "Did you mean train.py"),
+        ("launch --nproc_per_node 2 a.py", "no option --nproc_per_node. Did you mean --workers?"),
+        ("launch train.ipynb", "is a notebook. Write it as a script first: jupyter nbconvert"),
         ("launch .", "'.' is a folder without a __main__.py"),
         ("launch -m nomodule", "there is no module 'nomodule' for -m nomodule"),
         ("launch -m json", "there is no module 'json.__main__' for -m json"),

@@ -406,12 +406,14 @@ class Supervisor:
             lines = "\n".join(f"    {line}" for line in command.last_lines)
             where = self._where(command)
             self.output.say(f"{where}{command.text}. Its last lines on stderr:\n{lines}")
-        is_alone = self.options.num_workers == 1 or self.options.num_servers
+        is_alone = self.options.num_workers == 1 and not self.options.num_servers
         if not (command.code or is_alone or any(w.reported.numbers() for w in self._workers)):
+            has_servers = self.options.num_servers
+            strategy = "ParameterServer" if has_servers else "MultiWorkerMirrored"
             self.output.say(
                 "no worker has made a strategy. If the program does not connect its workers in"
                 " another way, each of them has worked alone, and written the same files: create"
-                " MultiWorkerMirroredStrategy, or start one worker."
+                f" {strategy}Strategy, or start one worker."
             )
         return command.code
 

@@ -19,6 +19,18 @@ _TOPOLOGIES = (
     " for two hosts)"
 )
 
+# What other launchers call our options.
+_OTHER_NAMES = {
+    "nproc-per-node": "workers",
+    "nproc": "workers",
+    "np": "workers",
+    "num-processes": "workers",
+    "num-workers": "workers",
+    "gpus": "workers",
+    "master-addr": "master",
+    "rdzv-endpoint": "master",
+}
+
 
 @final
 class Parser(argparse.ArgumentParser):
@@ -40,7 +52,8 @@ class Parser(argparse.ArgumentParser):
             name = text.partition("=")[0]
             if not name.startswith("-"):
                 self.error(f"{text!r} is one argument too many")
-            hint = suggestion(name.lstrip("-"), [flag[2:] for flag in self.flags], "--")
+            word = _OTHER_NAMES.get(name.lstrip("-").replace("_", "-"), name.lstrip("-"))
+            hint = suggestion(word, [flag[2:] for flag in self.flags], "--")
             if not hint and "SCRIPT" in (self.usage or ""):
                 hint = " Options of the script come after the script."
             self.error(f"there is no option {name}.{hint}")
@@ -225,6 +238,11 @@ def check_script(namespace: argparse.Namespace) -> None:
             )
         return
     path = Path(name)
+    if path.suffix == ".ipynb":
+        error(
+            f"{name!r} is a notebook. Write it as a script first: jupyter nbconvert --to script"
+            f" {name}"
+        )
     if path.is_dir() and not (path / "__main__.py").exists():
         error(f"{name!r} is a folder without a __main__.py. Give the path of a Python script.")
     if not path.exists():

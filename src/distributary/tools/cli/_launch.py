@@ -95,6 +95,15 @@ def run(namespace: argparse.Namespace) -> int:
         options = options_of(namespace, os.environ)
     except DistributaryError as error:
         namespace.parser.error(str(error).removeprefix("launch: "))
+    misplaced = set(namespace.arguments) & {"--workers", "--nnodes", "--ps"}
+    if misplaced and (options.num_workers, options.num_servers, options.hosts) == (1, 0, None):
+        name = min(misplaced)
+        print(
+            f"[launcher] {name} comes after {namespace.script}, so the script gets it, and one"
+            f" worker starts. For more, write it before: distributary launch {name} N"
+            f" {namespace.script}",
+            file=sys.stderr,
+        )
     try:
         return launch.run(options, serve=monitoring.serve)
     except OSError as error:
