@@ -251,8 +251,8 @@ def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., An
             elif kind == "array":
                 parts.append(wrap(next(remaining)))
             else:
-                own = [next(remaining) for _ in range(content.num_leaves)]
-                parts.append(wrap(jax.tree.unflatten(content, own)))
+                content_leaves = [next(remaining) for _ in range(content.num_leaves)]
+                parts.append(wrap(jax.tree.unflatten(content, content_leaves)))
         return jax.tree.unflatten(tree, parts)
 
     return arrays, _in_order_of(result, rebuild)

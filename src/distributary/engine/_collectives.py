@@ -154,17 +154,17 @@ class Program:
                 computation, numbers = match["name"], itertools.count()
                 self.entry = computation if match["entry"] else self.entry
             elif computation and (match := _INSTRUCTION.match(line)) is not None:
-                made = Instruction(computation, next(numbers), **match.groupdict())
-                self.instructions.append(made)
-                self._by_computation[computation].append(made)
-                self.caller |= dict.fromkeys(called_by(made), made)
+                instruction = Instruction(computation, next(numbers), **match.groupdict())
+                self.instructions.append(instruction)
+                self._by_computation[computation].append(instruction)
+                self.caller |= dict.fromkeys(called_by(instruction), instruction)
         self._starting = {x.computation for x in self.instructions if _STARTS_CHAIN in x.attributes}
 
     @property
     def collectives(self) -> dict[Instruction, Collective]:
         """The collectives, in the order of the text."""
-        found = [one for one in self.instructions if one.collective and not self._goes_on(one)]
-        return {one: _collective(self.chain(one), self.num_calls(one)) for one in found}
+        starts = [one for one in self.instructions if one.collective and not self._goes_on(one)]
+        return {one: _collective(self.chain(one), self.num_calls(one)) for one in starts}
 
     def _goes_on(self, one: Instruction) -> bool:
         """Returns whether a collective has been started by another instruction."""
@@ -202,8 +202,8 @@ class Program:
 
 def called_by(one: Instruction) -> list[str]:
     """Returns the computations that an instruction runs; the body of a loop is the last."""
-    found = (_APPLIED if one.kind == "call" else _CALLED).findall(one.attributes)
-    return [name for names in found for name in names_in(names)]
+    matches = (_APPLIED if one.kind == "call" else _CALLED).findall(one.attributes)
+    return [name for names in matches for name in names_in(names)]
 
 
 def names_in(text: str) -> list[str]:
@@ -255,11 +255,11 @@ def _num_bytes(array: re.Match[str]) -> int:
 
 def _algorithm(line: str) -> str | None:
     """Returns `strategy (emitter)` of a TPU; None if the compiler lets the runtime choose."""
-    found = re.search(r"backend_config=(\{.*\})", line)
-    if found is None:
+    match = re.search(r"backend_config=(\{.*\})", line)
+    if match is None:
         return None
     try:
-        config: Any = json.JSONDecoder().raw_decode(found[1])[0]
+        config: Any = json.JSONDecoder().raw_decode(match[1])[0]
     except ValueError:
         return None
     chosen = config.get("collective_algorithm_config", {})

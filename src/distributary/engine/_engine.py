@@ -148,7 +148,7 @@ class Engine:
         if is_alike and fusible[0]:
             programs = self.cache.programs_of(function)
             steps = several_steps(function)
-            stacked = lambda own: steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *own))
+            stacked = lambda nests: steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *nests))
             return self.execute(programs, stacked, (list(elements),), {}, _STEPS)
         result = None
         for element in elements:
@@ -263,12 +263,12 @@ class Engine:
         def step(*args: Array) -> list[Array]:
             return evaluate_jointly([closed], [args])[0]
 
-        made = step
+        body = step
         if mesh is None or num_logical_devices(mesh) == 1:  # these are left to XLA
-            made = with_sparse_gradients(step, [closed.jaxpr], 1, placement.adds_in_any_order, mesh)
+            body = with_sparse_gradients(step, [closed.jaxpr], 1, placement.adds_in_any_order, mesh)
             if divided is not None and placement.is_on_cpus:
-                made = with_partial_sums(made, dims, divided)  # rewrites what each device computes
-        return with_gathers(made) if gathers(closed.jaxpr) else made
+                body = with_partial_sums(body, dims, divided)  # rewrites what each device computes
+        return with_gathers(body) if gathers(closed.jaxpr) else body
 
     def _rewritten(
         self, replica: Callable[..., Any], jaxprs: Sequence[Jaxpr], mesh: Any

@@ -216,21 +216,21 @@ class Executable:
             except AttributeError:
                 raise VariableGoneError from None
             if variables:
-                written = self._own(variables, written)
+                written = self._own_arrays(variables, written)
             if self._is_of_job:
                 self._begin(args)
             if latest_program.timer is not None:
                 latest_program.begin()
-            made: list[Any] = []
+            results: list[Any] = []
             try:
                 run = self._dispatch_checked if self._checks else self._dispatch
-                run(made, (self._captures, written, read_only, args))
+                run(results, (self._captures, written, read_only, args))
             finally:
                 # The program has consumed the old values, so the new ones must be stored. Ctrl-C
                 # may have come already, or may come here: Python raises it at calls and at the end
                 # of each round of a loop.
-                if made:
-                    new, outs, _ = made[0]
+                if results:
+                    new, outs, _ = results[0]
                     if states is not None:
                         states.arrays = new
                     else:
@@ -246,7 +246,7 @@ class Executable:
             self._note_run(args, new, outs)
         return self._rebuild(outs)
 
-    def _own(self, variables: Sequence[Any], arrays: list[Any]) -> list[Any]:
+    def _own_arrays(self, variables: Sequence[Any], arrays: list[Any]) -> list[Any]:
         """Returns the arrays of variables; copies of those that somebody else may hold."""
         shared = [i for i, v in enumerate(variables) if getattr(v, "_shared", False)]
         if not shared:
@@ -255,8 +255,8 @@ class Executable:
         small = [i for i in shared if arrays[i].nbytes <= _MAX_SMALL_BYTES]
         large = [i for i in shared if arrays[i].nbytes > _MAX_SMALL_BYTES]
         for group in filter(None, (small, *([i] for i in large))):
-            for i, own in zip(group, own_copies([arrays[i] for i in group]), strict=True):
-                variables[i]._value = arrays[i] = own
+            for i, copy in zip(group, own_copies([arrays[i] for i in group]), strict=True):
+                variables[i]._value = arrays[i] = copy
                 variables[i]._shared = False
         return arrays
 
@@ -269,13 +269,13 @@ class Executable:
                 return [self._place(arg) for arg in args]
         return args
 
-    def _dispatch(self, made: list[Any], given: tuple[Any, ...]) -> None:
-        """Dispatches the program; `made` gets what it returns, even if Ctrl-C comes."""
+    def _dispatch(self, results: list[Any], operands: tuple[Any, ...]) -> None:
+        """Dispatches the program; `results` gets what it returns, even if Ctrl-C comes."""
         if not self._is_python:
-            self._dispatcher.run_into(made, self._call, self._token_of, given)
+            self._dispatcher.run_into(results, self._call, self._token_of, operands)
             return
         with interrupts.watched(), interrupts:
-            self._dispatcher.run_into(made, self._call, self._token_of, given)
+            self._dispatcher.run_into(results, self._call, self._token_of, operands)
 
     def _keeps_state(self) -> bool:
         """Returns whether a run whose checks fail leaves the variables as they were.
@@ -284,11 +284,11 @@ class Executable:
         """
         return bool(self._checks) and not self._is_of_job
 
-    def _dispatch_checked(self, made: list[Any], given: tuple[Any, ...]) -> None:
+    def _dispatch_checked(self, results: list[Any], operands: tuple[Any, ...]) -> None:
         """Runs the program to its end, and raises the error of a check that has failed in it."""
         try:
-            self._dispatch(made, given)
-            jax.block_until_ready(made)
+            self._dispatch(results, operands)
+            jax.block_until_ready(results)
         except jax.errors.JaxRuntimeError:
             failed = [error for errors in self._checks for error in errors]
             for errors in self._checks:
@@ -296,7 +296,7 @@ class Executable:
             if not failed:
                 raise
             if self._keeps_state():
-                made.clear()
+                results.clear()
             raise failed[0] from None
 
     def _note_run(self, args: Sequence[Any], new: Sequence[Any], outs: Sequence[Any]) -> None:

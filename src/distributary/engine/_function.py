@@ -166,12 +166,12 @@ class Function:
         except BaseException:
             feeds.put_back(feeds.position)
             raise
-        made = {key: entry for key, entry in programs.items() if type(entry) is Executable}
-        strategy.extended.step_counts.num_retraces += bool(made)
+        executables = {key: entry for key, entry in programs.items() if type(entry) is Executable}
+        strategy.extended.step_counts.num_retraces += bool(executables)
         for origin, outcome in feeds.course:
             programs[key] = origin
             key = _after(key, outcome)
-        self._cache.note_trace(self.python_function, made, key)
+        self._cache.note_trace(self.python_function, executables, key)
         programs[key] = entry
         return entry([*[leaves[i] for i in entry.picks], *feeds.values])
 
@@ -205,9 +205,9 @@ class Function:
         feeds = Feeds(leaves)
         is_data = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
         with contextlib.suppress(LeaveTrace):
-            made = self._traced(leaves, tree, is_data, feeds)
+            pair = self._traced(leaves, tree, is_data, feeds)
             if not feeds.handles:
-                return made
+                return pair
         raise UnsupportedError(
             f"{Subject(self.python_function, tree)} takes elements from an iterator or a dataset."
             " Pass the element as an argument."

@@ -105,12 +105,12 @@ def _in_order_of_outputs(jaxpr: Jaxpr) -> list[Equation]:
     made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     order: dict[int, None] = {}
     for output in jaxpr.outvars:
-        found: set[int] = set()
+        positions: set[int] = set()
         needed = variables_of([output])
         while needed:
             i = made_by.get(needed.pop())
-            if i is not None and i not in order and i not in found:
-                found.add(i)
+            if i is not None and i not in order and i not in positions:
+                positions.add(i)
                 needed += variables_of(jaxpr.eqns[i].invars)
-        order.update(dict.fromkeys(sorted(found)))
+        order.update(dict.fromkeys(sorted(positions)))
     return [jaxpr.eqns[i] for i in order]

@@ -74,8 +74,8 @@ class Staged:
         ]
         self._on_mesh = self._consts(closed, first, self._replicated)
         self._at_home = self._consts(closed, second, home)
-        made = enumerate(self._stages.replica_outputs)
-        self._returned = [k for k, i in made if self._outputs[i].sharding is storage]
+        places = enumerate(self._stages.replica_outputs)
+        self._returned = [k for k, i in places if self._outputs[i].sharding is storage]
         self._first = self._compiled_first(mesh, is_rewritten)
         self._second = self._compiled_second()
 
@@ -141,26 +141,26 @@ class Staged:
             The outputs, and a small array that has a shard on every device of the mesh; None in its
             place if nothing runs there.
         """
-        made, shared, token = [], [], None
+        results, shared, token = [], [], None
         if self._first is not None:
-            *made, token = self._first(*self._fetch(values))
+            *results, token = self._first(*self._fetch(values))
             num_made = len(self._stages.replica_outputs)
-            made, shared = made[:num_made], made[num_made:]
+            results, shared = results[:num_made], results[num_made:]
         sent = [values[i - self._num_consts] for i in self._sent]
-        moved = [*(made[k] for k in self._returned), *sent, *shared]
+        moved = [*(results[k] for k in self._returned), *sent, *shared]
         if moved:
             moved = jax.device_put([_one_copy(value) for value in moved], self._home)
         num_returned = len(self._returned)
         moved[:num_returned] = jax.device_put(moved[:num_returned], self._storage)
         for k, value in zip(self._returned, moved[:num_returned], strict=True):
-            made[k] = value
+            results[k] = value
         outputs: list[Any] = [None] * len(self._outputs)
-        for i, value in zip(self._stages.replica_outputs, made, strict=True):
+        for i, value in zip(self._stages.replica_outputs, results, strict=True):
             outputs[i] = value
         if self._second is not None:
             known = dict(zip(self._sent, moved[num_returned:], strict=False)) | self._at_home
-            given = self._given(self._stages.update_inputs, known, values)
-            updated = self._second(*given, *moved[num_returned + len(sent) :])
+            inputs = self._inputs_of(self._stages.update_inputs, known, values)
+            updated = self._second(*inputs, *moved[num_returned + len(sent) :])
             for i, value in zip(self._stages.update_outputs, updated, strict=True):
                 wanted = self._outputs[i].sharding
                 away = wanted is not None and wanted is not self._storage
@@ -171,8 +171,8 @@ class Staged:
         """Lowers the first stage, or the second one if nothing runs on the mesh."""
         if self._first is not None:
             return self._first.lower(*self._fetch(values))
-        given = self._given(self._stages.update_inputs, self._at_home, values)
-        return self._second.lower(*given)
+        inputs = self._inputs_of(self._stages.update_inputs, self._at_home, values)
+        return self._second.lower(*inputs)
 
     def _fetch(self, values: Sequence[Any]) -> list[Any]:
         """Returns the inputs of the first stage."""
@@ -180,9 +180,9 @@ class Staged:
         # From host memory to its own device first, and from there to the other devices.
         fetched = jax.device_put(jax.device_put(stored, self._home), self._replicated)
         known = dict(zip(self._fetched, fetched, strict=True))
-        return self._given(self._stages.replica_inputs, known | self._on_mesh, values)
+        return self._inputs_of(self._stages.replica_inputs, known | self._on_mesh, values)
 
-    def _given(
+    def _inputs_of(
         self, inputs: list[int], known: dict[int, Array], values: Sequence[Any]
     ) -> list[Any]:
         first = self._num_consts

@@ -199,8 +199,8 @@ class Step:
             if slot.kind == "static":
                 parts.append(slot.content)
             else:
-                own = [next(remaining) for _ in range(slot.count)]
-                parts.append(jax.tree.unflatten(slot.content, own))
+                leaves = [next(remaining) for _ in range(slot.count)]
+                parts.append(jax.tree.unflatten(slot.content, leaves))
         args, kwargs = jax.tree.unflatten(self._tree, parts)
         with changes_refused((args, kwargs), self.title):
             result = call_on_replica(self._strategy, self.function, args, kwargs, self.kind)
@@ -243,11 +243,11 @@ class Step:
             return None
         # Values of replicas are `[replica, *shape]`.
         dims = [0 if varies else d for varies, d in zip(self.varying, self.dims, strict=True)]
-        found = [
+        shardings = [
             placement.of_rows(dim) if is_on_host and dim is not None else None
             for is_on_host, dim in zip(self._on_host, dims, strict=True)
         ]
-        return found if any(found) else None
+        return shardings if any(shardings) else None
 
     def release(self) -> None:
         """Drops the function and its arguments, so that a cached program keeps neither alive."""
