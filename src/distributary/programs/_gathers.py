@@ -175,18 +175,18 @@ class _Weight:
         parts: NamedSharding = first.params["parts"]
         whole = NamedSharding(parts.mesh, P())
         held = lax.with_sharding_constraint(stored, parts)
-        given = lax.with_sharding_constraint(with_wide_ids(ids), whole)
-        (found,) = evaluate_one(eqn, [held, given])
-        return lax.with_sharding_constraint(found, whole)
+        all_ids = lax.with_sharding_constraint(with_wide_ids(ids), whole)
+        (rows,) = evaluate_one(eqn, [held, all_ids])
+        return lax.with_sharding_constraint(rows, whole)
 
 
 def _is_start_of(eqn: Equation, dim: int) -> bool:
     """Returns whether an equation only leaves out the end of a dim, such as padding."""
     if eqn.primitive.name != "slice" or any(eqn.params["start_indices"]):
         return False
-    given, left = (shape_of(v) for v in (eqn.invars[0], eqn.outvars[0]))
+    shape, left = (shape_of(v) for v in (eqn.invars[0], eqn.outvars[0]))
     is_dense = set(eqn.params["strides"] or (1,)) == {1}
-    same = [a == b for a, b in zip(given, left, strict=True)]
+    same = [a == b for a, b in zip(shape, left, strict=True)]
     return is_dense and all(same[:dim] + same[dim + 1 :])
 
 
@@ -212,13 +212,13 @@ def _rows_for_replicas(eqn: Equation, part: Array, ids: Array, dim: int) -> Arra
     if dim == 0:
         params |= {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
         of_all = of_all - part.shape[0] * lax.axis_index(REPLICA_AXIS)
-    found = jax.vmap(lambda own: eqn.primitive.bind(part, own, **params))(of_all)
+    part_rows = jax.vmap(lambda row_ids: eqn.primitive.bind(part, row_ids, **params))(of_all)
     offsets = params["dimension_numbers"].offset_dims
     if dim:
         joined = 1 + offsets[dim - 1]
-        (rows,) = lax.all_to_all(found, REPLICA_AXIS, 0, joined, tiled=True)
+        (rows,) = lax.all_to_all(part_rows, REPLICA_AXIS, 0, joined, tiled=True)
         return lax.slice_in_dim(rows, 0, shape[dim], axis=joined - 1)
-    rows = lax.psum_scatter(found, REPLICA_AXIS)
+    rows = lax.psum_scatter(part_rows, REPLICA_AXIS)
     if not is_filled:
         return rows
     others = [i for i in range(rows.ndim) if i not in offsets]
@@ -306,7 +306,7 @@ class _Evaluation:
             if position is not None
         ]
         gathers.sort(key=lambda gather: gather.position)
-        given = {*self._jaxpr.invars, *self._weights}
+        sources = {*self._jaxpr.invars, *self._weights}
         most = _AHEAD * max((weight.num_bytes for weight in weights), default=0)
         waits: dict[tuple[int, int], _Wait] = {}
         for k, (position, weight) in enumerate(gathers):
@@ -314,18 +314,18 @@ class _Evaluation:
             for earlier in reversed(gathers[:k]):
                 left -= earlier.weight.num_bytes
                 if left < 0:
-                    operand = self._activation(earlier.position, given)
+                    operand = self._activation(earlier.position, sources)
                     if operand is not None:
                         waits[id(weight), position] = _Wait(earlier.position, operand)
                     break
         return waits
 
-    def _activation(self, position: int, given: Collection[Var]) -> Var | None:
+    def _activation(self, position: int, sources: Collection[Var]) -> Var | None:
         """Returns a float operand of an equation that is neither an input nor a weight."""
         eqns = self._jaxpr.eqns
         atoms = eqns[position].invars if position < len(eqns) else self._jaxpr.outvars
-        made = [v for v in variables_of(atoms) if v not in given]
-        return next((v for v in made if jnp.issubdtype(aval_of(v).dtype, jnp.floating)), None)
+        variables = [v for v in variables_of(atoms) if v not in sources]
+        return next((v for v in variables if jnp.issubdtype(aval_of(v).dtype, jnp.floating)), None)
 
     def outputs(self, args: Sequence[Array]) -> list[Array]:
         """Returns the outputs for some inputs."""
@@ -361,13 +361,13 @@ class _Evaluation:
                 prepare(i, eqn.invars)
                 if eqn.primitive.name in CONTROL_FLOW:
                     eqn = with_bodies(eqn, gathers, _run)
-                made = evaluate_one(eqn, list(map(value, eqn.invars)))
+                results = evaluate_one(eqn, list(map(value, eqn.invars)))
             else:
                 prepare(i, eqn.invars[1:])
-                made = [table.rows(eqn, env[table.stored], value(eqn.invars[1]))]
-            env.update(zip(eqn.outvars, made, strict=True))
+                results = [table.rows(eqn, env[table.stored], value(eqn.invars[1]))]
+            env.update(zip(eqn.outvars, results, strict=True))
             if eqn.primitive is scatter_p or eqn.primitive.name == "reduce_scatter":
-                complete.append((i, made[0]))
+                complete.append((i, results[0]))
         prepare(len(self._jaxpr.eqns), self._jaxpr.outvars)
         return list(map(value, self._jaxpr.outvars))
 

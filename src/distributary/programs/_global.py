@@ -107,15 +107,15 @@ class GlobalProgram(TracedProgram):
     ) -> tuple[list[Array], list[Any]]:
         """Runs the step; the arguments are padded to a multiple of the number of replicas."""
         (pure,), stages = self.pures, self._stages
-        given = [_read(handle, state[handle]) for handle in pure.handles]
-        num_given = len(pure.captures) + len(given)
+        stored = [_read(handle, state[handle]) for handle in pure.handles]
+        num_given = len(pure.captures) + len(stored)
         rows = map(self._rows, args, self._avals, self._dims[num_given:])
-        values = [*captures[0], *given, *rows]
+        values = [*captures[0], *stored, *rows]
         run = self._rewrite(stages.replica, [self._dims[i] for i in stages.replica_inputs])
-        made = run(*(values[i] for i in stages.replica_inputs))
+        outputs = run(*(values[i] for i in stages.replica_inputs))
         if self._is_staged:
-            made = [self._whole(value) for value in made]
-        results = stages.complete(values, made)
+            outputs = [self._whole(value) for value in outputs]
+        results = stages.complete(values, outputs)
         outs = [self._result(results[k]) for k in range(self.num_outs)]
         divided = self._computed_from_parts()
         new = []

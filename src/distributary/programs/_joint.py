@@ -63,7 +63,7 @@ def evaluate_jointly(
     Raises:
         ReplicaMismatchError: if the replicas disagree on a collective or on its shapes.
     """
-    replicas = [_replica(jaxpr, own) for jaxpr, own in zip(jaxprs, args, strict=True)]
+    replicas = [_replica(jaxpr, inputs) for jaxpr, inputs in zip(jaxprs, args, strict=True)]
     results: list[list[Array] | None] = [None] * len(replicas)
     replies: list[Any] = [None] * len(replicas)
     while True:

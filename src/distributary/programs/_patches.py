@@ -357,6 +357,6 @@ def joined_terms(terms: Sequence[Term]) -> list[Term]:
     for term in terms:
         groups.setdefault(id(term.ids), []).append(term)
     return [
-        Term(own[0].ids, functools.reduce(operator.add, [t.rows for t in own]), own[0].is_unique)
-        for own in groups.values()
+        Term(ts[0].ids, functools.reduce(operator.add, [t.rows for t in ts]), ts[0].is_unique)
+        for ts in groups.values()
     ]

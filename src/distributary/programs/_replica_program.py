@@ -286,14 +286,14 @@ class ReplicaProgram(TracedProgram):
             traced = []
             merge_calls = []
             stopped = False
-            for replica, own in enumerate(avals):
+            for replica, replica_avals in enumerate(avals):
                 uneven.start(replica)
                 if feeding is not None:
                     feeding.position = position
                 try:
                     closed, scope = trace(
                         function,
-                        own,
+                        replica_avals,
                         "replica",
                         self._axis_env,
                         uneven,
@@ -306,7 +306,7 @@ class ReplicaProgram(TracedProgram):
                 traced.append(closed)
                 merge_calls.append(scope.merge_calls)
                 check_collectives(closed.jaxpr)
-                pures.append(purify(closed, scope, own, self._axis_env, replica))
+                pures.append(purify(closed, scope, replica_avals, self._axis_env, replica))
             if not stopped:
                 _check_merge_calls(merge_calls)
                 self.describe = description_of(traced)
@@ -330,12 +330,12 @@ class ReplicaProgram(TracedProgram):
         stages, handles = self._stages[0], self.pures[0].handles
         values = [*captures[0], *(state[h] for h in handles), *args]
         on_mesh = self._on_mesh
-        made = self._run_on_mesh(values) if on_mesh else self._run_jointly(captures, state, args)
+        outputs = self._run_on_mesh(values) if on_mesh else self._run_jointly(captures, state, args)
         if self._divides:
             results = complete_in_parts(
                 stages,
                 values,
-                made,
+                outputs,
                 self._taken,
                 self._inputs_parts(),
                 self._out_parts(),
@@ -343,7 +343,7 @@ class ReplicaProgram(TracedProgram):
                 lambda run, jaxprs: self._rewrite(run, jaxprs, None),
             )
         else:
-            results = stages.complete(values, made)
+            results = stages.complete(values, outputs)
         if self._num_replicas > 1:
             for k in stages.update_outputs:
                 if k < self.num_outs and self.split_outs[k]:
@@ -356,16 +356,16 @@ class ReplicaProgram(TracedProgram):
     def _run_on_mesh(self, values: Sequence[Array]) -> list[Array]:
         """Returns the outputs of the first stage, with the replicas in a `shard_map`."""
         stages, split, whole = self._stages[0], P(REPLICA_AXIS), P()
-        own = [values[i] for i in stages.replica_inputs]
+        inputs = [values[i] for i in stages.replica_inputs]
         is_split = self._inputs_split()
         in_specs = [split if is_split[i] else whole for i in stages.replica_inputs]
         parts: dict[int, tuple[int, int]] = {}
-        for k, (i, stored) in enumerate(zip(stages.replica_inputs, own, strict=True)):
+        for k, (i, stored) in enumerate(zip(stages.replica_inputs, inputs, strict=True)):
             spec = self._inputs_parts()[i]
             dim = shard_dim(spec)
             if dim is not None and num_logical_devices(self._mesh) == 1:
                 parts[k], in_specs[k] = (dim, stored.shape[dim]), spec
-                own[k] = stored_shards(stored, NamedSharding(self._mesh, spec))
+                inputs[k] = stored_shards(stored, NamedSharding(self._mesh, spec))
         out_split = self._outputs_split()
         out_specs = [
             *(split if out_split[i] else whole for i in stages.replica_outputs),
@@ -384,7 +384,7 @@ class ReplicaProgram(TracedProgram):
             check_vma=False,
             # Logical devices are left to XLA.
             axis_names={REPLICA_AXIS},
-        )(*own)
+        )(*inputs)
 
     def _inputs_split(self) -> list[bool]:
         """Returns for every input whether it is `[replica, *shape]`."""
@@ -402,14 +402,14 @@ class ReplicaProgram(TracedProgram):
         """Returns for every output whether it has a part for every replica."""
         return [*self.split_outs, *(handle.per_replica for handle in self.pures[0].written)]
 
-    def _run_replica(self, *own: Array) -> list[Array]:
+    def _run_replica(self, *inputs: Array) -> list[Array]:
         """Runs the first stage of one replica, inside `shard_map`, on its parts of the inputs."""
         pure, stages = self.pures[0], self._stages[0]
         replica_id = lax.axis_index(REPLICA_AXIS)
         is_split = self._inputs_split()
         num_captures = len(pure.captures)
         values = [*stages.replica.consts]
-        for i, value in zip(stages.replica_inputs, own, strict=True):
+        for i, value in zip(stages.replica_inputs, inputs, strict=True):
             k = i - num_captures
             if is_split[i]:
                 values.append(value[0])
@@ -427,8 +427,8 @@ class ReplicaProgram(TracedProgram):
             if out_split[i]:
                 # `asarray`, because some constants of JAX are no arrays.
                 outs[k] = jnp.asarray(outs[k])[None]
-        given = zip(outs[len(outputs) :], self._taken, strict=True)
-        outs[len(outputs) :] = [own.of_replica(x, self._num_replicas) for x, own in given]
+        pairs = zip(outs[len(outputs) :], self._taken, strict=True)
+        outs[len(outputs) :] = [taken.of_replica(x, self._num_replicas) for x, taken in pairs]
         return outs
 
     def _start_of_sum(self, value: Array, replica_id: Array) -> Array:
@@ -460,26 +460,26 @@ class ReplicaProgram(TracedProgram):
         values: dict[Any, Any] = {**state, **dict(enumerate(args))}
         inputs, outputs = [], []
         for i, (pure, stages) in enumerate(zip(self.pures, self._stages, strict=True)):
-            own = [(i, k) for k in range(len(captures[i]))]
-            values.update(zip(own, captures[i], strict=True))
-            keys = [*own, *pure.handles, *range(len(args))]
+            capture_keys = [(i, k) for k in range(len(captures[i]))]
+            values.update(zip(capture_keys, captures[i], strict=True))
+            keys = [*capture_keys, *pure.handles, *range(len(args))]
             inputs.append([keys[k] for k in stages.replica_inputs])
-            made = _outputs(pure)
-            outputs.append([made[k] for k in stages.replica_outputs])
+            output_keys = _outputs(pure)
+            outputs.append([output_keys[k] for k in stages.replica_outputs])
 
         def body(values: dict[Any, Any]) -> list[Any]:
             outs = evaluate_jointly(
                 [stages.replica for stages in self._stages],
                 [[self._own(i, key, values[key]) for key in keys] for i, keys in enumerate(inputs)],
             )
-            made = []
+            maps = []
             for keys, out in zip(outputs, outs, strict=True):
                 num_results = sum(not isinstance(key, Handle) for key in keys)
                 results = whole_on_cores(out[:num_results], self._mesh, False)
-                made.append(dict(zip(keys, [*results, *out[num_results : len(keys)]], strict=True)))
+                maps.append(dict(zip(keys, [*results, *out[num_results : len(keys)]], strict=True)))
             # An output that only replica 0 has is the same on all of them.
             joined = [
-                self._joined(key, [own[key] if key in own else made[0][key] for own in made])
+                self._joined(key, [one[key] if key in one else maps[0][key] for one in maps])
                 for key in outputs[0]
             ]
             return [*joined, *outs[0][len(joined) :]]

@@ -91,11 +91,11 @@ class Taken:
             padded(value, dim, num_replicas), REPLICA_AXIS, scatter_dimension=dim, tiled=True
         )
 
-    def whole(self, given: Array, shape: Sequence[int], mesh: Mesh) -> Array:
+    def whole(self, value: Array, shape: Sequence[int], mesh: Mesh) -> Array:
         """Returns the value, as a global array, of what the replicas give."""
         if self.is_joined:
-            return laid_out(given, mesh, P())
-        return whole_shards(given, shape, NamedSharding(mesh, self.spec))
+            return laid_out(value, mesh, P())
+        return whole_shards(value, shape, NamedSharding(mesh, self.spec))
 
 
 def without_scattered_sums(
@@ -133,19 +133,19 @@ def without_scattered_sums(
     scattered = set()
     # By the place in the cut: the equations that make its operand of rows.
     sums_of_rows: dict[int, list[Equation]] = {}
-    given = update.invars[len(stages.update_inputs) :]
-    for i, (v, own) in enumerate(zip(jaxpr.outvars[num_results:], given, strict=True)):
-        is_sum = own in needed and not isinstance(v, Literal) and v in operands and v not in used
+    cut_vars = update.invars[len(stages.update_inputs) :]
+    for i, (v, var) in enumerate(zip(jaxpr.outvars[num_results:], cut_vars, strict=True)):
+        is_sum = var in needed and not isinstance(v, Literal) and v in operands and v not in used
         spec = shard_spec(shape_of(v), num_replicas) if is_sum else P()
         if isinstance(v, Literal) or shard_dim(spec) is None:
             results.append(v)
             taken.append(Taken(spec))
             continue
         scattered.add(v)
-        made = _made_of_rows(made_by, operands[v], num_replicas)
-        if made:
-            sums_of_rows[i] = made
-            rows = _ids_and_rows(made)
+        row_eqns = _made_of_rows(made_by, operands[v], num_replicas)
+        if row_eqns:
+            sums_of_rows[i] = row_eqns
+            rows = _ids_and_rows(row_eqns)
             results += rows
             taken += [Taken(P(REPLICA_AXIS), is_joined=True)] * len(rows)
         else:
@@ -167,7 +167,7 @@ def _made_of_rows(
     Some add rows to zeros, and the others scale and add up what these make, in floats that get no
     narrower. If the gradient is made in another way, there are none.
     """
-    found: list[Equation] = []
+    eqns: list[Equation] = []
     known: dict[Var, bool] = {}
 
     def is_made_of_rows(atom: Atom) -> bool:
@@ -181,13 +181,13 @@ def _made_of_rows(
                 else _is_linear(eqn) and all(map(is_made_of_rows, variables_of(eqn.invars)))
             )
             if known[atom]:
-                found.append(eqn)
+                eqns.append(eqn)
         return known[atom]
 
     if aval_of(operand).dtype not in (jnp.float32, jnp.float64) or not is_made_of_rows(operand):
         return []
-    num_ids = sum(math.prod(shape_of(eqn.invars[1])[:-1]) for eqn in found if adds_rows(eqn))
-    return found if are_few_rows(num_replicas * num_ids, shape_of(operand)) else []
+    num_ids = sum(math.prod(shape_of(eqn.invars[1])[:-1]) for eqn in eqns if adds_rows(eqn))
+    return eqns if are_few_rows(num_replicas * num_ids, shape_of(operand)) else []
 
 
 def _is_wide(eqn: Equation) -> bool:
@@ -221,9 +221,9 @@ def _is_linear(eqn: Equation) -> bool:
     return name in _SCALING and len(arrays) == 1 and (name != "div" or eqn.invars[0] is arrays[0])
 
 
-def _ids_and_rows(made: Sequence[Equation]) -> list[Atom]:
+def _ids_and_rows(eqns: Sequence[Equation]) -> list[Atom]:
     """Returns the ids and rows of equations that `_made_of_rows` has returned."""
-    return [atom for eqn in made if adds_rows(eqn) for atom in eqn.invars[1:]]
+    return [atom for eqn in eqns if adds_rows(eqn) for atom in eqn.invars[1:]]
 
 
 def _with_sums_of_rows(
@@ -249,19 +249,19 @@ def _with_sums_of_rows(
                 elif eqn.primitive is lax.convert_element_type_p:
                     env[eqn.outvars[0]] = env[variables_of(eqn.invars)[0]]
                 else:
-                    own = [
+                    operands = [
                         jnp.asarray(x.val, dtype) if isinstance(x, Literal) else env[x]
                         for x in eqn.invars
                     ]
-                    (env[eqn.outvars[0]],) = evaluate_one(eqn, own)
+                    (env[eqn.outvars[0]],) = evaluate_one(eqn, operands)
             values.append(env[sums[i][-1].outvars[0]] if i in sums else next(left))
         return jax.core.eval_jaxpr(stages.update.jaxpr, stages.update.consts, *values)
 
     avals: list[Any] = []
     for i, v in enumerate(stages.update.jaxpr.invars):
-        made = sums.get(i - num_inputs)
-        for aval in map(aval_of, [v] if made is None else _ids_and_rows(made)):
-            rows = () if made is None else (num_replicas * aval.shape[0],)
+        eqns = sums.get(i - num_inputs)
+        for aval in map(aval_of, [v] if eqns is None else _ids_and_rows(eqns)):
+            rows = () if eqns is None else (num_replicas * aval.shape[0],)
             avals.append(jax.ShapeDtypeStruct((*rows, *aval.shape[len(rows) :]), aval.dtype))
     return jax.make_jaxpr(update)(*avals)
 
@@ -275,7 +275,7 @@ def _with_rows_added(eqn: Equation, zeros: Array, ids: Array, rows: Array) -> Ar
 def complete_in_parts(
     stages: Stages,
     values: Sequence[Array],
-    made: Sequence[Array],
+    outputs: Sequence[Array],
     taken: Sequence[Taken],
     in_parts: Sequence[P],
     out_parts: Sequence[P],
@@ -287,7 +287,7 @@ def complete_in_parts(
     Args:
         stages: What `without_scattered_sums` has returned.
         values: Inputs of the whole program.
-        made: Outputs of the first stage.
+        outputs: Outputs of the first stage.
         taken: What `without_scattered_sums` has returned, too.
         in_parts: The same for every input of the whole program; `P()` if it is whole.
         out_parts: The same for its outputs.
@@ -297,13 +297,13 @@ def complete_in_parts(
     num_results = len(stages.replica_outputs)
     cut_values = stages.replica.jaxpr.outvars[num_results:]
     whole = [
-        own.whole(value, shape_of(v), mesh)
-        for value, v, own in zip(made[num_results:], cut_values, taken, strict=True)
+        one.whole(value, shape_of(v), mesh)
+        for value, v, one in zip(outputs[num_results:], cut_values, taken, strict=True)
     ]
-    results = stages.complete(values, [*made[:num_results], *whole], rewrite)
+    results = stages.complete(values, [*outputs[:num_results], *whole], rewrite)
     update = stages.update.jaxpr
-    given = [in_parts[i] for i in stages.update_inputs]
-    is_in_parts = [shard_dim(spec) is not None for spec in [*given, *(own.spec for own in taken)]]
+    specs = [in_parts[i] for i in stages.update_inputs]
+    is_in_parts = [shard_dim(spec) is not None for spec in [*specs, *(one.spec for one in taken)]]
     divided = computed_from(update.eqns, itertools.compress(update.invars, is_in_parts))
     for i, output in zip(stages.update_outputs, update.outvars, strict=True):
         if not divided.isdisjoint(variables_of([output])):

@@ -234,9 +234,9 @@ class _Rewriting:
         elif any(isinstance(x, _LAZY) for x in operands):
             rules = [self._all_reduced] if eqn.effects else self._rules
             for rule in rules:
-                made = rule(eqn, operands)
-                if made is not None:
-                    return made
+                outputs = rule(eqn, operands)
+                if outputs is not None:
+                    return outputs
         results = evaluate_one(eqn, list(map(_dense, operands)))
         is_converted = (
             eqn.primitive is lax.convert_element_type_p and id(operands[0]) in self._numbers
@@ -289,15 +289,15 @@ class _Rewriting:
         results: list[_Value] = []
         left = []
         for i, x in enumerate(operands):
-            made: _Value | None = None
+            value: _Value | None = None
             if isinstance(x, _PATCHES):
-                made = self._gathered_patch(x)
+                value = self._gathered_patch(x)
             elif isinstance(x, _Vector):
-                made = self._gathered_vector(x)
-            if made is None:
+                value = self._gathered_vector(x)
+            if value is None:
                 left.append(i)
-                made = _dense(x)
-            results.append(made)
+                value = _dense(x)
+            results.append(value)
         if left:
             of_left = eqn.replace(
                 invars=[eqn.invars[i] for i in left], outvars=[eqn.outvars[i] for i in left]
@@ -318,11 +318,11 @@ class _Rewriting:
 
     def _gathered_vector(self, vector: _Vector) -> _Vector | None:
         """Returns the sum of a vector over the replicas; None if it has no patch."""
-        made = [self._gathered_part(part) for *_, part in vector.parts]
-        gathered = {i: part for i, part in enumerate(made) if part is not None}
+        gathered_parts = [self._gathered_part(part) for *_, part in vector.parts]
+        gathered = {i: part for i, part in enumerate(gathered_parts) if part is not None}
         if not gathered:
             return None
-        others = [i for i in range(len(made)) if i not in gathered]
+        others = [i for i in range(len(gathered_parts)) if i not in gathered]
         totals = all_reduce_of_vectors([_dense(vector.parts[i][2]) for i in others])
         sums: dict[int, _Value] = {**gathered, **dict(zip(others, totals, strict=True))}
         parts = [(start, end, sums[i]) for i, (start, end, _) in enumerate(vector.parts)]
@@ -356,10 +356,10 @@ class _Rewriting:
 
     def _row_ids_of(self, terms: Sequence[Term], num_rows: int) -> RowIds:
         """Returns the distinct rows of terms."""
-        own = list({id(term.ids): term for term in terms}.values())
-        key = tuple([id(term.ids) for term in own])
+        distinct_terms = list({id(term.ids): term for term in terms}.values())
+        key = tuple([id(term.ids) for term in distinct_terms])
         if key not in self._row_ids:
-            self._row_ids[key] = RowIds(own, num_rows)
+            self._row_ids[key] = RowIds(distinct_terms, num_rows)
         return self._row_ids[key]
 
     def _linear(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
@@ -378,15 +378,15 @@ class _Rewriting:
         elif _is_multiple(eqn, sums[0][0]):
             ((place, patch),) = sums
             for term in patch.terms:
-                own = [term.rows if i == place else _dense(x) for i, x in enumerate(operands)]
-                (rows,) = bind_rows(eqn, own, term.rows.shape[0])
+                arrays = [term.rows if i == place else _dense(x) for i, x in enumerate(operands)]
+                (rows,) = bind_rows(eqn, arrays, term.rows.shape[0])
                 terms.append(replace(term, rows=rows))
         else:
             return None
-        given = self._operands(eqn, operands)
-        base = self._base(eqn, given)
+        inputs = self._operands(eqn, operands)
+        base = self._base(eqn, inputs)
         is_sum_of_terms = isinstance(base, Zeros) and eqn.primitive.name in _SUMS
-        source = None if is_sum_of_terms else Computed(eqn, given)
+        source = None if is_sum_of_terms else Computed(eqn, inputs)
         return [Added(base, joined_terms(terms), source)]
 
     def _row_by_row(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
@@ -398,11 +398,11 @@ class _Rewriting:
         known = [x.ids for x in patches if isinstance(x, Replaced)]
         num_rows = shape_of(eqn.outvars[0])[0]
         ids = known[0] if known else self._row_ids_of(terms, num_rows)
-        if any(own is not ids for own in known) or not ids.have(terms):
+        if any(other is not ids for other in known) or not ids.have(terms):
             return None
-        given = self._operands(eqn, operands)
+        inputs = self._operands(eqn, operands)
         return [
-            Replaced(self._base(eqn, given, i), ids, Computed(eqn, given, i))
+            Replaced(self._base(eqn, inputs, i), ids, Computed(eqn, inputs, i))
             for i in range(len(eqn.outvars))
         ]
 
@@ -418,9 +418,9 @@ class _Rewriting:
             operands.append(Stored(array, is_input) if shape_of(atom) else array)
         return operands
 
-    def _base(self, eqn: Equation, given: Sequence[_Operand], index: int = 0) -> Base:
+    def _base(self, eqn: Equation, inputs: Sequence[_Operand], index: int = 0) -> Base:
         """Returns a result of an equation that works row by row, outside of the rows of patches."""
-        operands = [x.base if isinstance(x, _PATCHES) else x for x in given]
+        operands = [x.base if isinstance(x, _PATCHES) else x for x in inputs]
         if len(eqn.outvars) > 1:
             return Computed(eqn, operands, index)
         keys = [x.key if isinstance(x, WITH_ROWS) else id(x) for x in operands]

@@ -76,22 +76,22 @@ class Stages:
     def complete(
         self,
         values: Sequence[Array],
-        made: Sequence[Array],
+        outputs: Sequence[Array],
         rewrite: Callable[..., Callable[..., list[Array]]] = lambda run, jaxprs: run,
     ) -> dict[int, Array]:
         """Runs the update and returns the outputs of the whole program, by number.
 
         Args:
             values: Inputs of the whole program.
-            made: Outputs of the replica stage.
+            outputs: Outputs of the replica stage.
             rewrite: Called with a function and the jaxprs that it evaluates; returns what to run.
         """
         num_made = len(self.replica_outputs)
-        given = [*(values[i] for i in self.update_inputs), *made[num_made:]]
+        inputs = [*(values[i] for i in self.update_inputs), *outputs[num_made:]]
         run = functools.partial(jax.core.eval_jaxpr, self.update.jaxpr, self.update.consts)
-        rest = rewrite(run, [self.update.jaxpr])(*given)
+        rest = rewrite(run, [self.update.jaxpr])(*inputs)
         return {
-            **dict(zip(self.replica_outputs, made[:num_made], strict=True)),
+            **dict(zip(self.replica_outputs, outputs[:num_made], strict=True)),
             # `asarray`, because some constants of JAX are no arrays.
             **dict(zip(self.update_outputs, map(jnp.asarray, rest), strict=True)),
         }
@@ -175,8 +175,8 @@ def cut_around_mesh(closed: ClosedJaxpr, data_inputs: Sequence[bool]) -> Stages:
     """
     jaxpr = opened(closed)
     data = [*[False] * len(closed.consts), *data_inputs]
-    given = [v for v, is_data in zip(jaxpr.invars, data, strict=True) if is_data]
-    of_data = computed_from(jaxpr.eqns, given, lambda eqn: not _is_on_mesh(eqn))
+    data_vars = [v for v, is_data in zip(jaxpr.invars, data, strict=True) if is_data]
+    of_data = computed_from(jaxpr.eqns, data_vars, lambda eqn: not _is_on_mesh(eqn))
     return _divided(jaxpr, len(data), of_data, _is_on_mesh, (), {})
 
 
@@ -206,8 +206,8 @@ def _divided(
     of_replica = [eqn for eqn, early in zip(jaxpr.eqns, first, strict=True) if early]
     of_update = [eqn for eqn, early in zip(jaxpr.eqns, first, strict=True) if not early]
 
-    made = set(variables_made(of_replica))
-    there = made | varying
+    replica_vars = set(variables_made(of_replica))
+    there = replica_vars | varying
     replica_outputs = [
         i
         for i, output in enumerate(outputs)
@@ -215,16 +215,16 @@ def _divided(
     ]
     update_outputs = sorted(set(range(len(outputs))).difference(replica_outputs))
     taken = list(
-        dict.fromkeys(v for eqn in of_update for v in variables_of(eqn.invars) if v in made)
+        dict.fromkeys(v for eqn in of_update for v in variables_of(eqn.invars) if v in replica_vars)
     )
 
     def stage(
-        eqns: list[Equation], outvars: list[Atom], given: list[Var]
+        eqns: list[Equation], outvars: list[Atom], cut_vars: list[Var]
     ) -> tuple[ClosedJaxpr, list[int]]:
         used = {v for eqn in eqns for v in variables_of(eqn.invars)}.union(variables_of(outvars))
         positions = [i for i, v in enumerate(jaxpr.invars[:num_inputs]) if v in used]
         consts = {v: value for v, value in constants.items() if v in used}
-        invars = [*(jaxpr.invars[i] for i in positions), *given]
+        invars = [*(jaxpr.invars[i] for i in positions), *cut_vars]
         opened = jaxpr_of(invars, outvars, eqns, list(consts))
         return ClosedJaxpr(opened, list(consts.values())), positions
 
@@ -341,9 +341,9 @@ def _written_out(
         # the next call.
         known.update(zip((*inner.constvars, *inner.invars), (*consts, *operands), strict=True))
         for called in inner.eqns:
-            made = [Var(v.aval) for v in called.outvars]
-            eqns.append(called.replace(invars=list(map(renamed, called.invars)), outvars=made))
-            known.update(zip(called.outvars, made, strict=True))
+            outvars = [Var(v.aval) for v in called.outvars]
+            eqns.append(called.replace(invars=list(map(renamed, called.invars)), outvars=outvars))
+            known.update(zip(called.outvars, outvars, strict=True))
         known.update(zip(eqn.outvars, map(renamed, inner.outvars), strict=True))
     known_inputs = set(jaxpr.invars)
     inputs = [*jaxpr.invars, *(v for v in constants if v not in known_inputs)]

@@ -74,8 +74,8 @@ def dims_of(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:
         return [_constrained(eqn, dims[0])]
     if all(dim is None for dim in dims):
         return [None] * len(eqn.outvars)
-    made = _DIMS.get(name, _alike)(eqn, dims)
-    return made if isinstance(made, list) else [made] * len(eqn.outvars)
+    result_dims = _DIMS.get(name, _alike)(eqn, dims)
+    return result_dims if isinstance(result_dims, list) else [result_dims] * len(eqn.outvars)
 
 
 def dims_of_windows(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:
@@ -195,7 +195,7 @@ def _first(dims: Sequence[Dim]) -> tuple[int, int]:
 
 def _alike(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:
     """Returns the same dim for every result that has it."""
-    found: list[Dim] = []
+    result_dims: list[Dim] = []
     for v in eqn.outvars:
         fitting = [
             dim
@@ -204,8 +204,8 @@ def _alike(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:
             and len(shape_of(v)) == len(shape_of(atom))
             and (shape_of(v)[dim] > 1 or shape_of(atom)[dim] == 1)
         ]
-        found.append(fitting[0] if fitting else None)
-    return found
+        result_dims.append(fitting[0] if fitting else None)
+    return result_dims
 
 
 def _each(eqn: Equation, dims: Sequence[Dim]) -> list[Dim]:

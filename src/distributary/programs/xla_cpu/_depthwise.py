@@ -159,8 +159,8 @@ def _kernel_gradient(eqn: Equation) -> _Fast:
 
         places = jnp.arange(num_images // at_a_time * num_blocks)
         total, _ = lax.scan(add, jnp.zeros((math.prod(window), *rest), np.float32), places)
-        made = total.sum(1).reshape(*[result.shape[k] for k in out_spec[2:]], 1, -1)
-        return lax.transpose(made, np.argsort((*out_spec[2:], *out_spec[:2])))
+        kernel = total.sum(1).reshape(*[result.shape[k] for k in out_spec[2:]], 1, -1)
+        return lax.transpose(kernel, np.argsort((*out_spec[2:], *out_spec[:2])))
 
     return gradient
 

@@ -92,7 +92,7 @@ def _is_exchanged(eqn: Equation, num_replicas: int) -> bool:
     )
 
 
-def _exchanged_sum(own: Array, num_replicas: int) -> Array:
+def _exchanged_sum(value: Array, num_replicas: int) -> Array:
     """Returns the sum over all replicas.
 
     As many replicas as the largest power of two swap their values; the others send theirs to one of
@@ -100,7 +100,7 @@ def _exchanged_sum(own: Array, num_replicas: int) -> Array:
     """
     num_swapping = 1 << (num_replicas.bit_length() - 1)
     others = [(num_swapping + i, i) for i in range(num_replicas - num_swapping)]
-    total = _rounded(own)
+    total = _rounded(value)
     # A replica that receives nothing gets zeros.
     if others:
         total = total + lax.ppermute(total, REPLICA_AXIS, others)

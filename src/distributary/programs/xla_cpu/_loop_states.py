@@ -103,8 +103,8 @@ class Plans:
         return Plan([*consts, *carry, *xs], results, {id(jaxpr): (inputs, [*carry, *ys])})
 
     def _of_while(self, eqn: Equation, states: list[State]) -> Plan:
-        given = parts_of_while(eqn, states)
-        of_condition, of_body, carry = dims_in(given[0]), dims_in(given[1]), given[2]
+        parts = parts_of_while(eqn, states)
+        of_condition, of_body, carry = dims_in(parts[0]), dims_in(parts[1]), parts[2]
         condition, jaxpr = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         test = self.body(condition).jaxpr
         read = {v for one in test.eqns for v in variables_of(one.invars)} | {*test.outvars}
@@ -119,10 +119,10 @@ class Plans:
 
     def _of_cond(self, eqn: Equation, states: list[State]) -> Plan:
         operands, branches = dims_in(states), eqn.params["branches"]
-        made = [self._states(self.body(jaxpr), operands[1:])[1] for jaxpr in branches]
+        outputs = [self._states(self.body(jaxpr), operands[1:])[1] for jaxpr in branches]
         results = [
-            next((state for state in found if isinstance(state, int)), None)
-            for found in zip(*made, strict=True)
+            next((state for state in column if isinstance(state, int)), None)
+            for column in zip(*outputs, strict=True)
         ]
         bodies = {id(jaxpr): (operands[1:], results) for jaxpr in branches}
         return Plan(operands, results, bodies)
@@ -155,9 +155,9 @@ class Plans:
             inputs, outputs = self._states(body, [*before, *states, *after])
             new = [
                 state
-                if isinstance(state, int) or (is_part(used) and made == "partial")
-                else _dim(made)
-                for state, used, made in zip(
+                if isinstance(state, int) or (is_part(used) and output == "partial")
+                else _dim(output)
+                for state, used, output in zip(
                     states,
                     inputs[len(before) :][: len(states)],
                     outputs[: len(states)],
@@ -169,31 +169,31 @@ class Plans:
     def _states(self, body: Body, states: Sequence[State]) -> tuple[list[State], list[State]]:
         """Returns the states of the inputs and outputs; None for parts that the body adds up."""
         jaxpr = body.jaxpr
-        given = [*states, *([None] * len(body.constants))]
-        env: dict[Atom, State] = dict(zip(jaxpr.invars, given, strict=True))
+        input_states = [*states, *([None] * len(body.constants))]
+        env: dict[Atom, State] = dict(zip(jaxpr.invars, input_states, strict=True))
         sources: dict[Atom, list[Atom]] = {}
         for eqn in jaxpr.eqns:
-            found = [state_of(atom, env) for atom in eqn.invars]
-            if shares_of(eqn, found) is not None:
+            operands = [state_of(atom, env) for atom in eqn.invars]
+            if shares_of(eqn, operands) is not None:
                 # What a loop starts from is no sum until one is added to it.
-                is_sum = "partial" in found or "assumed" not in found
+                is_sum = "partial" in operands or "assumed" not in operands
                 env[eqn.outvars[0]] = "partial" if is_sum else "assumed"
                 sources[eqn.outvars[0]] = [*variables_of(eqn.invars)]
                 continue
-            needed: Sequence[State] = dims_in(found)
-            made: Sequence[State] = []
+            needed: Sequence[State] = dims_in(operands)
+            results: Sequence[State] = []
             if eqn.primitive.name in CONTROL_FLOW:
-                plan = self.plan(eqn, found)
-                needed, made = plan.operands, plan.results
+                plan = self.plan(eqn, operands)
+                needed, results = plan.operands, plan.results
             else:
-                made = dims_of(eqn, dims_in(found))
+                results = dims_of(eqn, dims_in(operands))
             read = [v for v, need in zip(eqn.invars, needed, strict=True) if not is_part(need)]
             while read:
                 atom = read.pop()
                 if is_part(state_of(atom, env)):
                     env[atom] = None
                     read.extend(sources.get(atom, ()))
-            env.update(zip(eqn.outvars, made, strict=True))
+            env.update(zip(eqn.outvars, results, strict=True))
         outputs = [state_of(atom, env) for atom in jaxpr.outvars]
         return [env[v] for v in jaxpr.invars[: len(states)]], outputs
 

@@ -154,10 +154,10 @@ class _Evaluation:
         env: dict[Atom, _Value] = {}
         # The dims of the rows, unless the value is a part.
         dims: dict[Atom, State] = {}
-        given = zip(
+        pairs = zip(
             [*inputs, *body.constants], [*states, *[None] * len(body.constants)], strict=True
         )
-        for v, (value, state) in zip(jaxpr.invars, given, strict=True):
+        for v, (value, state) in zip(jaxpr.invars, pairs, strict=True):
             env[v] = self._part(value, v) if is_part(state) else value
             dims[v] = None if is_part(state) else state
         are_parts = list(map(is_part, results))
@@ -175,14 +175,14 @@ class _Evaluation:
         stacks = self._add_up(
             whole, [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if part], env
         )
-        made = []
+        outs = []
         for out, part in zip(jaxpr.outvars, are_parts, strict=True):
             if not isinstance(out, Literal) and out in stacks:
-                made.append(stacks[out])
+                outs.append(stacks[out])
             else:
                 value = _value(out, env)
-                made.append(self._stack(value) if part else value)
-        return made
+                outs.append(self._stack(value) if part else value)
+        return outs
 
     def _round(
         self,
@@ -222,8 +222,8 @@ class _Evaluation:
             env.update(zip(eqn.outvars, values or evaluate_one(eqn, operands), strict=True))
             dims.update(zip(eqn.outvars, results, strict=True))
         else:
-            made = self._controlled(eqn, operands, plan, env)
-            env.update(zip(eqn.outvars, made, strict=True))
+            outputs = self._controlled(eqn, operands, plan, env)
+            env.update(zip(eqn.outvars, outputs, strict=True))
             for v, state in zip(eqn.outvars, plan.results, strict=True):
                 dims[v] = None if is_part(state) else state
         return True
@@ -234,16 +234,16 @@ class _Evaluation:
         self, whole: Iterable[Atom], kept: Iterable[Atom], env: dict[Atom, _Value]
     ) -> dict[Atom, Array]:
         """Adds up the parts among some values; computes those of others, and returns the stacks."""
-        found: dict[Atom, _Part] = {}
+        targets: dict[Atom, _Part] = {}
         sums = variables_of(whole)
         for v in (*sums, *variables_of(kept)):
             value = env.get(v)
             if isinstance(value, _Part):
-                found[v] = value
-        if not found:
+                targets[v] = value
+        if not targets:
             return {}
-        is_sum = [v in set(sums) for v in found]
-        parts = _needed(found.values())
+        is_sum = [v in set(sums) for v in targets]
+        parts = _needed(targets.values())
         leaves: dict[tuple[int, Share], tuple[Array, Share]] = {}
         for part in parts:
             for operand, share in zip(part.operands, part.shares, strict=True):
@@ -251,28 +251,28 @@ class _Evaluation:
                     leaves[id(operand), share] = operand, share
 
         def local(*arrays: Array) -> list[Array]:
-            given = dict(zip(leaves, arrays, strict=True))
-            made: dict[int, Array] = {}
+            inputs = dict(zip(leaves, arrays, strict=True))
+            results: dict[int, Array] = {}
             for part in parts:
                 operands: list[Any] = [
-                    made[x.number] if isinstance(x, _Part) else given.get((id(x), share), x)
+                    results[x.number] if isinstance(x, _Part) else inputs.get((id(x), share), x)
                     for x, share in zip(part.operands, part.shares, strict=True)
                 ]
-                made[part.number] = _part_of(part, operands)
-            own = [made[part.number] for part in found.values()]
+                results[part.number] = _part_of(part, operands)
+            outputs = [results[part.number] for part in targets.values()]
             one_process = isinstance(self._mesh, AbstractMesh) or not self._mesh.is_multi_process
             together = _all_reduced if one_process else all_reduce_of_vectors
-            totals = iter(together(list(itertools.compress(own, is_sum))))
+            totals = iter(together(list(itertools.compress(outputs, is_sum))))
             return [
                 next(totals).astype(aval_of(v).dtype) if summed else _in_stack(x)
-                for v, x, summed in zip(found, own, is_sum, strict=True)
+                for v, x, summed in zip(targets, outputs, is_sum, strict=True)
             ]
 
         specs = [P() if summed else P(REPLICA_AXIS) for summed in is_sum]
         exchanged = with_exchanged_sums(local, self._mesh)
         values = self._on_devices(exchanged, list(leaves.values()), specs)
         stacks: dict[Atom, Array] = {}
-        for atom, value, summed in zip(found, values, is_sum, strict=True):
+        for atom, value, summed in zip(targets, values, is_sum, strict=True):
             if not summed:
                 stacks[atom] = value
             env[atom] = value if summed else self._part(value, atom)
@@ -300,8 +300,8 @@ class _Evaluation:
         if dim is None or not dims:
             return None
         shapes = [
-            [-(-n // self._mesh.size) if i == own else n for i, n in enumerate(shape_of(atom))]
-            for atom, own in zip(eqn.invars, dims, strict=True)
+            [-(-n // self._mesh.size) if i == row_dim else n for i, n in enumerate(shape_of(atom))]
+            for atom, row_dim in zip(eqn.invars, dims, strict=True)
         ]
         avals = [aval_of(v).update(shape=tuple(n)) for v, n in zip(eqn.invars, shapes, strict=True)]
         function = functools.partial(_bound, eqn)
@@ -309,8 +309,8 @@ class _Evaluation:
         if rewritten_for_cpus(closed) is closed:
             return None
         spec = P(*[None] * dim, REPLICA_AXIS)
-        made = self._on_devices(function, list(zip(operands, dims, strict=True)), spec)
-        return [lax.slice_in_dim(made, 0, shape_of(eqn.outvars[0])[dim], axis=dim)]
+        result = self._on_devices(function, list(zip(operands, dims, strict=True)), spec)
+        return [lax.slice_in_dim(result, 0, shape_of(eqn.outvars[0])[dim], axis=dim)]
 
     def _on_devices(
         self,
@@ -360,12 +360,12 @@ class _Evaluation:
             body = self._plans.body(jaxprs[0])
             return [self.outputs(body, inputs[0], states, results)], further
 
-        (made,), _ = evaluate_control_flow([eqn], [arrays], None, evaluate)
+        (outputs,), _ = evaluate_control_flow([eqn], [arrays], None, evaluate)
         is_scan = eqn.primitive.name == "scan"
-        num_carried = len(parts_of_scan(eqn, arrays)[1]) if is_scan else len(made)
+        num_carried = len(parts_of_scan(eqn, arrays)[1]) if is_scan else len(outputs)
         return [
             self._part(x, v, int(i >= num_carried)) if is_part(state) else x
-            for i, (x, v, state) in enumerate(zip(made, eqn.outvars, plan.results, strict=True))
+            for i, (x, v, state) in enumerate(zip(outputs, eqn.outvars, plan.results, strict=True))
         ]
 
 
@@ -391,14 +391,14 @@ def _is_pending(atom: Atom, env: Mapping[Atom, _Value]) -> bool:
 
 def _needed(parts: Iterable[Any]) -> list[_Part]:
     """Returns parts and all that they are computed from, in order."""
-    found: dict[int, _Part] = {}
+    by_number: dict[int, _Part] = {}
     left = list(parts)
     while left:
         part = left.pop()
-        if part.number not in found:
-            found[part.number] = part
+        if part.number not in by_number:
+            by_number[part.number] = part
             left.extend([operand for operand in part.operands if isinstance(operand, _Part)])
-    return [found[number] for number in sorted(found)]
+    return [by_number[number] for number in sorted(by_number)]
 
 
 def _part_of(part: _Part, operands: Sequence[Array]) -> Array:
@@ -432,8 +432,8 @@ def _wide(x: Array) -> Array:
 def _bound(eqn: Equation, *operands: Array, **changed: Any) -> Array:
     """Returns the result of an equation, with some parameters changed, on one device."""
     params = {name: None if "sharding" in name else x for name, x in eqn.params.items()}
-    made: Array = eqn.primitive.bind(*operands, **{**params, **changed})
-    return made
+    result: Array = eqn.primitive.bind(*operands, **{**params, **changed})
+    return result
 
 
 def _all_reduced(arrays: list[Array]) -> list[Array]:

@@ -94,12 +94,12 @@ def _rewritten(jaxpr: AnyJaxpr, known: _Known, is_divided: bool = False) -> Any:
     """
     if id(jaxpr) not in known:
         inner, consts = open_jaxpr(jaxpr)
-        made: Any = _of_open_jaxpr(inner, known, is_divided)
-        if made is inner:
-            made = jaxpr
+        result: Any = _of_open_jaxpr(inner, known, is_divided)
+        if result is inner:
+            result = jaxpr
         elif isinstance(jaxpr, ClosedJaxpr):
-            made = ClosedJaxpr(made, consts)
-        known[id(jaxpr)] = made
+            result = ClosedJaxpr(result, consts)
+        known[id(jaxpr)] = result
     return known[id(jaxpr)]
 
 

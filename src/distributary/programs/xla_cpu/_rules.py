@@ -126,14 +126,14 @@ def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
 
     def product(x: Array, y: Array) -> Array:
         rows = lax.optimization_barrier(lax.transpose(y, (*rest, *of_second)))
-        made = lax.dot_general(
+        gradient = lax.dot_general(
             rows,
             x,
             ((tuple(range(len(rest), y.ndim)), of_first), ((), ())),
             precision=precision[::-1] if isinstance(precision, tuple) else precision,
             preferred_element_type=params["preferred_element_type"],
         )
-        return lax.transpose(made, (*range(len(rest), made.ndim), *range(len(rest))))
+        return lax.transpose(gradient, (*range(len(rest), gradient.ndim), *range(len(rest))))
 
     return product
 
@@ -185,8 +185,8 @@ def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
             y.reshape(num_images // at_a_time, -1, num_filters),
         )
         total, _ = lax.scan(add, jnp.zeros((num_columns, num_filters), np.float32), chunks)
-        made = total.reshape(*window, num_channels, num_filters)
-        return lax.transpose(made, np.argsort((*numbers.out_spec[2:], *numbers.out_spec[:2])))
+        kernel = total.reshape(*window, num_channels, num_filters)
+        return lax.transpose(kernel, np.argsort((*numbers.out_spec[2:], *numbers.out_spec[:2])))
 
     return gradient
 
@@ -231,8 +231,8 @@ def _convolution_without_padding(eqn: Equation) -> _Fast | None:
     padding = ((0, params["window_strides"][0]), (0, 0))
 
     def convolution(x: Array, kernel: Array) -> Array:
-        made: Array = eqn.primitive.bind(x, kernel, **{**params, "padding": padding})
-        return lax.slice_in_dim(made, 0, result.shape[1], axis=1)
+        output: Array = eqn.primitive.bind(x, kernel, **{**params, "padding": padding})
+        return lax.slice_in_dim(output, 0, result.shape[1], axis=1)
 
     return convolution
 
