@@ -179,8 +179,8 @@ def known_through(
             goes_on = evaluate(params["cond_jaxpr"], [*of_condition, *carry])
             decides(eqn, goes_on[0])
         after = [
-            own if is_same else join([own, out, *goes_on])
-            for own, out, is_same in zip(carry, outs, stays, strict=False)
+            value if is_same else join([value, out, *goes_on])
+            for value, out, is_same in zip(carry, outs, stays, strict=False)
         ]
         if after == carry:
             return [*carry, *outs[len(carry) :]]

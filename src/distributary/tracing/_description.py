@@ -108,8 +108,8 @@ class _Description:
             yield from self._constants(equation.invars, new, where)
             operands = " ".join(map(self._atom, equation.invars))
             results = ", ".join(map(_aval, equation.outvars))
-            made = " ".join(map(self._name, equation.outvars))
-            text = f"{made} = {equation.primitive.name} {operands} {params} : {results}"
+            names = " ".join(map(self._name, equation.outvars))
+            text = f"{names} = {equation.primitive.name} {operands} {params} : {results}"
             yield _ADDRESS.sub("", text), where
             for one in inner:
                 yield f"inputs {' '.join(map(self._name, open_jaxpr(one)[0].invars))}", where

@@ -184,7 +184,7 @@ class _Analysis:
             groups = eqn.params.get("axis_index_groups")
             return [self._over_groups(self._all(operands), groups)] * num_outs
         through = known_through(
-            eqn, operands, lambda jaxpr, own: self.jaxpr(jaxpr, own)[0], self._all, self._decides
+            eqn, operands, lambda jaxpr, args: self.jaxpr(jaxpr, args)[0], self._all, self._decides
         )
         if through is not None:
             return through

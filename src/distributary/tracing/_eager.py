@@ -116,10 +116,10 @@ class EagerRecord:
         groups += [self._reads.get(id(variable), (None, []))[1] for variable in variables]
         sources = {id(read.array): read.array for group in groups for read in group}
         gradients = self._of_arrays([*sources.values()], targets, seeds)
-        found = dict(zip(sources, gradients, strict=True))
+        gradient_of = dict(zip(sources, gradients, strict=True))
         results = []
         for group in groups:
-            parts = [(found[id(read.array)], read) for read in group]
+            parts = [(gradient_of[id(read.array)], read) for read in group]
             results.append(_joined([(part, read) for part, read in parts if part is not None]))
         return results
 
@@ -184,10 +184,10 @@ class _Program:
                 places[id(value)] = -len(self.constants)
             return places[id(value)]
 
-        made = {id(output) for operation in path for output in operation.outputs}
-        self.sources = [jnp.zeros_like(s) if id(s) in made else s for s in sources]
-        added = {id(source): i for i, source in enumerate(sources) if id(source) in made}
-        places.update((id(s), i) for i, s in enumerate(sources) if id(s) not in made)
+        output_ids = {id(output) for operation in path for output in operation.outputs}
+        self.sources = [jnp.zeros_like(s) if id(s) in output_ids else s for s in sources]
+        added = {id(source): i for i, source in enumerate(sources) if id(source) in output_ids}
+        places.update((id(s), i) for i, s in enumerate(sources) if id(s) not in output_ids)
         self._steps: list[tuple[Callable[..., Any], list[int], list[tuple[int, int | None]]]] = []
         count = len(sources)
         for operation in path:
@@ -206,12 +206,12 @@ class _Program:
 
     def again(self, *sources: Any, constants: Sequence[Any] | None = None) -> list[Any]:
         """Returns the targets."""
-        own = self.constants if constants is None else constants
+        arrays = self.constants if constants is None else constants
         values: dict[int, Any] = dict(enumerate(sources))
-        values.update((-i, constant) for i, constant in enumerate(own, start=1))
+        values.update((-i, constant) for i, constant in enumerate(arrays, start=1))
         for call, operands, results in self._steps:
-            made = call(*[values[place] for place in operands])
-            for (number, added), value in zip(results, made, strict=True):
+            outputs = call(*[values[place] for place in operands])
+            for (number, added), value in zip(results, outputs, strict=True):
                 values[number] = value if added is None else value + values[added]
         return [values[end] for end in self._ends]
 

@@ -115,7 +115,7 @@ class _Event:
         origin: The place of the iterator or dataset.
         of: The iterator or dataset.
         outcome: The facts about the event that the course of the function can depend on.
-        given: The element, or the iterator over the pass.
+        item: The element, or the iterator over the pass.
         values: Arrays of the element.
         tree: Structure of the element.
         handles: Handles that stand for the arrays in the trace.
@@ -124,7 +124,7 @@ class _Event:
     origin: Origin
     of: Any
     outcome: Any
-    given: Any = None
+    item: Any = None
     values: Sequence[Array | np.ndarray] = ()
     tree: Any = None
     handles: list[Handle] = field(default_factory=list)
@@ -163,7 +163,7 @@ class Feeds:
             case "captured":
                 of = origin.captured()
             case "pass":
-                of = self._events[origin.number].given
+                of = self._events[origin.number].item
         if of is None:
             raise ReferenceError
         event = _begun(origin, of) if origin.begins_pass is not None else _taken(origin, of)
@@ -192,7 +192,7 @@ class Feeds:
             if event.origin.begins_pass is not None:
                 event.of.take_back_pass()
             elif event.outcome is not END:
-                event.of.put_back(event.given)
+                event.of.put_back(event.item)
 
     # In a trace
 
@@ -210,7 +210,7 @@ class Feeds:
         return jax.tree.unflatten(event.tree, [scope.read(handle) for handle in event.handles])
 
     def begin(self, dataset: Iterated, is_plain: bool) -> Any:
-        return self._next(dataset, is_plain).given
+        return self._next(dataset, is_plain).item
 
     def leave(self, error: Exception) -> None:
         scope = current_scope()
@@ -245,7 +245,7 @@ class Feeds:
             if leaf is of:
                 return Origin("argument", number, begins_pass=begins_pass)
         for number, event in enumerate(self._events):
-            if event.given is of:
+            if event.item is of:
                 return Origin("pass", number)
         # The code that made an iterator keeps it. A dataset may be made by the function itself.
         captured = weakref.ref(of) if begins_pass is None else lambda: of

@@ -255,7 +255,7 @@ class _Interpreter:
         start, stop = tape_region(eqns, gradient_index)
         region = eqns[start + 1 : stop]
         pullback = self._differentiate(eqns[gradient_index], region, env, state)
-        env.update(zip(variables_made(region), pullback.made, strict=True))
+        env.update(zip(variables_made(region), pullback.results, strict=True))
         state.update(pullback.changed)
         self.snapshots.update(pullback.snapshots)
         self.pullbacks[tape] = pullback
@@ -281,8 +281,8 @@ class _Interpreter:
         self, eqn: Equation, region: Sequence[Equation], env: Env, state: State
     ) -> "_Pullback":
         """Evaluates `region` as a function of the sources of the gradient `eqn`."""
-        made = variables_made(region)
-        known = {*env, *made}
+        outvars = variables_made(region)
+        known = {*env, *outvars}
         # Targets computed after the tape are constants, and may have no value yet.
         targets = {
             i: target
@@ -320,7 +320,7 @@ class _Interpreter:
             )
             recorder.equations(region, inner_env, inner_state)
             aux = (
-                [inner_env[var] for var in made],
+                [inner_env[var] for var in outvars],
                 OrderedDict((h, v) for h, v in inner_state.items() if v is not before[h]),
                 {
                     tape: OrderedDict(values)
@@ -364,7 +364,7 @@ class _Sources:
 
     @classmethod
     def of(cls, eqn: Equation, region: Sequence[Equation]) -> "_Sources":
-        found = cls()
+        result = cls()
         params = eqn.params
         inside = set(variables_made(region))
         sources = [*eqn.invars[2 * params["num_targets"] :], *params["handles"]]
@@ -375,13 +375,13 @@ class _Sources:
                 name = "dense" if kind == "dense" else "sparse"
             else:
                 name = "inner" if source in inside else "outer"
-            group: list[Any] = getattr(found, name)
+            group: list[Any] = getattr(result, name)
             member = (source, kind[1]) if name == "sparse" else source
             if member not in group:
                 group.append(member)
-            found.order.append((name, group.index(member)))
-        found.assigned = [handle for handle in handles_written(region) if handle in found.dense]
-        return found
+            result.order.append((name, group.index(member)))
+        result.assigned = [handle for handle in handles_written(region) if handle in result.dense]
+        return result
 
 
 @final
@@ -393,7 +393,7 @@ class _Pullback:
     targets: list[int]  # numbers of the targets that `pull` takes a seed for
     sources: _Sources
     pull: Callable[[list[Array]], Any]
-    made: list[Array]  # by the recorded equations
+    results: list[Array]  # by the recorded equations
     changed: Written
     snapshots: dict[int, Written]
     ids: list[Array]

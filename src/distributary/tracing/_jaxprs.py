@@ -119,9 +119,9 @@ def with_jaxprs(eqn: Equation, change: Callable[[AnyJaxpr], AnyJaxpr]) -> dict[s
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             return change(value)
         if type(value) in (tuple, list):  # the branches of a `cond`
-            made = list(map(changed, value))
-            if any(new is not old for new, old in zip(made, value, strict=True)):
-                return type(value)(made)
+            values = list(map(changed, value))
+            if any(new is not old for new, old in zip(values, value, strict=True)):
+                return type(value)(values)
         return value
 
     return {name: changed(value) for name, value in eqn.params.items()}
@@ -218,8 +218,8 @@ def computed_from(
 def evaluate_all(eqns: Sequence[Equation], env: dict[Var, Array]) -> None:
     """Adds every result of `eqns` to `env`, which has the values of their inputs."""
     outs = variables_made(eqns)
-    made = set(outs)
-    used = dict.fromkeys(v for eqn in eqns for v in variables_of(eqn.invars) if v not in made)
+    results = set(outs)
+    used = dict.fromkeys(v for eqn in eqns for v in variables_of(eqn.invars) if v not in results)
     values = jax.core.eval_jaxpr(jaxpr_of(list(used), outs, eqns), (), *(env[v] for v in used))
     env.update(zip(outs, values, strict=True))
 
@@ -303,13 +303,13 @@ def with_bodies(
     def changed(body: Any) -> ClosedJaxpr:  # closed, as in all loops and branches
         if not concerns(body.jaxpr):
             return body
-        made: ClosedJaxpr = jax.make_jaxpr(lambda *args: run(body, args))(*body.in_avals)
+        new_body: ClosedJaxpr = jax.make_jaxpr(lambda *args: run(body, args))(*body.in_avals)
         # A loop would refuse a carry that is weakly typed only before or after it.
         kinds = [
             [(aval.shape, aval.dtype, aval.weak_type) for aval in jaxpr.out_avals]
-            for jaxpr in (made, body)
+            for jaxpr in (new_body, body)
         ]
-        return made if kinds[0] == kinds[1] else body
+        return new_body if kinds[0] == kinds[1] else body
 
     return eqn.replace(params=with_jaxprs(eqn, changed))
 

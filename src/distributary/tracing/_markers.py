@@ -251,13 +251,13 @@ batching.primitive_batchers[grad_p] = _refuse_gradient
 
 def handles_read(eqns: Iterable[Equation]) -> list[Handle]:
     """Returns the handles whose state the equations need, in order of first use."""
-    found: dict[Handle, None] = {}
+    handles: dict[Handle, None] = {}
     for eqn in walk(eqns):
         if eqn.primitive in (read_p, sparse_read_p, write_p):
-            found.setdefault(eqn.params["handle"])
+            handles.setdefault(eqn.params["handle"])
         elif eqn.primitive is grad_p:
-            found.update(dict.fromkeys(eqn.params["handles"]))
-    return list(found)
+            handles.update(dict.fromkeys(eqn.params["handles"]))
+    return list(handles)
 
 
 def handles_written(eqns: Iterable[Equation]) -> list[Handle]:

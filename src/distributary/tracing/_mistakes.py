@@ -148,12 +148,12 @@ class _Mistake:
         is_one = isinstance(error, self.error)
         if not is_one or (self.cause is not None and not isinstance(error.__cause__, self.cause)):
             return None
-        found = re.search(self.pattern, str(error))
-        if found is None:
+        match = re.search(self.pattern, str(error))
+        if match is None:
             return None
         step, where = _place(error, subject)
         what, remedy = (
-            text.format("", *found.groups(), after=_AFTER[kind], where=where)
+            text.format("", *match.groups(), after=_AFTER[kind], where=where)
             for text in (self.what, self.remedy)
         )
         if self.raised is not TracedValueError:
@@ -356,9 +356,9 @@ def explained(
             error.add_note(f"In {name}, at {where}.")
     before: BaseException | None = error
     while before is not None and not isinstance(before, DistributaryError):
-        made = _explained(before, subject, kind, tracers)
-        if made is not None:
-            return made
+        explanation = _explained(before, subject, kind, tracers)
+        if explanation is not None:
+            return explanation
         before = before.__cause__ or before.__context__
     # Keras replaces an error of ours by one of its own, with several lines about arguments.
     return before if isinstance(before, TracedValueError) else error
@@ -399,19 +399,19 @@ def _explained(
         misfit = subject.misfit(tracers)
         if misfit is not None:
             return InvalidTypeError(misfit).with_traceback(error.__traceback__)
-    found = (mistake.explained(error, subject, kind) for mistake in _MISTAKES)
-    made = next(filter(None, found), None)
-    return None if made is None else made.with_traceback(error.__traceback__)
+    candidates = (mistake.explained(error, subject, kind) for mistake in _MISTAKES)
+    explanation = next(filter(None, candidates), None)
+    return None if explanation is None else explanation.with_traceback(error.__traceback__)
 
 
 def _value_of(error: BaseException, subject: Subject | None) -> str:
     """Returns what a value depends on, as JAX says it, as a part of a sentence."""
-    found = re.search(r"depends on the values? of the arguments? (.+)\.", str(error))
-    if found is None or subject is None:  # JAX then names arguments of Keras' own functions
+    match = re.search(r"depends on the values? of the arguments? (.+)\.", str(error))
+    if match is None or subject is None:  # JAX then names arguments of Keras' own functions
         return "the value of an array"
     if subject.name is not None:
         return "a value computed from the batch"
-    names = re.sub("(, and | and |, )", r"`\1`", found[1])
+    names = re.sub("(, and | and |, )", r"`\1`", match[1])
     return f"a value computed from `{names}`"
 
 
@@ -427,8 +427,8 @@ def _place(error: BaseException, subject: Subject | None) -> tuple[str, str]:
     if not frames:
         return str(subject or "the step"), _UNKNOWN
     in_libraries = lambda file: any(part in file for part in _LIBRARIES)
-    own = [(f, n) for f, n in frames if not in_libraries(f.f_code.co_filename)]
-    frame, lineno = (own or frames)[-1]
+    user_frames = [(f, n) for f, n in frames if not in_libraries(f.f_code.co_filename)]
+    frame, lineno = (user_frames or frames)[-1]
     name = str(subject or frame.f_code.co_qualname.rpartition("<locals>.")[2])
     return name, f"{os.path.basename(frame.f_code.co_filename)}:{lineno}"
 

@@ -27,19 +27,19 @@ def narrowed(array: np.ndarray, what: str) -> np.ndarray:
     """
     if array.dtype.isnative and array.dtype.itemsize <= 4:
         return np.array(array)
-    given = array.dtype.newbyteorder("=")
-    dtype = jax.dtypes.canonicalize_dtype(given)
+    old_dtype = array.dtype.newbyteorder("=")
+    dtype = jax.dtypes.canonicalize_dtype(old_dtype)
     with np.errstate(over="ignore"):
         held = np.array(array, dtype)
-    if dtype == given or given.name in _told:
+    if dtype == old_dtype or old_dtype.name in _told:
         return held
-    wrong = held != array if given.kind in "iu" else np.isinf(held) & ~np.isinf(array)
+    wrong = held != array if old_dtype.kind in "iu" else np.isinf(held) & ~np.isinf(array)
     if wrong.any():
-        _told.add(given.name)
+        _told.add(old_dtype.name)
         place = tuple(int(index[0]) for index in np.nonzero(np.atleast_1d(wrong)))
         warnings.warn(
             f"{what}: the value {np.atleast_1d(array)[place]} at {[*place]} of an array of dtype"
-            f" {given} becomes {np.atleast_1d(held)[place]}, because JAX holds {dtype}. Choose"
+            f" {old_dtype} becomes {np.atleast_1d(held)[place]}, because JAX holds {dtype}. Choose"
             " smaller values, or call jax.config.update('jax_enable_x64', True) first.",
             DistributaryWarning,
             stacklevel=user_stacklevel(),

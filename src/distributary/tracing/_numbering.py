@@ -160,7 +160,7 @@ class Numbering:
         outs = self._jaxpr(body, [*consts, *carried, *row])
         needed = _carry_needed(body, len(consts), len(carry))
         for _ in carry:  # in the round before, then in all rounds
-            needed = [own.union(*[needed[k] for k in own]) for own in needed]
+            needed = [parts.union(*[needed[k] for k in parts]) for parts in needed]
 
         def over_rounds(value: int, needs: Iterable[int]) -> int:
             return self._number((value, *[(k, carry[k], outs[k]) for k in sorted(needs)]))
@@ -177,7 +177,7 @@ class Numbering:
             over_rounds(out, needs | {k} if k < len(carry) else needs)
             for k, (out, needs) in enumerate(zip(outs, needed, strict=True))
         ]
-        return [self._number((loop, decision, k, made)) for k, made in enumerate(results)]
+        return [self._number((loop, decision, k, result)) for k, result in enumerate(results)]
 
 
 def _carry_needed(jaxpr: AnyJaxpr, num_consts: int, num_carry: int) -> list[frozenset[int]]:
@@ -195,8 +195,8 @@ def _carry_needed(jaxpr: AnyJaxpr, num_consts: int, num_carry: int) -> list[froz
         through = known_through(eqn, operands, evaluate, join)
         if through is not None:
             return through
-        made = nothing if is_collective(eqn) else join(operands)
-        return [made] * len(eqn.outvars)
+        needs = nothing if is_collective(eqn) else join(operands)
+        return [needs] * len(eqn.outvars)
 
     num_rows = len(open_jaxpr(jaxpr)[0].invars) - num_consts - num_carry
     carry = [frozenset([k]) for k in range(num_carry)]

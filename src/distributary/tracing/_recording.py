@@ -133,9 +133,9 @@ def trace(
             for eqn in walk(eqns)
             if eqn.primitive is grad_p
         }
-        found = gradient_kinds(eqns)
+        decisions = gradient_kinds(eqns)
         if uneven is not None:
-            found = uneven.with_gradients(found, scope.tapes)
+            decisions = uneven.with_gradients(decisions, scope.tapes)
         reads = reads_of_tapes(eqns) if scope.asked else {}
         # A tape that was asked what it watches knew it, unless JAX had kept the code that reads it.
         knew_reads = all(
@@ -144,14 +144,14 @@ def trace(
             for handle in reads.get(record.number, ())
         )
         names_outside.check(str(subject), scope.numbers)
-        if found == used and knew_reads and not (scope.created and known.may_create):
+        if decisions == used and knew_reads and not (scope.created and known.may_create):
             if outer is not None:
                 outer.checks += scope.checks
             return without_meshes(closed), scope
         order = scope.tapes
-        all_known = all(tape in order for tape, _ in found)
+        all_known = all(tape in order for tape, _ in decisions)
         known = Known(
-            {(order[t], c): kinds for (t, c), kinds in found.items()} if all_known else {},
+            {(order[t], c): kinds for (t, c), kinds in decisions.items()} if all_known else {},
             {order[t]: handles for t, handles in reads.items() if t in order},
             known.may_create and not scope.created,
         )

@@ -43,7 +43,7 @@ def reversible_while_loop(
         after = jax.tree.leaves(turn(jax.tree.unflatten(tree, leaves)))
         return [jnp.asarray(new, old.dtype) for new, old in zip(after, leaves, strict=True)]
 
-    condition = lambda own: is_going_on(jax.tree.unflatten(tree, own))
+    condition = lambda xs: is_going_on(jax.tree.unflatten(tree, xs))
     # All arrays around become arguments: `jax.closure_convert` leaves whole numbers where they are.
     goes_on, read = _closed(condition, first)
     next_, around = _closed(next_leaves, first)
@@ -66,31 +66,29 @@ def reversible_while_loop(
     @jax.custom_vjp
     def loop(first: list[Any], used: Any, fixed: Any, read: Any) -> list[Any]:
         around = all_around(used, fixed)
-        return lax.while_loop(
-            lambda own: goes_on(own, read)[0], lambda own: next_(own, around), first
-        )
+        return lax.while_loop(lambda xs: goes_on(xs, read)[0], lambda xs: next_(xs, around), first)
 
     def forward(first: list[Any], used: Any, fixed: Any, read: Any) -> Any:
         around = all_around(used, fixed)
 
         def keeping(state: Any) -> Any:
-            own, number, distance, kept = state
+            xs, number, distance, kept = state
             is_full = number == _NUM_KEPT * distance
             halved = lambda kept: [jnp.concatenate([rows[::2]] * 2) for rows in kept]
             kept = lax.cond(is_full, halved, list, kept)
             distance = jnp.where(is_full, 2 * distance, distance)
             keep = lambda kept: [
-                rows.at[number // distance].set(leaf) for rows, leaf in zip(kept, own, strict=True)
+                rows.at[number // distance].set(leaf) for rows, leaf in zip(kept, xs, strict=True)
             ]
             kept = lax.cond(number % distance == 0, keep, list, kept)
-            return next_(own, around), number + 1, distance, kept
+            return next_(xs, around), number + 1, distance, kept
 
         memory = [jnp.zeros((_NUM_KEPT, *leaf.shape), leaf.dtype) for leaf in first]
         begin = first, jnp.int32(0), jnp.int32(1), memory
-        own, number, distance, kept = lax.while_loop(
+        xs, number, distance, kept = lax.while_loop(
             lambda state: goes_on(state[0], read)[0], keeping, begin
         )
-        return own, (number, distance, kept, used, fixed)
+        return xs, (number, distance, kept, used, fixed)
 
     def backward(residuals: Any, cotangents: list[Any]) -> Any:
         number, distance, kept, used, fixed = residuals
@@ -98,8 +96,8 @@ def reversible_while_loop(
 
         def before(turns: Any) -> list[Any]:
             at = turns // distance
-            own = [rows[at] for rows in kept]
-            return lax.fori_loop(at * distance, turns, lambda _, own: next_(own, around), own)
+            snapshot = [rows[at] for rows in kept]
+            return lax.fori_loop(at * distance, turns, lambda _, xs: next_(xs, around), snapshot)
 
         def back(state: Any) -> Any:
             turns, of_values, of_used = state
@@ -125,5 +123,5 @@ def _closed(
 ) -> tuple[Callable[[list[Any], list[Any]], list[Any]], list[Any]]:
     """Returns a function of its arguments and of the arrays around it, and these arrays."""
     closed = jax.make_jaxpr(function)(example)
-    run = lambda own, around: jax.core.eval_jaxpr(closed.jaxpr, around, *own)
+    run = lambda xs, around: jax.core.eval_jaxpr(closed.jaxpr, around, *xs)
     return run, closed.consts

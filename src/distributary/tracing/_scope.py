@@ -291,19 +291,19 @@ class UnevenSizes:
         self._pending[self.replica] = size
         raise SizesMissing
 
-    def with_gradients(self, found: Decisions, tapes: Mapping[int, int]) -> Decisions:
+    def with_gradients(self, decisions: Decisions, tapes: Mapping[int, int]) -> Decisions:
         """Returns the kinds of a replica's gradients; none is absent that replica 0 has.
 
         Args:
-            found: The kinds that its trace shows.
+            decisions: The kinds that its trace shows.
             tapes: The number in this trace of each tape.
         """
-        own = {key: (tapes.get(key[0], -1), key[1]) for key in found}
+        keys = {key: (tapes.get(key[0], -1), key[1]) for key in decisions}
         if self.replica == 0:
-            self._first = {own[key]: kinds for key, kinds in found.items()}
+            self._first = {keys[key]: kinds for key, kinds in decisions.items()}
         result = {}
-        for key, kinds in found.items():
-            first = self._first.get(own[key], kinds)
+        for key, kinds in decisions.items():
+            first = self._first.get(keys[key], kinds)
             # A replica may ask for the gradients of other variables.
             is_alike = len(first) == len(kinds)
             result[key] = tuple(map(_or_zeros, kinds, first)) if is_alike else kinds
