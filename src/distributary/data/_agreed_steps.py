@@ -113,15 +113,15 @@ class AgreedSteps:
         if "" in texts:
             nothing = (self._without_rows(parts[0]),) * self._coworkers.num_parts
         leaves = [part for text in texts for part in (parts_of(text)[1] if text else nothing)]
-        own: list[list[Any]] = []
+        replicas: list[list[Any]] = []
         if ready is not None:
-            own = [jax.tree.leaves(part) for part in ready.parts()]
+            replicas = [jax.tree.leaves(part) for part in ready.parts()]
         elif self._tree is None:
             self._find_tree()
         what = f"step {self._number - 1} of {self._place}"
         columns = [
             self._coworkers.gather(
-                what, [part[i] for part in leaves], [arrays[i] for arrays in own]
+                what, [part[i] for part in leaves], [arrays[i] for arrays in replicas]
             )
             for i in range(len(leaves[0]))
         ]

@@ -36,14 +36,14 @@ class Coworkers:
     place_rows: Callable[[PerReplica], PerReplica]
 
     def gather(
-        self, what: str, specs: Sequence[tuple[str, "Shape"]], own: Sequence[Any]
+        self, what: str, specs: Sequence[tuple[str, "Shape"]], arrays: Sequence[Any]
     ) -> list[jax.Array]:
         """Returns arrays of all replicas, on every worker; all workers call it together.
 
         Args:
             what: Name of the arrays, for error messages.
             specs: Dtype and shape of the array of every replica.
-            own: The arrays of this worker's replicas, in order; empty if they have no rows.
+            arrays: The arrays of this worker's replicas, in order; empty if they have no rows.
 
         Raises:
             ReplicaMismatchError: if the arrays differ in dtype or in the number of dims.
@@ -56,7 +56,7 @@ class Coworkers:
             )
         largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
         rows = np.zeros((self.num_parts, *largest), dtypes.pop())
-        for row, array in zip(rows, own, strict=False):
+        for row, array in zip(rows, arrays, strict=False):
             row[tuple(map(slice, array.shape))] = np.asarray(array)
         stacked = PerReplica.from_stacked(rows, self.num_parts)
         placed = self.place_rows(stacked).payload

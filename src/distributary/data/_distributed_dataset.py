@@ -127,8 +127,8 @@ class DistributedDataset(DistributedInput):
                 size = size // share.num_replicas if size and share.divides(size) else None
             if may_end:
                 size = None
-            own = (size, *spec.shape[1:]) if spec.shape else ()
-            parts = [TensorSpec(own, spec.dtype)] * share.replicas_per_worker
+            shape = (size, *spec.shape[1:]) if spec.shape else ()
+            parts = [TensorSpec(shape, spec.dtype)] * share.replicas_per_worker
             return parts[0] if share.num_replicas == 1 else PerReplicaSpec(tuple(parts))
 
         return jax.tree.map(distributed, self._source.spec())
@@ -164,7 +164,7 @@ class DistributedDataset(DistributedInput):
         """
         self._num_passes += 1
         is_alone = self.share.num_workers == 1
-        place = (lambda given: _worker_batch(given).rows) if is_alone else _worker_batch
+        place = (lambda batch: _worker_batch(batch).rows) if is_alone else _worker_batch
         batches = DistributedIterator(self, self._num_passes - 1, place, _worker_batch)
         if skip:
             batches.set_state({**batches.get_state(), "position": skip})
@@ -182,25 +182,25 @@ class DistributedDataset(DistributedInput):
         rows = _first_leaf(leaf.payload).shape
         return self.share.replicas_per_worker * (rows[1] if len(rows) > 1 else 1)
 
-    def _distribute(self, given: Given) -> Nest:
+    def _distribute(self, batch: Given) -> Nest:
         """Returns the values of a step."""
         num_replicas = self.share.replicas_per_worker
-        if isinstance(given, WorkerBatch):
+        if isinstance(batch, WorkerBatch):
             if self.share.num_replicas == 1:
-                return self._alone(given.rows)
-            if given.sizes[0] == given.sizes[-1] and self._placer is not None:
-                size = given.sizes[0]
+                return self._alone(batch.rows)
+            if batch.sizes[0] == batch.sizes[-1] and self._placer is not None:
+                size = batch.sizes[0]
                 place = self._placer.place_rows
 
                 def placed(rows: Array) -> PerReplica:
                     stacked = rows.reshape(num_replicas, size, *rows.shape[1:])
                     return place(PerReplica.from_stacked(stacked, num_replicas))
 
-                return jax.tree.map(placed, given.rows)
-            given = split_rows(given.rows, given.sizes)
+                return jax.tree.map(placed, batch.rows)
+            batch = split_rows(batch.rows, batch.sizes)
         if self.share.num_replicas == 1:
-            return self._alone(given[0])
-        parts, tree = _flat(given)
+            return self._alone(batch[0])
+        parts, tree = _flat(batch)
         columns = zip(*parts, strict=True)
         return jax.tree.unflatten(tree, [self._column(list(column)) for column in columns])
 
@@ -247,19 +247,19 @@ def _flat(parts: Sequence[Nest]) -> tuple[list[list[Any]], PyTreeDef]:
     return [leaves for leaves, _ in flat], tree
 
 
-def _ready(place: Callable[[Given], Any], given: Given) -> Ready:
+def _ready(place: Callable[[Given], Any], batch: Given) -> Ready:
     """Returns this worker's data for a step, placed as if all workers had the same shapes."""
-    if isinstance(given, WorkerBatch):
-        leaves, tree = jax.tree.flatten(given.rows)
+    if isinstance(batch, WorkerBatch):
+        leaves, tree = jax.tree.flatten(batch.rows)
         shapes = [
-            tuple((leaf.dtype, (size, *leaf.shape[1:])) for leaf in leaves) for size in given.sizes
+            tuple((leaf.dtype, (size, *leaf.shape[1:])) for leaf in leaves) for size in batch.sizes
         ]
-        parts = functools.partial(split_rows, given.rows, given.sizes)
+        parts = functools.partial(split_rows, batch.rows, batch.sizes)
     else:
-        flat, tree = _flat(given)
+        flat, tree = _flat(batch)
         shapes = [tuple((leaf.dtype, leaf.shape) for leaf in leaves) for leaves in flat]
-        parts = functools.partial(iter, given)
-    values = place(given) if shapes.count(shapes[0]) == len(shapes) else None
+        parts = functools.partial(iter, batch)
+    values = place(batch) if shapes.count(shapes[0]) == len(shapes) else None
     return Ready(signature(tree, tuple(shapes)), tree, parts, values)
 
 
@@ -268,12 +268,12 @@ def _per_replica(parts: list[Nest]) -> Nest:
     return jax.tree.map(lambda *components: PerReplica(components), *parts)
 
 
-def _worker_batch(given: Given) -> WorkerBatch:
+def _worker_batch(batch: Given) -> WorkerBatch:
     """Returns all replicas' rows of a step, and the sizes of their parts."""
-    if isinstance(given, WorkerBatch):
-        return given
-    rows = jax.tree.map(lambda *own: np.concatenate([local_copy(part) for part in own]), *given)
-    return WorkerBatch(rows, tuple(len(jax.tree.leaves(part)[0]) for part in given))
+    if isinstance(batch, WorkerBatch):
+        return batch
+    rows = jax.tree.map(lambda *parts: np.concatenate([local_copy(part) for part in parts]), *batch)
+    return WorkerBatch(rows, tuple(len(jax.tree.leaves(part)[0]) for part in batch))
 
 
 _NEXT = JobEvent("the next step of a distributed dataset")

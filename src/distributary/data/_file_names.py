@@ -16,24 +16,24 @@ FilePaths: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """The name of a file, or several names."""
 
 
-def file_names(given: FilePaths, what: str) -> tuple[str, ...]:
+def file_names(paths: FilePaths, what: str) -> tuple[str, ...]:
     """Returns one or several names of files as a tuple.
 
     Raises:
         InvalidTypeError: if they are not names.
         InvalidValueError: if there are none, or one does not exist.
     """
-    if isinstance(given, (str, os.PathLike)):
-        given = [given]
-    elif isinstance(given, np.ndarray):
-        given = given.tolist() if given.ndim else [given.item()]
-    elif hasattr(given, "as_numpy_iterator"):  # a dataset of names, read once
-        given = [np.asarray(name).item() for name in given.as_numpy_iterator()]
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    elif isinstance(paths, np.ndarray):
+        paths = paths.tolist() if paths.ndim else [paths.item()]
+    elif hasattr(paths, "as_numpy_iterator"):  # a dataset of names, read once
+        paths = [np.asarray(name).item() for name in paths.as_numpy_iterator()]
     try:
-        names = tuple(os.fsdecode(name) for name in given)
+        names = tuple(os.fsdecode(name) for name in paths)
     except TypeError:
         raise InvalidTypeError(
-            f"{what}: filenames is {given!r}, expected the name of a file, or a list of names."
+            f"{what}: filenames is {paths!r}, expected the name of a file, or a list of names."
         ) from None
     if not names:
         raise InvalidValueError(f"{what}: the list of files is empty, expected at least one name.")

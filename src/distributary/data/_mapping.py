@@ -52,8 +52,8 @@ class Map(Node):
         """Returns the spec of the first result; what counts the rows of a batch stays open."""
         if not self.trait("batched"):
             return super().spec()
-        given = [spec.shape for spec in jax.tree.leaves(self.input.spec())]
-        if not given or any(not shape or shape[0] is not None for shape in given):
+        shapes = [spec.shape for spec in jax.tree.leaves(self.input.spec())]
+        if not shapes or any(not shape or shape[0] is not None for shape in shapes):
             return super().spec()
         first = self.input.first()
         if not first:
@@ -110,8 +110,8 @@ def mapped(fn: Callable[..., Any], element: Nest) -> Nest:
     if result is element:
         return result
     leaves, tree = flatten(result)
-    given = flatten(element)[0]
-    known = {id(leaf) for leaf in given} | {id(getattr(leaf, "base", None)) for leaf in given}
+    inputs = flatten(element)[0]
+    known = {id(leaf) for leaf in inputs} | {id(getattr(leaf, "base", None)) for leaf in inputs}
     known.discard(id(None))
     for i, leaf in enumerate(leaves):
         is_array = isinstance(leaf, np.ndarray)

@@ -88,9 +88,9 @@ class Node(abc.ABC):
 
     def trait(self, name: Trait) -> bool | None:
         """Returns an attribute of the elements; None if it is not known."""
-        own: bool | None = getattr(self, name)
-        if own is not None:
-            return own
+        value: bool | None = getattr(self, name)
+        if value is not None:
+            return value
         answers = {node.trait(name) for node in self.inputs()}
         return answers.pop() if len(answers) == 1 else None
 
@@ -144,11 +144,11 @@ class Node(abc.ABC):
         """Returns the same dataset with other numbers in place of `drawn_seeds`."""
         left = iter(seeds)
 
-        def change(own: Node) -> Node:
-            if not isinstance(own, Random) or own.seed is not None:
-                return own
+        def change(node: Node) -> Node:
+            if not isinstance(node, Random) or node.seed is not None:
+                return node
             seed = next(left)
-            return own if seed == own.drawn else own.replace(drawn=seed)
+            return node if seed == node.drawn else node.replace(drawn=seed)
 
         return self.rewrite(change)
 

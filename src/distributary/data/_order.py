@@ -265,7 +265,7 @@ class WithOptions(Reordering):
 def options_of(node: Node) -> Options:
     """Returns the options of a whole tree; later ones win."""
     merged = Options()
-    for own in node.tree():
-        if isinstance(own, WithOptions):
-            merged = merged.merge(own.options)
+    for part in node.tree():
+        if isinstance(part, WithOptions):
+            merged = merged.merge(part.options)
     return merged

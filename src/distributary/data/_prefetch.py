@@ -51,7 +51,7 @@ class _Shared:
     def __init__(self, source: Iterator[Any], depth: int) -> None:
         self.source = source
         # Elements, each with None; at the end None, with what the source raised.
-        self.made: queue.SimpleQueue[tuple[Any, _Error | None]] = queue.SimpleQueue()
+        self.elements: queue.SimpleQueue[tuple[Any, _Error | None]] = queue.SimpleQueue()
         self.free = threading.Semaphore(depth)
         self.stopped = False
 
@@ -69,9 +69,9 @@ class _Shared:
             try:
                 element = next(source)
             except BaseException as error:
-                self.made.put((None, _kept(error)))
+                self.elements.put((None, _kept(error)))
                 break
-            self.made.put((element, None))
+            self.elements.put((element, None))
             del element
 
 
@@ -125,9 +125,9 @@ class Prefetched(Stream):
         if self._thread is None:
             self._start()
         try:
-            element, error = shared.made.get_nowait()
+            element, error = shared.elements.get_nowait()
         except queue.Empty:
-            element, error = shared.made.get() if waiting is None else self._wait(waiting)
+            element, error = shared.elements.get() if waiting is None else self._wait(waiting)
         if error is not None:  # what `close` has set stays otherwise
             self._end = error
             raise error
@@ -152,7 +152,7 @@ class Prefetched(Stream):
         last = time.perf_counter()
         while True:
             try:
-                return self._shared.made.get(timeout=_LOOK_SECONDS)
+                return self._shared.elements.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
                 pass
             finally:

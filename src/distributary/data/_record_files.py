@@ -77,7 +77,7 @@ class _RecordDataset(Dataset):
         num_parallel_reads: int | None = None,
         name: str | None = None,
     ) -> None:
-        what = next(own.__name__ for own in type(self).__mro__ if "_parse" in vars(own))
+        what = next(cls.__name__ for cls in type(self).__mro__ if "_parse" in vars(cls))
         super().__init__(_record_files(what, filenames, compression_type, self._parse))
 
 

@@ -72,10 +72,10 @@ def common_spec(first: Nest, second: Nest, what: str = "concatenate") -> Nest:
         InvalidValueError: if they differ in more than sizes.
     """
     leaves, tree = flatten(first)
-    others, own = flatten(second)
-    if own != tree:
+    others, pytree = flatten(second)
+    if pytree != tree:
         raise InvalidValueError(
-            f"{what}: the first elements have structure {tree}, others have {own}; all must have"
+            f"{what}: the first elements have structure {tree}, others have {pytree}; all must have"
             " the same structure."
         )
     merged = []
@@ -164,11 +164,11 @@ class Interleave(Random):
         while True:
             for i in range(self.cycle_length):
                 stream = places[i] = places[i] or next(streams, None)
-                given = 0
+                count = 0
                 for element in itertools.islice(stream or (), self.block_length):
-                    given += 1
+                    count += 1
                     yield element
-                if given < self.block_length:
+                if count < self.block_length:
                     places[i] = None  # until its next turn, as in tf.data
             if not any(places):
                 if (stream := next(streams, None)) is None:

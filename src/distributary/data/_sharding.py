@@ -32,8 +32,8 @@ def worker_dataset(node: Node, share: WorkerShare) -> tuple[AutoShardPolicy, Nod
     if policy is AutoShardPolicy.FILE:
         node = _sharded_by_file(node, share)
     elif policy is AutoShardPolicy.HINT:
-        own_shard = lambda own: shard(own.input, share.num_workers, share.worker)
-        node = node.rewrite(lambda own: own_shard(own) if isinstance(own, ShardHint) else own)
+        own_shard = lambda part: shard(part.input, share.num_workers, share.worker)
+        node = node.rewrite(lambda part: own_shard(part) if isinstance(part, ShardHint) else part)
     if policy is not AutoShardPolicy.DATA:
         node = _with_batches_of_worker(node, share)
     return policy, node
@@ -52,14 +52,14 @@ def _policy_of(node: Node, share: WorkerShare) -> AutoShardPolicy:
 
 
 def _file_sources(node: Node) -> list[FileSource]:
-    return [own for own in node.tree() if isinstance(own, FileSource)]
+    return [part for part in node.tree() if isinstance(part, FileSource)]
 
 
 def _sharded_by_file(node: Node, share: WorkerShare) -> Node:
-    def with_own_files(own: Node) -> Node:
-        if not isinstance(own, FileSource):
-            return own
-        return own.replace(files=own.files[share.worker :: share.num_workers])
+    def with_own_files(part: Node) -> Node:
+        if not isinstance(part, FileSource):
+            return part
+        return part.replace(files=part.files[share.worker :: share.num_workers])
 
     for source in _file_sources(node):
         if len(source.files) < share.num_workers:
@@ -71,16 +71,16 @@ def _sharded_by_file(node: Node, share: WorkerShare) -> Node:
     if _file_sources(node):
         return node.rewrite(with_own_files)
     # The names of files come from elsewhere, and the contents of the files are interleaved.
-    for own in node.tree():
-        if isinstance(own, Interleave) and any(map(_file_sources, own.first_part())):
+    for interleave in node.tree():
+        if isinstance(interleave, Interleave) and any(map(_file_sources, interleave.first_part())):
             break
     else:
         raise InvalidValueError(
             f"AutoShardPolicy.FILE: the dataset {node.describe()} reads no files. Use"
             " AutoShardPolicy.DATA, which gives every worker its rows of each batch."
         )
-    sharded = own.replace(input=shard(own.input, share.num_workers, share.worker))
-    return node.rewrite(lambda node: sharded if node is own else node)
+    sharded = interleave.replace(input=shard(interleave.input, share.num_workers, share.worker))
+    return node.rewrite(lambda node: sharded if node is interleave else node)
 
 
 def _with_batches_of_worker(node: Node, share: WorkerShare) -> Node:
@@ -93,8 +93,8 @@ def _with_batches_of_worker(node: Node, share: WorkerShare) -> Node:
 
 
 def _share_of(size: int, share: WorkerShare) -> int:
-    own = WorkerShare(share.num_workers, share.worker).rows(size)
-    count = own.stop - own.start
+    rows = WorkerShare(share.num_workers, share.worker).rows(size)
+    count = rows.stop - rows.start
     if not count:
         raise InvalidValueError(
             f"A global batch of {size} examples is less than one example for each of the"

@@ -125,7 +125,7 @@ class Batches(StepData):
         if coworkers is None:
             return
         ways, cardinalities, seeds = zip(*reports, strict=True)
-        if len({(way, len(own)) for way, _, own in reports}) > 1:
+        if len({(way, len(worker_seeds)) for way, _, worker_seeds in reports}) > 1:
             names = zip(coworkers.job.names, ways, strict=True)
             raise ClusterError(
                 f"{what} datasets that differ between the workers, or are read in different ways:"

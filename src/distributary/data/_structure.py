@@ -147,10 +147,10 @@ def stack(elements: Sequence[Nest]) -> Block:
 def columns_of(elements: Sequence[Nest]) -> tuple[list[tuple[Any, ...]], PyTreeDef]:
     """Returns for every leaf its values in all elements, and the structure that they share."""
     rows, trees = zip(*map(flatten, elements), strict=True)
-    for number, own in enumerate(trees):
-        if own != trees[0]:
+    for number, tree in enumerate(trees):
+        if tree != trees[0]:
             raise InvalidValueError(
-                f"batch: element {number} of the batch has structure {own}, the first one has"
+                f"batch: element {number} of the batch has structure {tree}, the first one has"
                 f" {trees[0]}; all elements of a dataset must have the same structure."
             )
     return list(zip(*rows, strict=True)), trees[0]
@@ -234,8 +234,8 @@ def _pad_and_stack_leaves(
     return result
 
 
-def _per_leaf(given: Nest, tree: PyTreeDef, name: str, are_shapes: bool = False) -> Sequence[Any]:
-    """Returns `given` for every leaf: it may be None, one value for all, or a nest."""
+def _per_leaf(nest: Nest, tree: PyTreeDef, name: str, are_shapes: bool = False) -> Sequence[Any]:
+    """Returns `nest` for every leaf: it may be None, one value for all, or a nest."""
 
     def is_leaf(value: Any) -> bool:
         is_shape = are_shapes and isinstance(value, (tuple, list))
@@ -243,12 +243,12 @@ def _per_leaf(given: Nest, tree: PyTreeDef, name: str, are_shapes: bool = False)
             is_shape and all(size is None or isinstance(size, int) for size in value)
         )
 
-    leaves, own = jax.tree.flatten(given, is_leaf=is_leaf)
-    if jax.tree_util.treedef_is_leaf(own):
-        return [given] * tree.num_leaves
+    leaves, treedef = jax.tree.flatten(nest, is_leaf=is_leaf)
+    if jax.tree_util.treedef_is_leaf(treedef):
+        return [nest] * tree.num_leaves
     if len(leaves) != tree.num_leaves:
         raise InvalidValueError(
-            f"padded_batch: {name} has structure {own}, but the elements have {tree}. Give one"
+            f"padded_batch: {name} has structure {treedef}, but the elements have {tree}. Give one"
             " value for all arrays, or a nest like the elements."
         )
     return leaves
@@ -319,10 +319,10 @@ def conform(element: Nest, signature: Nest, number: int) -> Nest:
     Source: `tf.data.Dataset.from_generator`, which also cuts off what does not fit.
     """
     specs, tree = jax.tree.flatten(signature)
-    leaves, own = flatten(element)
-    if own != tree:
+    leaves, treedef = flatten(element)
+    if treedef != tree:
         raise InvalidTypeError(
-            f"from_generator: element {number} has structure {own}, but output_signature has"
+            f"from_generator: element {number} has structure {treedef}, but output_signature has"
             f" {tree}. Yield elements of that structure, or change output_signature."
         )
     arrays = []
