@@ -85,7 +85,7 @@ def common_box(one: Box, other: Box) -> Box | None:
     """Returns the elements that two boxes of one array have in common; None for none."""
     pairs = list(zip(one, other, strict=True))
     common = tuple([slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs])
-    return common if all(own.start < own.stop for own in common) else None
+    return common if all(span.start < span.stop for span in common) else None
 
 
 def _within(box: Box, outer: Box) -> Box:
@@ -202,14 +202,14 @@ class ArrayReader:
                     calls += self._rows(part, common, target[place[0]] if place else target)
                 else:  # the rows have other elements, too
                     of_rows = (*common[:1], *part.box[1:])
-                    rows = np.empty([own.stop - own.start for own in of_rows], target.dtype)
+                    rows = np.empty([span.stop - span.start for span in of_rows], target.dtype)
                     _in_threads(self._rows(part, common, rows))
                     target[place] = rows[_within(common, of_rows)]
             _in_threads(calls)
 
     def _sources(self, box: Box, parts: Sequence[SavedPart]) -> list[tuple[SavedPart, Box]]:
-        found = [(part, common_box(part.box, box)) for part in parts]
-        sources = [(part, common) for part, common in found if common is not None]
+        pairs = [(part, common_box(part.box, box)) for part in parts]
+        sources = [(part, common) for part, common in pairs if common is not None]
         num_found = sum(_size(common) for _, common in sources)
         if num_found != _size(box):
             raise _UnreadableError(
@@ -241,7 +241,7 @@ class ArrayReader:
 
 
 def _size(box: Box) -> int:
-    return math.prod(own.stop - own.start for own in box)
+    return math.prod(span.stop - span.start for span in box)
 
 
 def unreadable(path: Path, problem: str) -> CheckpointError:
@@ -277,8 +277,8 @@ class _ArrayFile:
         for name, described in header.items():
             if name != _METADATA:
                 start, stop = described["data_offsets"]
-                own = list(itertools.islice(checksums, len(_pieces(stop - start))))
-                self._places[name] = (first + start, stop - start, own)
+                sums = list(itertools.islice(checksums, len(_pieces(stop - start))))
+                self._places[name] = (first + start, stop - start, sums)
 
     def calls(
         self, name: str, low_row: int, high_row: int, num_rows: int, target: np.ndarray | None

@@ -183,7 +183,7 @@ class Checkpoint(Group):
         wait_for_writers(path.parent)
         plans: list[_Plan] = []
 
-        def own() -> Any:
+        def report() -> Any:
             plan = _Plan(self._objects, path, partial, stack)
             # Before the workers agree, as an iterator may refuse the state of another dataset.
             plan.set_states(undo)
@@ -192,12 +192,12 @@ class Checkpoint(Group):
 
         with contextlib.ExitStack() as stack:
             with contextlib.ExitStack() as undo:
-                found = agree(f"Restoring {path}", _SECONDS, own)
-                for worker, of_worker in enumerate(found):
-                    if of_worker != found[0]:
+                reports = agree(f"Restoring {path}", _SECONDS, report)
+                for worker, of_worker in enumerate(reports):
+                    if of_worker != reports[0]:
                         raise InvalidValueError(
                             f"Restoring {path}: worker {worker} would restore {of_worker}, and"
-                            f" worker 0 {found[0]} (name and time of saving). All workers must"
+                            f" worker 0 {reports[0]} (name and time of saving). All workers must"
                             " restore the same checkpoint, from a folder that all of them see."
                         )
                 undo.pop_all()
@@ -269,11 +269,11 @@ class RestoreStatus:
             raise InvalidValueError("Checkpoint.restore(None) has restored nothing.")
         missing = [*self._missing, *(self._deferred.missing if self._deferred is not None else ())]
         if missing or unexpected:
-            found = "\n".join(differences(missing, unexpected, []))
+            text = "\n".join(differences(missing, unexpected, []))
             unbuilt = [] if self._deferred is None else self._deferred.unbuilt()
             if unexpected and unbuilt:
-                found += f"\nNot built yet: {', '.join(unbuilt)}."
-            raise InvalidValueError(f"The checkpoint {self._path} was restored in part.\n{found}")
+                text += f"\nNot built yet: {', '.join(unbuilt)}."
+            raise InvalidValueError(f"The checkpoint {self._path} was restored in part.\n{text}")
         return self
 
 
@@ -293,8 +293,8 @@ def latest_checkpoint(
     """
     directory = Path(checkpoint_dir).absolute()
     wait_for_writers(directory)
-    found = numbered(directory)
-    return str(found[-1][0]) if found else None
+    checkpoints = numbered(directory)
+    return str(checkpoints[-1][0]) if checkpoints else None
 
 
 def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, list[int]]]:
@@ -305,7 +305,7 @@ def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, 
 
     Source: `tf.train.list_variables`.
     """
-    entries = read(_found(ckpt_dir_or_file)).entries
+    entries = read(_path_of(ckpt_dir_or_file)).entries
     return [(name, entry["shape"]) for name, entry in entries.items() if "shape" in entry]
 
 
@@ -318,7 +318,7 @@ def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> Any:
 
     Source: `tf.train.load_variable`.
     """
-    path = _found(ckpt_dir_or_file)
+    path = _path_of(ckpt_dir_or_file)
     saved = read(path)
     if "shape" not in saved.entries.get(name, {}):
         raise InvalidValueError(
@@ -328,7 +328,7 @@ def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> Any:
     return read_arrays(path, [name], saved)[name]
 
 
-def _found(ckpt_dir_or_file: str | os.PathLike[str]) -> Path:
+def _path_of(ckpt_dir_or_file: str | os.PathLike[str]) -> Path:
     path = Path(latest_checkpoint(ckpt_dir_or_file) or ckpt_dir_or_file).absolute()
     wait_for_writers(path.parent)
     return path
@@ -352,25 +352,25 @@ class _Plan:
         self.saved = saved = read(path)
         entries = {name: _of_worker(entry, *this_worker()) for name, entry in saved.entries.items()}
         self._entries = entries
-        self._found = found = find_leaves(objects)
-        waiting = {name.partition("/")[0] for name in entries if name not in found.leaves}
+        self._contents = contents = find_leaves(objects)
+        waiting = {name.partition("/")[0] for name in entries if name not in contents.leaves}
         unbuilt = [objects[name] for name in waiting if name in objects]
         others = objects.values()
         built = [library.build(value, others) for value in unbuilt for library in libraries()]
         if any(built):
-            self._found = found = find_leaves(objects)
-        leaves = found.leaves
+            self._contents = contents = find_leaves(objects)
+        leaves = contents.leaves
         self.missing = [name for name in leaves if name not in entries]
         self.unexpected = [name for name in entries if name not in leaves]
         #: Objects of which nothing is here.
         self.others = {name.partition("/")[0] for name in self.unexpected} - objects.keys()
-        self._deferred = [name for name in self.unexpected if found.waits_for(name)]
+        self._deferred = [name for name in self.unexpected if contents.waits_for(name)]
         self._partial = partial
         present = {name: leaf for name, leaf in leaves.items() if name in entries}
         self._check(path, partial, present)
         # Variables with a value per replica are combined here, not loaded by remote stores.
         kept = by_store({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
-        far = {name for own in kept.values() for name in own}
+        far = {name for group in kept.values() for name in group}
         self._leaves = {name: leaf for name, leaf in present.items() if name not in far}
         self._reader = stack.enter_context(ArrayReader(located(path)))
         # Read twice: variables get their values one by one, after everything was found to be whole.
@@ -385,9 +385,9 @@ class _Plan:
             if entries[name]["kind"] == "array"
         }
         self._kept: list[RemoteCopy] = []
-        for store, own in kept.items():
-            parts = {name: parts_of(name, saved) for name in own}
-            self._kept.append(store.load(located(path), own, parts))
+        for store, variables in kept.items():
+            parts = {name: parts_of(name, saved) for name in variables}
+            self._kept.append(store.load(located(path), variables, parts))
             stack.callback(self._kept[-1].drop)
         for store in by_store(present):
             stack.enter_context(store.at_rest())
@@ -443,16 +443,16 @@ class _Plan:
                 for name, leaf in self._leaves.items()
                 if self._entries[name]["kind"] != "state"
             }
-        return dict(self._found.rebuild(restored))
+        return dict(self._contents.rebuild(restored))
 
     def defer(self) -> Deferred | None:
         """Returns the state for objects that are not built yet, which gets there when they are."""
-        forget(self._found.waiting.values())
+        forget(self._contents.waiting.values())
         if not self._deferred:
             return None
         entries = {name: self._entries[name] for name in self._deferred}
-        known = {*self._entries, *self._found.leaves}
-        objects, arrays = self._found.waiting, self._waiting
+        known = {*self._entries, *self._contents.leaves}
+        objects, arrays = self._contents.waiting, self._waiting
         return Deferred(self._path, objects, entries, arrays, known, self._partial)
 
 

@@ -63,7 +63,7 @@ _CONVERT = (
     " model.load_weights with that file."
 )
 
-_told: set[str] = set()  # warnings about damaged checkpoints, so that each is logged once
+_warnings: set[str] = set()  # warnings about damaged checkpoints, so that each is logged once
 
 
 @final
@@ -144,8 +144,8 @@ def write_parts(folder: Path, snapshot: Snapshot, worker: int) -> Written:
     """
     parts: dict[str, list[Sequence[Any]]] = {name: [] for name in snapshot.parts}
     arrays = {}
-    for name, own in snapshot.parts.items():
-        for begin, array in own:
+    for name, pieces in snapshot.parts.items():
+        for begin, array in pieces:
             place = f"{name}{[*begin]}"
             arrays[place] = array
             parts[name].append([place, [*begin], [*array.shape]])
@@ -194,10 +194,10 @@ def discard(folder: Path) -> None:
 def _fill(folder: Path, path: Path, snapshot: Snapshot, written: Sequence[Written]) -> None:
     """Writes the files of the checkpoint for `path` to `folder`."""
     files = {_ARRAYS: write_arrays(folder / _ARRAYS, snapshot.arrays)}
-    parts = {name: [*own] for copy in snapshot.kept for name, own in copy.save(folder).items()}
-    for part in (part for own in parts.values() for part in own):
+    parts = {name: [*group] for copy in snapshot.kept for name, group in copy.save(folder).items()}
+    for part in (part for group in parts.values() for part in group):
         files[part.file] = WrittenFile((folder / part.file).stat().st_size, part.checksum)
-    for worker, (of_worker, own) in enumerate(written):
+    for worker, (of_worker, leaves) in enumerate(written):
         if of_worker is not None:
             name, file = _file_of(worker), WrittenFile(*of_worker)
             seen = (folder / name).stat().st_size if (folder / name).exists() else 0
@@ -207,7 +207,7 @@ def _fill(folder: Path, path: Path, snapshot: Snapshot, written: Sequence[Writte
                     f" which worker 0 sees {seen}. All workers need the same folder"
                 )
             files[name] = file
-            for leaf, places in own.items():
+            for leaf, places in leaves.items():
                 parts.setdefault(leaf, []).extend(
                     SavedPart(name, file.checksum, *place) for place in places
                 )
@@ -301,7 +301,7 @@ def read_array(reader: ArrayReader, name: str, saved: Saved, box: Box | None = N
     entry = saved.entries[name]
     box = whole_box(entry) if box is None else box
     dtype = jnp.dtype(entry.get("data", entry)["dtype"])
-    array = np.empty([own.stop - own.start for own in box], dtype)
+    array = np.empty([span.stop - span.start for span in box], dtype)
     reader.fill(array, box, parts_of(name, saved))
     return array
 
@@ -334,7 +334,7 @@ def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved
     Without a name, returns those of all names. Damaged checkpoints are left out and logged.
     """
     pattern = re.compile(rf"{'.+' if name is None else re.escape(name)}-\d+")
-    found = []
+    checkpoints = []
     try:
         names = {entry.removesuffix(".replaced") for entry in os.listdir(directory)}
     except (FileNotFoundError, NotADirectoryError):
@@ -343,18 +343,18 @@ def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved
         if pattern.fullmatch(entry) and not _TEMPORARY.fullmatch(entry):
             path = directory / entry
             try:
-                found.append((path, read(path)))
+                checkpoints.append((path, read(path)))
             except CheckpointError as error:
                 # Unmarked folders are being removed, or are not ours.
-                if _is_marked(located(path)) and str(error) not in _told:
-                    _told.add(str(error))
+                if _is_marked(located(path)) and str(error) not in _warnings:
+                    _warnings.add(str(error))
                     _log.warning("Left out: %s", error)
     others = {entry.removesuffix(_OF_TENSORFLOW) for entry in names} - names
     others = {one for one in others if any(name.startswith(f"{one}.data-") for name in names)}
-    if others and not found and str(directory) not in _told:
-        _told.add(str(directory))
+    if others and not checkpoints and str(directory) not in _warnings:
+        _warnings.add(str(directory))
         _log.warning("%s has the checkpoint %s of TensorFlow. %s", directory, min(others), _CONVERT)
-    return sorted(found, key=lambda item: item[1].saved_at)
+    return sorted(checkpoints, key=lambda item: item[1].saved_at)
 
 
 def of_tensorflow(path: Path) -> str | None:

@@ -83,8 +83,8 @@ class Deferred:
         Raises:
             InvalidValueError: if it does not fit, or the checkpoint lacks it.
         """
-        own = {name: r() for name, r in self._objects.items() if r() is value}
-        for name, root in (own or self._around(value)).items():
+        roots = {name: r() for name, r in self._objects.items() if r() is value}
+        for name, root in (roots or self._around(value)).items():
             if num_variables is not None and num_variables < len(self._left(name)):
                 continue  # the last of its variables settles it
             # Keras goes on after the error of a build in a first, symbolic call.

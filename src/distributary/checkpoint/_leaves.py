@@ -82,7 +82,7 @@ class Found:
 
     def waits_for(self, name: str) -> bool:
         """Returns whether a leaf of this name may come later."""
-        return any(name.startswith(f"{own}/") for own in self.waiting)
+        return any(name.startswith(f"{root}/") for root in self.waiting)
 
     def check_built(self) -> None:
         """Raises an error if an object has no state because it is not built.
@@ -93,8 +93,8 @@ class Found:
         for name, value in self.waiting.items():
             start = name.rpartition("/")[0] or name
             others = tuple(f"{other}/" for other in self.waiting if other != name)
-            own = (leaf for leaf in self.leaves if leaf.startswith(f"{start}/"))
-            if all(leaf.startswith(others) for leaf in own):
+            leaves = (leaf for leaf in self.leaves if leaf.startswith(f"{start}/"))
+            if all(leaf.startswith(others) for leaf in leaves):
                 raise InvalidValueError(
                     f"Checkpoint: {name!r}, {described(value)}, has no variables yet, so there is"
                     " nothing to save. Begin a model with keras.Input(...), or call"
@@ -145,15 +145,15 @@ class _Search:
     def _find_in(self, name: str, value: object) -> Rebuild:
         if value is None:
             return lambda restored: None
-        found = _parts_of(value)
-        if found is None:
+        pair = _parts_of(value)
+        if pair is None:
             raise InvalidTypeError(
                 f"Checkpoint: {name!r} is {described(value)}, which cannot be"
                 " saved. Pass variables, arrays, numbers, iterators over datasets, Keras models,"
                 " optimizers and metrics, generators of random numbers, or dicts, lists, tuples"
                 " and dataclasses of them."
             )
-        parts, replace_parts = found
+        parts, replace_parts = pair
         if is_unbuilt(value):
             self.waiting[name] = value
         rebuilds = {key: self._find_part(name, key, part) for key, part in parts.items()}
@@ -216,8 +216,8 @@ def _parts_of(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], An
         if value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             return parts, lambda changed: dataclasses.replace(value, **changed)
         return parts, functools.partial(_put, value, functools.partial(setattr, value))
-    found = (library.parts(value) for library in libraries())
-    foreign = next((parts for parts in found if parts is not None), None)
+    candidates = (library.parts(value) for library in libraries())
+    foreign = next((parts for parts in candidates if parts is not None), None)
     return None if foreign is None else (dict(foreign), lambda changed: value)
 
 
@@ -383,11 +383,11 @@ def _is_key(array: jax.Array) -> bool:
 
 def by_store(leaves: Mapping[str, Leaf]) -> dict[RemoteStore, dict[str, SavedVariable]]:
     """Returns the variables that are kept elsewhere, by their store and their names."""
-    found: dict[RemoteStore, dict[str, SavedVariable]] = {}
+    variables: dict[RemoteStore, dict[str, SavedVariable]] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, VariableLeaf) and leaf.remote_store is not None:
-            found.setdefault(leaf.remote_store, {})[name] = leaf.variable
-    return found
+            variables.setdefault(leaf.remote_store, {})[name] = leaf.variable
+    return variables
 
 
 def _array_entry(shape: Sequence[int], dtype: object) -> Entry:

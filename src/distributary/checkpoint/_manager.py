@@ -232,8 +232,8 @@ class CheckpointManager:
         return int(counter() if is_function else np.asarray(counter))
 
     def _newest(self) -> list[tuple[Path, Saved]]:
-        found = numbered(self._directory, self._name)
-        return found if self._max_to_keep is None else found[-self._max_to_keep :]
+        checkpoints = numbered(self._directory, self._name)
+        return checkpoints if self._max_to_keep is None else checkpoints[-self._max_to_keep :]
 
     def _write_in_background(self, save: Save) -> None:
         try:

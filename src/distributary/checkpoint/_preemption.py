@@ -259,21 +259,21 @@ class PreemptionCheckpointHandler:
             os.kill(os.getpid(), signal.SIGTERM)  # so that JAX tells the other workers
 
 
-def _manager_of(given: object, directory: str | os.PathLike[str] | None) -> CheckpointManager:
-    if isinstance(given, CheckpointManager):
+def _manager_of(saver: object, directory: str | os.PathLike[str] | None) -> CheckpointManager:
+    if isinstance(saver, CheckpointManager):
         if directory is not None:
             raise InvalidValueError(
                 f"PreemptionCheckpointHandler: checkpoint_dir is {directory!r}, but the checkpoint"
-                f" manager has the directory {given.directory!r} already. Leave it out."
+                f" manager has the directory {saver.directory!r} already. Leave it out."
             )
-        return given
-    if not isinstance(given, Checkpoint):
+        return saver
+    if not isinstance(saver, Checkpoint):
         raise InvalidTypeError(
-            f"PreemptionCheckpointHandler: checkpoint_or_checkpoint_manager is {given!r}, expected"
+            f"PreemptionCheckpointHandler: checkpoint_or_checkpoint_manager is {saver!r}, expected"
             " a distributary.checkpoint.Checkpoint or CheckpointManager."
         )
     if directory is None:
         raise InvalidValueError(
             "PreemptionCheckpointHandler: a Checkpoint needs checkpoint_dir, where it is saved."
         )
-    return CheckpointManager(given, directory, max_to_keep=1)
+    return CheckpointManager(saver, directory, max_to_keep=1)

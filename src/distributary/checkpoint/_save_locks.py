@@ -241,8 +241,8 @@ def _acquired(file: Path) -> int:
         try:
             _flock(file, descriptor, fcntl.LOCK_EX)
             if _is_at(file, descriptor):  # the previous holder has not removed the file meanwhile
-                found = os.pread(descriptor, 1000, 0)
-                if found and _MARK.encode() not in found:
+                content = os.pread(descriptor, 1000, 0)
+                if content and _MARK.encode() not in content:
                     raise CheckpointError(
                         f"{file} is not a lock of checkpoints, but has its name. Move it away."
                     )

@@ -145,14 +145,14 @@ class Save:
     def _states_of_workers(self) -> list[dict[str, str]]:
         """Returns each worker's states of iterators, and checks that all save the same."""
 
-        def own() -> Any:
+        def report() -> Any:
             entries = self._snapshot.entries
             states = {n: e["state"] for n, e in entries.items() if e["kind"] == "state"}
             others = {n: e for n, e in entries.items() if e["kind"] == "array"}
             digest = hashlib.sha256(json.dumps([sorted(entries), others]).encode())
             return [self._path.name, digest.hexdigest(), states]
 
-        reports = self._lock.agree(own)
+        reports = self._lock.agree(report)
         for worker, (name, digest, _) in enumerate(reports):
             if [name, digest] != reports[0][:2]:
                 raise InvalidValueError(
@@ -180,9 +180,9 @@ def _snapshot(
 ) -> Snapshot:
     """Returns a copy of the state in host memory; without arrays on workers that do not write."""
     check_outside("save")
-    found = find_leaves(objects)
-    found.check_built()
-    leaves = found.leaves
+    contents = find_leaves(objects)
+    contents.check_built()
+    leaves = contents.leaves
     kept = by_store(leaves)
     with contextlib.ExitStack() as at_rest:
         for store in kept:
@@ -203,7 +203,7 @@ def _snapshot(
             if with_arrays:
                 whole = {(name, ()): array for name, array in arrays.items()}
             copied = _copied(whole | parts)
-        kept_copies = [store.copy(own) for store, own in kept.items()]
+        kept_copies = [store.copy(group) for store, group in kept.items()]
     own_parts: dict[str, list[tuple[Sequence[int], np.ndarray]]] = {
         name: [] for name in variables if name not in arrays
     }
@@ -251,7 +251,7 @@ def _stored(
         else:
             for shard in variable._value.addressable_shards:
                 if shard.replica_id == 0:  # another worker may have the part, too
-                    begin = tuple([own.start or 0 for own in shard.index])
+                    begin = tuple([span.start or 0 for span in shard.index])
                     parts[name, begin] = shard.data
     of_job = {
         name: array

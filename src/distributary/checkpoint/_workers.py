@@ -8,28 +8,28 @@ from distributary.job import consensus
 
 
 def agree(
-    what: str, timeout_seconds: float, own: Callable[[], Any], topic: str | None = None
+    what: str, timeout_seconds: float, compute: Callable[[], Any], topic: str | None = None
 ) -> list[Any]:
-    """Returns the results of `own` on every worker, in worker order.
+    """Returns the results of `compute` on every worker, in worker order.
 
     Args:
         what: Beginning of errors, which says what the workers do together.
         timeout_seconds: Seconds to wait for the others.
-        own: Function whose result can be written as JSON.
+        compute: Function whose result can be written as JSON.
         topic: The conversation, if it is not that of the script.
 
     Raises:
-        Exception: any error that `own` raises on this worker.
-        CheckpointError: if `own` raises on another worker, or a worker does not take part in time.
+        Exception: any error that `compute` raises on this worker.
+        CheckpointError: if `compute` raises on another worker, or one does not take part in time.
     """
     job = consensus()
     if job is None:
-        return [own()]
+        return [compute()]
     failures: list[BaseException] = []
 
     def say() -> Any:
         try:
-            return own()
+            return compute()
         except BaseException as error:
             failures.append(error)
             raise
