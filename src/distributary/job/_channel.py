@@ -230,9 +230,9 @@ def bound_address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any
     Raises:
         OSError: if the host is unknown.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     # IPv4 first: a name may have an IPv6 address even where IPv6 is switched off.
-    family, *_, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    family, *_, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
     return family, address
 
 

@@ -85,7 +85,7 @@ class Consensus:
             ClusterError: if a worker is gone.
             WorkerLostError: if `Liveness` has noticed that a worker is gone.
         """
-        own = Message(topic, [place, script_line()], message)
+        note = Message(topic, [place, script_line()], message)
         is_script = topic == _STEPS
         with self._waiting(place, is_script):
             if is_script:
@@ -94,9 +94,9 @@ class Consensus:
                 job_programs.num_meetings += 1
                 job_programs.position += 1
             messages = (
-                self._exchange_as_first(own, seconds)
+                self._exchange_as_first(note, seconds)
                 if self.number == 0
-                else self._exchange_with_first(own, seconds)
+                else self._exchange_with_first(note, seconds)
             )
         if any(one.content[0] != place for one in messages):
             raise self._at_different_places([one.content for one in messages])
@@ -125,11 +125,11 @@ class Consensus:
         """
         failure = None
         try:
-            own = f"={json.dumps(compute())}".encode()
+            outcome = f"={json.dumps(compute())}".encode()
         except BaseException as error:
             failure = error
-            own = f"!{type(error).__name__}: {error}".encode()
-        messages = self.exchange(place, own, topic, seconds)
+            outcome = f"!{type(error).__name__}: {error}".encode()
+        messages = self.exchange(place, outcome, topic, seconds)
         if failure is not None:
             raise failure
         for name, message in zip(self.names, messages, strict=True):
@@ -186,24 +186,24 @@ class Consensus:
             if is_script:
                 self.waiting_at = None
 
-    def _exchange_as_first(self, own: Message, seconds: float | None) -> list[Message]:
-        messages = [own, *(box.take(own.kind, seconds) for box in self._mailboxes.values())]
+    def _exchange_as_first(self, note: Message, seconds: float | None) -> list[Message]:
+        messages = [note, *(box.take(note.kind, seconds) for box in self._mailboxes.values())]
         # Usually all say the same, and a short answer says so.
-        answer = [Message(own.kind, None)] if messages.count(own) == len(messages) else messages
+        answer = [Message(note.kind, None)] if messages.count(note) == len(messages) else messages
         with self._sending:
             for mailbox in self._mailboxes.values():
                 for one in answer:
                     mailbox.channel.send(*one)
         return messages
 
-    def _exchange_with_first(self, own: Message, seconds: float | None) -> list[Message]:
+    def _exchange_with_first(self, note: Message, seconds: float | None) -> list[Message]:
         (mailbox,) = self._mailboxes.values()
         with self._sending:
-            mailbox.channel.send(*own)
-        first = mailbox.take(own.kind, seconds)
+            mailbox.channel.send(*note)
+        first = mailbox.take(note.kind, seconds)
         if first.content is None:  # the same
-            return [own] * len(self.names)
-        return [first, *(mailbox.take(own.kind, seconds) for _ in self.names[1:])]
+            return [note] * len(self.names)
+        return [first, *(mailbox.take(note.kind, seconds) for _ in self.names[1:])]
 
     def _at_different_places(self, places: Sequence[tuple[str, str]]) -> WorkerMismatchError:
         seen = "; ".join(

@@ -64,16 +64,16 @@ class Copies:
         begin = time.perf_counter()
         step_seconds = (begin - self._compared_at) / max(1, self._interval - self.num_left)
         sums = checksums(arrays)
-        told = job.agree(
+        reports = job.agree(
             f"a comparison of variables {what}",
             lambda: [sums, time.perf_counter() - begin, step_seconds],
         )
-        seconds = max(of_worker[1] for of_worker in told)
-        shortest = max(1e-6, min(of_worker[2] for of_worker in told))
+        seconds = max(of_worker[1] for of_worker in reports)
+        shortest = max(1e-6, min(of_worker[2] for of_worker in reports))
         interval = math.ceil(seconds / (_SHARE * shortest))
         self.num_left = self._interval = min(max(_MIN_INTERVAL, interval), _MAX_INTERVAL)
         self._compared_at = time.perf_counter()
-        seen = [of_worker[0] for of_worker in told]
+        seen = [of_worker[0] for of_worker in reports]
         if any(row != seen[0][0] for of_worker in seen for row in of_worker):
             raise job.mismatch(_drifted(what, names, job.names, seen))
 
@@ -104,8 +104,8 @@ copies = Copies()
 def checksums(arrays: Sequence[jax.Array]) -> list[list[int]]:
     """Returns a checksum of every array, on each device of this process."""
     shards = zip(*([s.data for s in array.addressable_shards] for array in arrays), strict=True)
-    made = [_checksums(list(own)) for own in shards]
-    return [np.asarray(one).tolist() for one in made]
+    sums = [_checksums(list(parts)) for parts in shards]
+    return [np.asarray(one).tolist() for one in sums]
 
 
 def _checksums(arrays: list[jax.Array]) -> Any:

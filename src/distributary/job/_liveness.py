@@ -103,7 +103,7 @@ class Liveness:
         self._heartbeat_timeout_seconds = options.heartbeat_timeout_seconds
         self._max_silent_beats = max(2, round(self._heartbeat_timeout_seconds / _BEAT_SECONDS))
         self._workers = [_Worker(str(peer)) for peer in place.workers]
-        self._own = self._workers[self._number]
+        self._this_worker = self._workers[self._number]
         self._channels = {self._workers[number]: channel for number, channel in channels.items()}
         self._timeout_seconds = options.timeout_seconds
         self._lock = threading.Lock()  # for sending
@@ -172,10 +172,10 @@ class Liveness:
             self._end_if_all_have_finished()
 
     def _beat(self) -> None:
-        self._own.report = self._own_report()
+        self._this_worker.report = self._own_report()
         # Silence is counted in beats, because a process that is frozen itself then counts nothing.
         for worker in self._channels:
-            self._send(worker, "beat", self._own.report)
+            self._send(worker, "beat", self._this_worker.report)
             worker.silent_beats += 1
             if worker.silent_beats > self._max_silent_beats:
                 self._lose(
@@ -193,11 +193,11 @@ class Liveness:
         position = job_programs.position
         num_meetings = job_programs.num_meetings
         name, values = job_programs.latest
-        given = f" with {', '.join(map(str, values))}" if values else ""
+        arguments = f" with {', '.join(map(str, values))}" if values else ""
         if waiting_at is None:
-            doing = f"has begun {name}{given}"
+            doing = f"has begun {name}{arguments}"
         else:
-            doing = f"waits for all before {waiting_at}{given if waiting_at == name else ''}"
+            doing = f"waits for all before {waiting_at}{arguments if waiting_at == name else ''}"
         place = [doing, *stack_of_script()]
         return _Report(num_meetings, position, waiting_at is not None, place)
 
@@ -303,9 +303,9 @@ class Liveness:
             ):
                 self._leave(error)
             _end(WorkerLostError.exit_code)
-        self._own.has_finished = True
-        self._own.report = self._own_report()
-        self._send_to_all("finished", self._own.report)
+        self._this_worker.has_finished = True
+        self._this_worker.report = self._own_report()
+        self._send_to_all("finished", self._this_worker.report)
         self._end_if_all_have_finished()
         try:
             self._is_decided.wait()
@@ -320,7 +320,7 @@ class Liveness:
         text = lines[0][:_MAX_REASON_CHARACTERS]
         self._exit_code = _INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1
         self._is_decided.set()  # the others' answers are no news
-        self._send_to_all("lost", f"{self._own.name} has ended with {text}")
+        self._send_to_all("lost", f"{self._this_worker.name} has ended with {text}")
         # JAX would wait for the others, and for its programs, which also wait for the others.
         _end(self._exit_code)
 

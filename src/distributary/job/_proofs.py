@@ -29,7 +29,7 @@ def proof(secret: str, role: str, *said: Any) -> str:
     return hmac.new(secret.encode(), content.encode(), hashlib.sha256).hexdigest()
 
 
-def is_proof(found: object, secret: str, role: str, *said: Any) -> bool:
-    """Returns whether `found` is the `proof` of the same arguments."""
+def is_proof(candidate: object, secret: str, role: str, *said: Any) -> bool:
+    """Returns whether `candidate` is the `proof` of the same arguments."""
     expected = proof(secret, role, *said)
-    return isinstance(found, str) and hmac.compare_digest(expected.encode(), found.encode())
+    return isinstance(candidate, str) and hmac.compare_digest(expected.encode(), candidate.encode())

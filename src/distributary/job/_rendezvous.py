@@ -124,11 +124,11 @@ def connect_again(place: MultiWorker, purpose: str) -> dict[int, Channel]:
 
 def package_versions() -> dict[str, str]:
     """Returns the versions of packages that all tasks of a job must have in common."""
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def _facts(place: MultiWorker) -> _Facts:
@@ -204,7 +204,7 @@ def _problem_of(
     arrived: dict[int, tuple[Channel, _Facts]],
 ) -> str | None:
     """Adds the other workers to `arrived`; returns why the job cannot go on, or None."""
-    own = _facts(place)
+    report = _facts(place)
     deadline = time.monotonic() + deadline_seconds
 
     def missing() -> str:
@@ -228,7 +228,7 @@ def _problem_of(
             if number in arrived or not 0 < number < place.num_workers:
                 channel.close()
                 return (
-                    f"Two processes are worker number {number} of the cluster {own['workers']}."
+                    f"Two processes are worker number {number} of the cluster {report['workers']}."
                     " Give every process a task of its own, in TF_CONFIG:"
                     ' {"task": {"type": "worker", "index": ...}}.'
                 )
@@ -237,7 +237,7 @@ def _problem_of(
             if len(arrived) == place.num_workers - 1:
                 # With a secret, JAX has connected them: they have been compared, or the script has
                 # decided that they fit together.
-                return None if secret else _difference(place, own, arrived)
+                return None if secret else _difference(place, report, arrived)
     return (
         f"{missing()} did not connect to"
         f" {_port_of(place.workers[0], server.getsockname()[1])} within {deadline_seconds:g} s."
@@ -247,17 +247,17 @@ def _problem_of(
 
 
 def _difference(
-    place: MultiWorker, own: _Facts, arrived: dict[int, tuple[Channel, _Facts]]
+    place: MultiWorker, report: _Facts, arrived: dict[int, tuple[Channel, _Facts]]
 ) -> str | None:
     """Returns how the workers differ, or None."""
     for number, (_, facts) in sorted(arrived.items()):
         name = place.workers[number].name
-        if facts["workers"] != own["workers"]:
+        if facts["workers"] != report["workers"]:
             return (
                 f"{name} has another cluster than {place.name}: {facts['workers']} and"
-                f" {own['workers']}. Give all workers the same cluster."
+                f" {report['workers']}. Give all workers the same cluster."
             )
-        theirs, ours = facts["versions"], own["versions"]
+        theirs, ours = facts["versions"], report["versions"]
         for package in sorted({*theirs, *ours}):
             if theirs.get(package) != ours.get(package):
                 return (

@@ -55,8 +55,8 @@ class EventSequence:
         self._agreed[before] = (key, values)
 
     def _meet(self, event: JobEvent, values: tuple[Any, ...]) -> None:
-        own = json.dumps([event.key, repr(values)]).encode()
-        said = self._consensus.exchange(event.name, own)
+        message = json.dumps([event.key, repr(values)]).encode()
+        said = self._consensus.exchange(event.name, message)
         if said.count(said[0]) == len(said):
             return
         details = json.dumps(
@@ -84,10 +84,10 @@ class EventSequence:
                 f"{self._consensus.names[0]} ({script})",
                 f"{self._consensus.names[number]} ({other_script})",
             )
-            found = first_difference(lines, other_lines)
-            if found is not None:
+            texts = first_difference(lines, other_lines)
+            if texts is not None:
                 return " and ".join(
-                    f"{name} has {text}" for name, text in zip(names, found, strict=True)
+                    f"{name} has {text}" for name, text in zip(names, texts, strict=True)
                 )
             for pair in zip(values, other_values, strict=False):
                 if pair[0] != pair[1]:
