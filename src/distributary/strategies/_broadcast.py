@@ -39,16 +39,16 @@ def broadcast(values: list[np.ndarray], what: str, sharding: object) -> list[np.
     place = f"{what}, {', '.join(f'{v.dtype}{list(v.shape)}' for v in values)}"
     job = consensus()
     assert job is not None
-    own = [_bytes_of(np.ascontiguousarray(value)) for value in values]
+    buffers = [_bytes_of(np.ascontiguousarray(value)) for value in values]
     results = [np.empty(value.shape, value.dtype) for value in values]
     targets = [_bytes_of(result) for result in results]
     if num_bytes <= _MAX_HOST_BYTES:
-        sent = job.broadcast(place, lambda: np.concatenate([*own, _NOTHING]).tobytes())
+        sent = job.broadcast(place, lambda: np.concatenate([*buffers, _NOTHING]).tobytes())
         _fill(targets, np.frombuffer(sent, np.uint8))
         return results
     job_programs.begin(JobEvent(place))
     for piece in _pieces([target.size for target in targets]):
-        sources = [own[i][part] for i, part in piece] if job.number == 0 else []
+        sources = [buffers[i][part] for i, part in piece] if job.number == 0 else []
         size = sum(part.stop - part.start for _, part in piece)
         received = _sum(np.concatenate([*sources, _NOTHING]), size, sharding)
         _fill([targets[i][part] for i, part in piece], received)
@@ -84,12 +84,12 @@ def _pieces(sizes: list[int]) -> Iterator[list[tuple[int, slice]]]:
         yield piece
 
 
-def _sum(own: np.ndarray, num_bytes: int, sharding: Any) -> np.ndarray:
+def _sum(data: np.ndarray, num_bytes: int, sharding: Any) -> np.ndarray:
     """Sums bytes over workers, of which only the chief has any; returns at least `num_bytes`."""
     # A power of two of words, so that only a few sizes are compiled.
     num_words = 1 << max(4, (max(1, -(-num_bytes // 4)) - 1).bit_length())
     rows = np.zeros((num_local_replicas(sharding), num_words), np.uint32)
-    rows[0].view(np.uint8)[: own.size] = own
+    rows[0].view(np.uint8)[: data.size] = data
     total = dispatcher_for(tuple(sharding.mesh.devices.flat)).run(
         lambda: np.asarray(_sum_of_rows(sharding)(put_stacked(rows, sharding)).addressable_data(0)),
         lambda result: None,

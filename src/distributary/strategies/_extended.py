@@ -103,8 +103,8 @@ _alive: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 def unused_strategies() -> list[Any]:
     """Returns the strategies of several replicas that exist and have not run a step yet."""
-    found = [s for s in _alive if s.num_replicas_in_sync > 1 and not s.extended.engine.cache]
-    return sorted(found, key=lambda s: -s.num_replicas_in_sync)
+    strategies = [s for s in _alive if s.num_replicas_in_sync > 1 and not s.extended.engine.cache]
+    return sorted(strategies, key=lambda s: -s.num_replicas_in_sync)
 
 
 @final
@@ -760,22 +760,22 @@ class StrategyExtended:
         are_arrays = [all(map(_is_array_like, column)) for column in columns]
         specs: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in columns]
         if self.coworkers is not None:
-            own = [
+            own_specs = [
                 [spec_of(v) for v in column] if is_array else []
                 for column, is_array in zip(columns, are_arrays, strict=True)
             ]
-            told = self.coworkers.job.agree(
-                "experimental_distribute_values_from_function", lambda: [str(tree), own]
+            facts = self.coworkers.job.agree(
+                "experimental_distribute_values_from_function", lambda: [str(tree), own_specs]
             )
-            for number, (other, _) in enumerate(told):
-                if other != told[0][0]:
+            for number, (other, _) in enumerate(facts):
+                if other != facts[0][0]:
                     raise ReplicaMismatchError(
                         "experimental_distribute_values_from_function: value_fn gave"
-                        f" {told[0][0]} on worker 0 and {other} on worker {number}; the structures"
+                        f" {facts[0][0]} on worker 0 and {other} on worker {number}; the structures"
                         " must agree."
                     )
             for i in range(len(columns)):
-                specs[i] = [(d, tuple(shape)) for _, rows in told for d, shape in rows[i]]
+                specs[i] = [(d, tuple(shape)) for _, rows in facts for d, shape in rows[i]]
         for i, value in enumerate(values):
             if not are_arrays[i]:
                 continue

@@ -17,8 +17,8 @@ from distributary.strategies._layout_rules import LayoutRules
 
 def devices_of_all(place: MultiWorker) -> tuple[jax.Device, ...]:
     """Returns the devices of all workers, worker by worker, of the kind this worker would use."""
-    own = replica_devices(None)
-    platform = own[0].platform
+    local = replica_devices(None)
+    platform = local[0].platform
     devices: list[list[jax.Device]] = [[] for _ in range(place.num_workers)]
     for device in jax.devices(platform):
         devices[device.process_index].append(device)

@@ -24,7 +24,7 @@ class LayoutRules:
 
     Args:
         who: Name of the strategy, for messages.
-        given: A `keras.distribution.LayoutMap`, or a mapping from regular expressions, which fit
+        layouts: A `keras.distribution.LayoutMap`, or a mapping from regular expressions, which fit
             the whole path of a variable, to one axis per dim: `"model"`, `"batch"` or None. "auto"
             goes by the layers of a model. None divides nothing.
         model_parallel: Number of devices of each replica; None for as many as the layout map says,
@@ -42,14 +42,14 @@ class LayoutRules:
     Source: `keras.distribution.LayoutMap`.
     """
 
-    def __init__(self, who: str, given: Any = None, model_parallel: Any = None) -> None:
+    def __init__(self, who: str, layouts: Any = None, model_parallel: Any = None) -> None:
         what = f"{who}: experimental_layout_map"
         self._what = what
-        self.is_auto = given == "auto" if isinstance(given, str) else False
-        if given is not None and not self.is_auto:
+        self.is_auto = layouts == "auto" if isinstance(layouts, str) else False
+        if layouts is not None and not self.is_auto:
             expected = 'a keras.distribution.LayoutMap, a dict of rules, or "auto"'
-            check_type(what, given, Mapping, expected)
-        device_mesh = getattr(given, "device_mesh", None)
+            check_type(what, layouts, Mapping, expected)
+        device_mesh = getattr(layouts, "device_mesh", None)
         names, self._mesh_shape = _AXES, None
         if device_mesh is not None:
             names, self._mesh_shape = tuple(device_mesh.axis_names), tuple(device_mesh.shape)
@@ -59,7 +59,7 @@ class LayoutRules:
                     " the replicas, and the second for the devices of each."
                 )
         self.num_devices = _checked_number(who, model_parallel, self._mesh_shape)
-        rules = {} if given is None or self.is_auto else given
+        rules = {} if layouts is None or self.is_auto else layouts
         # By pattern, for every dim the axis of the strategy's mesh, or "model".
         self._rules = {
             pattern: self._axes_of(pattern, layout, names) for pattern, layout in rules.items()
@@ -131,29 +131,29 @@ class LayoutRules:
             InvalidValueError: if several rules fit, or the one that fits has too many axes, or
                 divides a dim whose size is not a multiple of the number of devices.
         """
-        found = [path] if path in self._rules else self._fitting(path)
-        if len(found) > 1:
+        rules = [path] if path in self._rules else self._fitting(path)
+        if len(rules) > 1:
             raise InvalidValueError(
-                f"{self._what}: the rules {found!r} all fit the variable {path!r}; expected one."
+                f"{self._what}: the rules {rules!r} all fit the variable {path!r}; expected one."
                 " Make them differ."
             )
-        axes: Sequence[str | None] = self._rules[found[0]] if found else ()
+        axes: Sequence[str | None] = self._rules[rules[0]] if rules else ()
         if auto_dim is not None:
             axes = [None] * auto_dim + ["model"]
         dim = axes.index("model") if "model" in axes else None
         fits = dim is None or (dim < len(shape) and shape[dim] % self.num_devices == 0)
         if len(axes) > len(shape) or not fits:
             raise InvalidValueError(
-                f"{self._what}[{found[0]!r}] is {tuple(axes)!r}, but the variable {path!r} has the"
+                f"{self._what}[{rules[0]!r}] is {tuple(axes)!r}, but the variable {path!r} has the"
                 f" shape {list(shape)}: there must be a dim for each axis, and that of the model"
                 f" must divide by {self.num_devices}. Change the rule, or leave it out so that the"
                 " variable is whole."
             )
-        for pattern in found:
+        for pattern in rules:
             self._unused.pop(pattern, None)
         names = tuple(axes_of_devices)
-        own = None if not names else names[0] if len(names) == 1 else names
-        return spec_of_axes([own if axis == "model" else axis for axis in axes])
+        device_axes = None if not names else names[0] if len(names) == 1 else names
+        return spec_of_axes([device_axes if axis == "model" else axis for axis in axes])
 
     def _fitting(self, path: str) -> list[str]:
         return [pattern for pattern in self._rules if re.fullmatch(pattern, path)]
@@ -202,13 +202,13 @@ class LayoutRules:
         )
 
 
-def _checked_number(who: str, given: Any, mesh_shape: Sequence[int] | None) -> int:
+def _checked_number(who: str, value: Any, mesh_shape: Sequence[int] | None) -> int:
     in_map = 1 if mesh_shape is None else mesh_shape[1]
-    if given is None:
+    if value is None:
         return in_map
-    what = f"{who}: experimental_model_parallel is {given!r}"
+    what = f"{who}: experimental_model_parallel is {value!r}"
     try:
-        number = -1 if isinstance(given, bool) else operator.index(given)
+        number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         raise InvalidTypeError(f"{what}, expected an int.") from None
     if number < 1 or (mesh_shape is not None and number != in_map):

@@ -29,5 +29,5 @@ class OneDeviceStrategy(Strategy):
             raise InvalidTypeError(
                 f"OneDeviceStrategy: device is {device!r}, expected one device such as 'CPU:0'."
             )
-        (own,) = replica_devices([device])
-        super().__init__(StrategyExtended(self, Placement.on_one_device(own)))
+        (replica_device,) = replica_devices([device])
+        super().__init__(StrategyExtended(self, Placement.on_one_device(replica_device)))

@@ -188,7 +188,7 @@ def _devices_of(
         _check_hosts(devices, num_workers)
     this_process = jax.process_index()
     # This checks that they are of one kind, and that CPU devices have enough threads.
-    replica_devices([d for own in devices for d in own if d.process_index == this_process])
+    replica_devices([d for group in devices for d in group if d.process_index == this_process])
     return devices
 
 

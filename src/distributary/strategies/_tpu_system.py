@@ -95,12 +95,12 @@ def resolver_or_local(resolver: ClusterResolver | None, who: str) -> tuple[Clust
         example = "a ClusterResolver such as distributary.cluster_resolver.TPUClusterResolver()"
         check_type(f"{who}: the cluster resolver", resolver, ClusterResolver, example)
         return resolver, ""
-    found = TPUClusterResolver()
+    local = TPUClusterResolver()
     try:
-        found.cluster_spec()
+        local.cluster_spec()
     except ClusterError as error:
         return TPUClusterResolver("local"), f" {error}"
-    return found, ""
+    return local, ""
 
 
 def connect_workers(
