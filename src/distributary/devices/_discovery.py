@@ -48,15 +48,15 @@ def replica_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     Source: argument `devices` of `tf.distribute.MirroredStrategy`.
     """
     if devices is None:
-        found = _all_devices_of_the_best_kind()
+        jax_devices = _all_devices_of_the_best_kind()
     else:
         elements = _checked_list(devices)
         names = tuple(name_of(element) for element in elements)
         _check_names(elements, names)
-        found = _resolve_all(elements, names)
-    if found[0].platform == "cpu":
-        prepare_cpu_threads(len(found))  # JAX has started by now, so this only warns
-    return found
+        jax_devices = _resolve_all(elements, names)
+    if jax_devices[0].platform == "cpu":
+        prepare_cpu_threads(len(jax_devices))  # JAX has started by now, so this only warns
+    return jax_devices
 
 
 def make_mesh(
@@ -143,8 +143,8 @@ def _all_devices_of_the_best_kind() -> tuple[jax.Device, ...]:
     if not backends_started():
         prepare_local_devices()
     for kind in ("GPU", "TPU", "CPU"):
-        if found := local_devices_of(kind):
-            return found
+        if devices := local_devices_of(kind):
+            return devices
     raise DeviceError(
         f"This process has no GPU, TPU or CPU device, only {jax.local_devices()}. Pass the devices"
         " to use as a list."

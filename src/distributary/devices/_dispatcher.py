@@ -104,42 +104,42 @@ class Dispatcher:
             JaxRuntimeError: if an earlier token was donated or deleted.
             WorkerLostError: if the program failed because another worker was lost.
         """
-        made: list[_T] = []
-        self.run_into(made, call, token_of, args)
-        return made[0]
+        outputs: list[_T] = []
+        self.run_into(outputs, call, token_of, args)
+        return outputs[0]
 
     def run_into(
         self,
-        made: list[_T],
+        outputs: list[_T],
         call: Callable[..., _T],
         token_of: Callable[[_T], jax.Array | None],
         args: tuple[Nest, ...],
     ) -> None:
-        """Dispatches like `run`, for programs that consume arguments; appends outputs to `made`.
+        """Dispatches like `run`, for programs that consume arguments; appends to `outputs`.
 
-        `made` gets the outputs even if Ctrl-C comes while the program is dispatched. Python raises
+        `outputs` gets them even if Ctrl-C comes while the program is dispatched. Python raises
         it only between two of its instructions, and there is none between the call of a compiled
         function and the end of `list.extend`.
         """
         try:
             lock = self._lock
             if lock is None:
-                made.extend(starmap(call, (args,)))
+                outputs.extend(starmap(call, (args,)))
                 return
             with lock:
                 if not self.bounded:
-                    made.extend(starmap(call, (args,)))
+                    outputs.extend(starmap(call, (args,)))
                     return
                 tokens, stride = self._tokens, self._stride
                 while len(tokens) * stride + self._since_token >= self._max_in_flight:
                     begin = time.perf_counter()
                     _wait_for(tokens.popleft())
                     latest_program.blocked_seconds += time.perf_counter() - begin
-                made.extend(starmap(call, (args,)))
+                outputs.extend(starmap(call, (args,)))
                 if self._since_token + 1 < stride:
                     self._since_token += 1
                     return
-                token = token_of(made[0])
+                token = token_of(outputs[0])
                 if token is not None:
                     tokens.append(token)
                     self._since_token = 0

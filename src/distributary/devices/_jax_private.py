@@ -99,8 +99,8 @@ def function_of_tracer(tracer: Any) -> str | None:
 
     Only for messages; checked with jax 0.10.2.
     """
-    found = getattr(getattr(tracer, "_debug_info", None), "func_src_info", None)
-    return found if isinstance(found, str) else None
+    info = getattr(getattr(tracer, "_debug_info", None), "func_src_info", None)
+    return info if isinstance(info, str) else None
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -274,10 +274,10 @@ def uncommitted(array: jax.Array) -> jax.Array:
 
 def _in_same_memory(parts: Any, committed: bool | None = None) -> jax.Array:
     committed = parts._committed if committed is None else committed
-    made: jax.Array = _array(
+    array: jax.Array = _array(
         parts.aval, parts.sharding, parts._arrays, committed=committed, _skip_checks=True
     )
-    return made
+    return array
 
 
 def put_rows(

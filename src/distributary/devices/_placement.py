@@ -78,10 +78,10 @@ def own_copies(arrays: list[jax.Array]) -> list[jax.Array]:
         for array in arrays
     ]
     return [
-        jax.make_array_from_single_device_arrays(array.shape, array.sharding, own)
-        if isinstance(own, list)
-        else own
-        for array, own in zip(arrays, jax.device_put(parts, may_alias=False), strict=True)
+        jax.make_array_from_single_device_arrays(array.shape, array.sharding, copies)
+        if isinstance(copies, list)
+        else copies
+        for array, copies in zip(arrays, jax.device_put(parts, may_alias=False), strict=True)
     ]
 
 
@@ -145,8 +145,8 @@ def put_stacked(rows: jax.Array | np.ndarray, sharding: NamedSharding, first: in
     if isinstance(rows, np.ndarray):
         count = num_local_replicas(sharding)
         whole = sharding.is_fully_addressable or len(rows) == count
-        own = rows if whole else rows[first : first + count]
-        return put_rows(own, sharding, local_devices(sharding))
+        local_rows = rows if whole else rows[first : first + count]
+        return put_rows(local_rows, sharding, local_devices(sharding))
     if sharding.is_fully_addressable:
         placed: jax.Array = jax.device_put(rows, sharding)
         return placed
@@ -244,9 +244,9 @@ def local_box(shape: Sequence[int], sharding: NamedSharding) -> tuple[slice, ...
     stored = stored_shape(shape, sharding)
     parts = [part or () for part in sharding.addressable_devices_indices_map(stored).values()]
     box = []
-    for size, whole, own in zip(shape, stored, zip(*parts, strict=True), strict=True):
-        ends = [whole if part.stop is None else part.stop for part in own]
-        box.append(slice(min(size, *(part.start or 0 for part in own)), min(size, max(ends))))
+    for size, whole, spans in zip(shape, stored, zip(*parts, strict=True), strict=True):
+        ends = [whole if part.stop is None else part.stop for part in spans]
+        box.append(slice(min(size, *(part.start or 0 for part in spans)), min(size, max(ends))))
     return tuple(box)
 
 
@@ -266,16 +266,16 @@ def put_sharded(
     """
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
-    own = np.asarray(local_copy(value))
-    sizes = own.shape if shape is None else shape
-    begin = [0] * own.ndim if box is None else [part.start for part in box]
+    array = np.asarray(local_copy(value))
+    sizes = array.shape if shape is None else shape
+    begin = [0] * array.ndim if box is None else [part.start for part in box]
     stored_as = stored_shape(sizes, sharding)
 
     def stored(part: tuple[slice, ...] | None) -> np.ndarray:
         # A copy: JAX may keep the memory of the array it gets, and with it the whole value.
-        copy = np.zeros(sharding.shard_shape(stored_as), own.dtype)
+        copy = np.zeros(sharding.shard_shape(stored_as), array.dtype)
         places = zip(part or (), begin, strict=False)
-        values = own[tuple([slice((place.start or 0) - b, None) for place, b in places])]
+        values = array[tuple([slice((place.start or 0) - b, None) for place, b in places])]
         values = values[tuple([slice(size) for size in copy.shape])]
         copy[tuple([slice(size) for size in values.shape])] = values
         return copy

@@ -106,16 +106,16 @@ class Progress:
 
     def end(self, name: str) -> None:
         """Ends what `begin` has begun, and all that has begun in it."""
-        names = [own for own, _ in self._open]
+        names = [label for label, _ in self._open]
         if threading.current_thread() is threading.main_thread() and name in names:
             self._charge()
             left = self._open[: len(names) - 1 - names[::-1].index(name)]
-            self._open = tuple((own, time.monotonic()) for own, _ in left)
+            self._open = tuple((label, time.monotonic()) for label, _ in left)
 
     @contextmanager
     def doing(self, name: str) -> Iterator[None]:
         """Begins something else than steps, and ends it with the block."""
-        is_first = name == "compilation" and name not in [own for own, _ in self._open]
+        is_first = name == "compilation" and name not in [label for label, _ in self._open]
         self.begin(name)
         try:
             with call_after(_PATIENCE_SECONDS, _say_slow) if is_first else nullcontext():

@@ -50,15 +50,15 @@ class Topology:
         if serialized:
             mesh_shape, device_coordinates = _parsed(serialized)
         self.mesh_shape = checked_sizes(mesh_shape, "Topology: mesh_shape").astype(np.int32)
-        found = _integers(device_coordinates, "Topology: device_coordinates")
-        if found.ndim != 3 or found.shape[-1] != _MESH_RANK or not found.size:
+        places = _integers(device_coordinates, "Topology: device_coordinates")
+        if places.ndim != 3 or places.shape[-1] != _MESH_RANK or not places.size:
             raise InvalidValueError(
-                f"Topology: device_coordinates has the shape {list(found.shape)}, expected [task,"
+                f"Topology: device_coordinates has the shape {list(places.shape)}, expected [task,"
                 f" device, {_MESH_RANK}]."
             )
-        self.device_coordinates = found.astype(np.int32)
+        self.device_coordinates = places.astype(np.int32)
         self._places: dict[Coordinates, tuple[int, int]] = {}
-        for task, ordinal in np.ndindex(found.shape[:2]):
+        for task, ordinal in np.ndindex(places.shape[:2]):
             place = _coordinates(self.device_coordinates[task, ordinal])
             inside = all(0 <= at < size for at, size in zip(place, self.mesh_shape, strict=True))
             if not inside or place in self._places:
@@ -90,29 +90,29 @@ class Topology:
                 devices.
             InvalidValueError: if the grid has another size than the number of devices.
         """
-        found = list(devices)
-        processes = [device.process_index for device in found]
+        all_devices = list(devices)
+        processes = [device.process_index for device in all_devices]
         counts = sorted(set(collections.Counter(processes).values()))
         if len(counts) != 1:
             raise DeviceError(
                 f"Topology.of_devices: the processes have {counts} devices, expected as many of"
                 " every process, and at least one."
             )
-        if mesh_shape is None and all(hasattr(device, "coords") for device in found):
-            shape, places = _places_of_tpus(found)
+        if mesh_shape is None and all(hasattr(device, "coords") for device in all_devices):
+            shape, places = _places_of_tpus(all_devices)
         else:
-            shape = checked_sizes(mesh_shape, "Topology: mesh_shape", [len(found), 1, 1, 1])
-            if int(np.prod(shape)) != len(found):
+            shape = checked_sizes(mesh_shape, "Topology: mesh_shape", [len(all_devices), 1, 1, 1])
+            if int(np.prod(shape)) != len(all_devices):
                 raise InvalidValueError(
                     f"Topology.of_devices: mesh_shape is {shape.tolist()}, which has"
-                    f" {np.prod(shape)} places for {len(found)} devices."
+                    f" {np.prod(shape)} places for {len(all_devices)} devices."
                 )
-            places = np.stack(np.unravel_index(np.arange(len(found)), shape), axis=-1)
+            places = np.stack(np.unravel_index(np.arange(len(all_devices)), shape), axis=-1)
         # The sort is stable: the devices of a process keep their order.
         rows = np.argsort(processes, stable=True).reshape(-1, counts[0])
         topology = cls(mesh_shape=shape.tolist(), device_coordinates=places[rows])
         topology._devices = {
-            _coordinates(place): device for place, device in zip(places, found, strict=True)
+            _coordinates(place): device for place, device in zip(places, all_devices, strict=True)
         }
         return topology
 
@@ -263,20 +263,20 @@ def checked_sizes(
     Raises:
         InvalidValueError: if they are not 4 positive integers.
     """
-    found = _integers(sizes if sizes is not None else default, field)
-    if found.shape != (_MESH_RANK,) or (found < 1).any():
+    integers = _integers(sizes if sizes is not None else default, field)
+    if integers.shape != (_MESH_RANK,) or (integers < 1).any():
         raise InvalidValueError(
             f"{field} is {sizes!r}, expected {_MESH_RANK} positive integers: along x, y and z of"
             " the chips, and on a chip."
         )
-    return found
+    return integers
 
 
 def _integers(values: npt.ArrayLike | None, field: str) -> np.ndarray:
     try:
-        found = np.asarray(values)
+        integers = np.asarray(values)
     except ValueError:  # parts of different length
-        found = np.asarray(None)
-    if found.dtype.kind not in "iu":
+        integers = np.asarray(None)
+    if integers.dtype.kind not in "iu":
         raise InvalidValueError(f"{field} is {values!r}, expected integers.")
-    return found.astype(int)
+    return integers.astype(int)
