@@ -78,7 +78,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_type(self) -> str | None:
         """Type of this task, such as `"worker"`; None if unknown. You can set it."""
-        return self._found("task_type") if self._task_type is None else self._task_type
+        return self._value_of("task_type") if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -89,7 +89,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """Number of this task among those of its type; None if unknown. You can set it."""
-        return self._found("task_id") if self._task_id is None else self._task_id
+        return self._value_of("task_id") if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -100,7 +100,7 @@ class ClusterResolver(abc.ABC):
     @property
     def rpc_layer(self) -> str | None:
         """Protocol in front of addresses, such as `"grpc"`; None for none. You can set it."""
-        return self._found("rpc_layer") if self._rpc_layer is None else self._rpc_layer
+        return self._value_of("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
@@ -108,7 +108,7 @@ class ClusterResolver(abc.ABC):
         check_type(field, rpc_layer, str | None, expected)
         self._rpc_layer = rpc_layer
 
-    def _found(self, name: str) -> Any:
+    def _value_of(self, name: str) -> Any:
         """Returns the value of a property that is not set; None if unknown."""
         return None
 

@@ -81,7 +81,7 @@ class TFConfigClusterResolver(ClusterResolver):
             )
         return address
 
-    def _found(self, name: str) -> Any:
+    def _value_of(self, name: str) -> Any:
         config = _load()
         spec = _cluster_spec(config)
         if name == "rpc_layer":

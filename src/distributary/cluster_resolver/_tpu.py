@@ -72,7 +72,7 @@ class TPUClusterResolver(ClusterResolver):
         if coordinator_address is not None:
             self._coordinator = {coordinator_name: [coordinator_address]}
         self._local = tpu == "local"
-        self._addresses = [] if self._local or not tpu else _given(tpu)
+        self._addresses = [] if self._local or not tpu else _addresses_of(tpu)
         self._port, self._job_name = port, job_name
         self.task_type, self.task_id = job_name, 0 if self._local else None
         self.rpc_layer = "grpc"
@@ -137,7 +137,7 @@ class TPUClusterResolver(ClusterResolver):
     def _accelerators_of_any_task(self) -> dict[str, int]:
         return {"TPU": super()._accelerators_of_any_task().get("TPU", 0)}
 
-    def _found(self, name: str) -> Any:
+    def _value_of(self, name: str) -> Any:
         if name != "task_id":
             return None
         num_hosts = self.cluster_spec().num_tasks(self._job_name)
@@ -151,7 +151,7 @@ class TPUClusterResolver(ClusterResolver):
         return number_in(_metadata("agent-worker-number").strip())
 
 
-def _given(tpu: str | Sequence[str]) -> list[str]:
+def _addresses_of(tpu: str | Sequence[str]) -> list[str]:
     if isinstance(tpu, str) and ":" not in tpu:
         raise UnsupportedError(
             f"{_WHO}: tpu is {tpu!r}. Names of TPUs are not looked up, because JAX programs run on"

@@ -86,7 +86,7 @@ class UnionResolver(ClusterResolver):
     def _accelerators_of_any_task(self) -> dict[str, int]:
         return self._first.num_accelerators()
 
-    def _found(self, name: str) -> Any:
+    def _value_of(self, name: str) -> Any:
         return getattr(self._first, name)
 
 
