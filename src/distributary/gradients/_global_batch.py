@@ -54,8 +54,8 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
         if context is None or context.num_replicas_in_sync == 1:
             return loss(*args, **kwargs)
         num_rows = _num_rows(name, args)
-        own = jax.tree.map(lambda x: jnp.asarray(x) if jnp.ndim(x) else x, args)
-        leaves, tree = jax.tree.flatten(own)
+        arrays = jax.tree.map(lambda x: jnp.asarray(x) if jnp.ndim(x) else x, args)
+        leaves, tree = jax.tree.flatten(arrays)
         places = [i for i, leaf in enumerate(leaves) if jnp.ndim(leaf)]
         number = context.replica_id_in_sync_group
         # Tells where the rows of a replica begin, as replicas may differ in their number of rows.
@@ -91,9 +91,9 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
 def _num_rows(name: str, args: Nest) -> int:
     sizes = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(args) if jnp.ndim(leaf)}
     if len(sizes) != 1:
-        found = f"arrays of {sorted(sizes)} rows" if sizes else "no array"
+        text = f"arrays of {sorted(sizes)} rows" if sizes else "no array"
         raise InvalidValueError(
-            f"global_batch_loss: {name} was called with {found} in its positional arguments,"
+            f"global_batch_loss: {name} was called with {text} in its positional arguments,"
             " expected arrays with one row per example. Pass other arrays by keyword."
         )
     return int(sizes.pop())

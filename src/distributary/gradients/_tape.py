@@ -253,8 +253,8 @@ class GradientTape:
         of_row = jnp.eye(math.prod(shape), dtype=_target(target).dtype).reshape(-1, 1, *shape)
         seeds = [jnp.broadcast_to(seed, (num_rows, *shape)) for seed in of_row]
         rows = [self._gradient(target, source, seed, unconnected_gradients) for seed in seeds]
-        made = _stacked(rows, tuple(shape))
-        return made if made is None else jnp.moveaxis(made, len(shape), 0)
+        jacobian = _stacked(rows, tuple(shape))
+        return jacobian if jacobian is None else jnp.moveaxis(jacobian, len(shape), 0)
 
     def _use(self, method: str) -> None:
         """Checks that the tape may be asked now, and ends it if it is not persistent."""
@@ -361,14 +361,14 @@ def _target(leaf: object) -> jax.Array:
 def _seeds(output_gradients: Nest, targets: Sequence[jax.Array]) -> list[jax.Array]:
     if output_gradients is None:
         return [jnp.ones_like(target) for target in targets]
-    given = jax.tree.leaves(output_gradients, is_leaf=lambda x: x is None)
-    if len(given) != len(targets):
+    entries = jax.tree.leaves(output_gradients, is_leaf=lambda x: x is None)
+    if len(entries) != len(targets):
         raise InvalidValueError(
-            f"GradientTape.gradient: output_gradients has {len(given)} entries for"
+            f"GradientTape.gradient: output_gradients has {len(entries)} entries for"
             f" {len(targets)} targets."
         )
     seeds = []
-    for seed, target in zip(given, targets, strict=True):
+    for seed, target in zip(entries, targets, strict=True):
         if seed is None:
             seeds.append(jnp.ones_like(target))
             continue
