@@ -202,9 +202,9 @@ class StrategyScope:
                 " enter it before run, or use get_replica_context().merge_call."
             )
         mode = Mode(self._strategy, "cross")
-        told = [(library, library.scope_entered(self._strategy)) for library in libraries()]
+        entries = [(library, library.scope_entered(self._strategy)) for library in libraries()]
         _state.modes.append(mode)
-        self._entered.modes.append((mode, told))
+        self._entered.modes.append((mode, entries))
         thread = threading.get_ident()
         _threads_in_scope[thread] += 1
         return self._strategy
@@ -218,7 +218,7 @@ class StrategyScope:
         if entry is None:
             self._entered.modes.pop()
             return
-        mode, told = entry
+        mode, entries = entry
         _leave(mode)
         if isinstance(error, Exception):
             advise(error)
@@ -227,7 +227,7 @@ class StrategyScope:
         _threads_in_scope[thread] -= 1
         if not _threads_in_scope[thread]:
             del _threads_in_scope[thread]
-        for library, result in told:
+        for library, result in entries:
             library.scope_left(self._strategy, result)
 
 
