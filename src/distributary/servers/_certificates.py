@@ -75,8 +75,8 @@ class Credentials:
             ClusterError: if a file cannot be read.
         """
         try:
-            ca, own, key = ((folder / name).read_bytes() for name in (_CA_FILE, *_files(role)))
-            return cls(ca, own, key)
+            ca, cert, key = ((folder / name).read_bytes() for name in (_CA_FILE, *_files(role)))
+            return cls(ca, cert, key)
         except OSError as error:
             raise ClusterError(
                 f"The certificates of role {role!r} cannot be read: {error}. `distributary certs"

@@ -170,7 +170,7 @@ class ClosureTrace:
             if self._data_avals is not None:
                 avals = self._data_avals
                 element = jax.tree.map(lambda _: avals.pop(0), element)
-            is_column = lambda own: isinstance(own, PerReplica)
+            is_column = lambda node: isinstance(node, PerReplica)
             columns, tree = jax.tree.flatten(element, is_leaf=is_column)
             handles = [_handles_of(column, f"{kind} {number}") for column in columns]
             self.sources.append(Source(kind, number, handles, tree, feed))
@@ -373,7 +373,7 @@ def _traced(
             )
         positions[handle] = range(start, len(inputs))
     inputs += [StepInput("argument", i) for i in range(len(avals))]
-    sizes = {h: [inputs[i].num_rows for i in own] for h, own in positions.items() if len(own) > 1}
+    sizes = {h: [inputs[i].num_rows for i in at] for h, at in positions.items() if len(at) > 1}
     jaxpr, constants = in_parts(
         jaxpr,
         {i: sizes[h] for i, h in enumerate(pure.handles, len(captures)) if h in sizes},
@@ -426,10 +426,10 @@ def _update_of(
     updated, run = rows_of_update(part, rows.pushes, capacities, sparse_update)
     avals = part.update.in_avals
     buckets: list[int | None] = [None] * len(avals)
-    for own in updated:
-        if not own.is_whole:
-            for i in (*own.states, *(len(part.states) + i for i in own.pushes)):
-                buckets[i] = own.bucket
+    for entry in updated:
+        if not entry.is_whole:
+            for i in (*entry.states, *(len(part.states) + i for i in entry.pushes)):
+                buckets[i] = entry.bucket
     program = export_function(run, avals, buckets)
     states = [step.inputs[i].number for i in part.states]
     olds = [step.state_of_output[i] for i in part.outputs]
@@ -454,7 +454,7 @@ def _worker_plan(
         for space, parts in rows.buffers:
             states = [(step.inputs[i], start) for i, start in parts]
             tables = [
-                TablePart(own.server or 0, own.number, start, own.num_rows) for own, start in states
+                TablePart(var.server or 0, var.number, start, var.num_rows) for var, start in states
             ]
             buffers.append((space, tables))
         row_plan = RowPlan(programs[0].name, of_ids, rows.spaces, buffers)
@@ -467,9 +467,9 @@ def _worker_plan(
     else:
         program = _exported(rows.worker, origins, step, split_outputs=False)
     pulls: dict[int, list[int]] = {}
-    for own in [step.inputs[i] for i in rows.inputs]:
-        if own.server is not None:
-            pulls.setdefault(own.server, []).append(own.number)
+    for source in [step.inputs[i] for i in rows.inputs]:
+        if source.server is not None:
+            pulls.setdefault(source.server, []).append(source.number)
     pushes = [
         Push(server, update.name, values, update.rows)
         for server, (update, _, values) in updates.items()

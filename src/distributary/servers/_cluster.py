@@ -157,8 +157,8 @@ class Session:
         pieces = _pieces(shape, dtype)
         rows = [[np.arange(*piece)] for piece in pieces] if len(pieces) > 1 else [[]]
         values: list[np.ndarray] = []
-        for own in rows:
-            message = Message("read", {"ids": [place.number]}, own)
+        for numbers in rows:
+            message = Message("read", {"ids": [place.number]}, numbers)
             values += self.server_links[place.server].call(message).arrays
         return np.concatenate(values) if len(values) > 1 else np.asarray(values[0])
 
@@ -254,7 +254,7 @@ class Cluster:
         session: SessionId | None = None
         while True:
             session = new_session(session)
-            newer = [found for server in self.servers if (found := _begin_session(server, session))]
+            newer = [other for server in self.servers if (other := _begin_session(server, session))]
             if not newer:
                 break
             # Another machine's clock is ahead, or two coordinators start at the same time.
@@ -291,10 +291,10 @@ def _pieces(shape: tuple[int, ...], dtype: DTypeLike) -> list[tuple[int, int]]:
 def _begin_session(task: Task, session: SessionId) -> SessionId | None:
     """Begins a session on a task; returns the newer session that the task has, if there is one."""
     with contextlib.closing(task.connect()) as link:
-        found: SessionId | None = link.call(Message("hello", {"session": session})).fields.get(
+        newer: SessionId | None = link.call(Message("hello", {"session": session})).fields.get(
             "session"
         )
-    return found
+    return newer
 
 
 @final

@@ -184,8 +184,8 @@ class ClusterCoordinator:
             leaves[i] = None  # `call` keeps the other arguments, but not the arrays
         call = functools.update_wrapper(functools.partial(_call, fn, leaves, dynamic, tree), fn)
         function = self._function(fn, call, key, arrays)
-        own = [copy_of(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]
-        return self._queue.put(function, own, call, sources)
+        copies = [copy_of(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]
+        return self._queue.put(function, copies, call, sources)
 
     def join(self) -> None:
         """Waits until all closures have ended.
@@ -441,5 +441,5 @@ class _Function:
 
     def feeds_of(self, sources: Sequence[RemoteSource]) -> list[Feed]:
         """Returns the feeds whose data is sent with a closure that has these sources."""
-        own = [sources[s.number] if s.kind == "bound" else s for s in self.plans[0].sources]
-        return [source.feed for source in own if source.feed is not None]
+        bound = [sources[s.number] if s.kind == "bound" else s for s in self.plans[0].sources]
+        return [source.feed for source in bound if source.feed is not None]

@@ -76,8 +76,8 @@ class Copies:
             variables = self._variables(message)
         arrays = {number: np.empty(old.shape, old.dtype) for number, old in variables.items()}
         with ArrayReader(path) as reader:
-            for array, (begin, own) in zip(arrays.values(), message.fields["parts"], strict=True):
-                parts = [SavedPart(*part) for part in own]
+            for array, (begin, saved) in zip(arrays.values(), message.fields["parts"], strict=True):
+                parts = [SavedPart(*part) for part in saved]
                 reader.fill(array, box_of(array.shape, begin), parts)
         self._copies[message.fields["copy"]] = arrays
 
@@ -94,13 +94,13 @@ class Copies:
     def _check_token(self, path: Path, token: str) -> None:
         """Checks by a token that the coordinator itself has written to the folder."""
         try:
-            found = (path / _TOKEN).read_text(encoding="utf-8")
+            text = (path / _TOKEN).read_text(encoding="utf-8")
         except OSError as error:
-            found = str(error)
-        if found != token:
+            text = str(error)
+        if text != token:
             raise CheckpointError(
                 f"ps {self._number} does not see what the coordinator has written to {path}"
-                f" ({found[:200]}). Servers read and write their variables themselves, so all tasks"
+                f" ({text[:200]}). Servers read and write their variables themselves, so all tasks"
                 " need the same folder."
             )
 
@@ -149,8 +149,8 @@ class CopyOnServers:
         self._shards = shards
         self._shapes = shapes
         self._ids: dict[int, list[int]] = {}
-        for own in shards.values():
-            for server, number, _ in own:
+        for places in shards.values():
+            for server, number, _ in places:
                 self._ids.setdefault(server, []).append(number)
         self._links = {server: connect(server) for server in sorted(self._ids)}
 
@@ -161,12 +161,12 @@ class CopyOnServers:
     def load(self, path: Path, parts: Mapping[str, Sequence[SavedPart]]) -> "CopyOnServers":
         """Makes the servers read values from a checkpoint; see `RemoteStore.load`."""
         wanted: dict[int, list[JSON]] = {server: [] for server in self._links}
-        for name, own in self._shards.items():
-            for server, _, begin, shape in _places(own, self._shapes[name]):
+        for name, places in self._shards.items():
+            for server, _, begin, shape in _places(places, self._shapes[name]):
                 box = box_of(shape, begin)
-                found = [part for part in parts[name] if common_box(part.box, box) is not None]
-                wanted[server].append([begin, [astuple(part) for part in found]])
-        fields = {i: {"path": str(path), "parts": own} for i, own in wanted.items()}
+                pieces = [part for part in parts[name] if common_box(part.box, box) is not None]
+                wanted[server].append([begin, [astuple(part) for part in pieces]])
+        fields = {i: {"path": str(path), "parts": entries} for i, entries in wanted.items()}
         return self._begin("load", fields)
 
     def save(self, path: Path) -> Mapping[str, Sequence[SavedPart]]:
@@ -193,9 +193,9 @@ class CopyOnServers:
         return {
             name: [
                 SavedPart(_file(server), files[server].checksum, str(number), begin, shape)
-                for server, number, begin, shape in _places(own, self._shapes[name])
+                for server, number, begin, shape in _places(places, self._shapes[name])
             ]
-            for name, own in self._shards.items()
+            for name, places in self._shards.items()
         }
 
     def adopt(self) -> None:
@@ -235,8 +235,8 @@ def _places(
     """Yields the server and number of each shard, where it begins, and its shape."""
     row = 0
     for server, number, num_rows in shards:
-        own = [num_rows, *shape[1:]] if shape else []
-        yield server, number, [row, *[0] * len(shape[1:])] if shape else [], own
+        size = [num_rows, *shape[1:]] if shape else []
+        yield server, number, [row, *[0] * len(shape[1:])] if shape else [], size
         row += num_rows
 
 

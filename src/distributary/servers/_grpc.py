@@ -144,8 +144,8 @@ class GrpcLink(Link):
     def _channel(self) -> Any:
         if self._credentials is None:
             return self._grpc.insecure_channel(self._address, _CLIENT_OPTIONS)
-        own = self._credentials
-        credentials = self._grpc.ssl_channel_credentials(own.ca, own.key, own.certificate)
+        files = self._credentials
+        credentials = self._grpc.ssl_channel_credentials(files.ca, files.key, files.certificate)
         # The name in a certificate is the role, not the host.
         name = ("grpc.ssl_target_name_override", name_of_role(self._role))
         return self._grpc.secure_channel(self._address, credentials, (*_CLIENT_OPTIONS, name))
@@ -318,5 +318,5 @@ def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:
     host, port = parts.hostname, parts.port
     if host is None or port is None or parts.netloc != address:
         raise ValueError("it is not host:port")
-    _, found = bound_address(host, port)
-    return host, ipaddress.ip_address(found[0]), port
+    _, sockaddr = bound_address(host, port)
+    return host, ipaddress.ip_address(sockaddr[0]), port

@@ -96,8 +96,8 @@ class ServerSteps:
             self._set_logs(last.fetch())
 
     def _schedule(self, iterator: Any, batch: object) -> RemoteValue:
-        given = iterator.of_workers if isinstance(iterator, WorkerBatches) else batch
-        value = self._coordinator.schedule(self._on_batch, args=(given,))
+        data = iterator.of_workers if isinstance(iterator, WorkerBatches) else batch
+        value = self._coordinator.schedule(self._on_batch, args=(data,))
         self._counts.num_examples += num_rows(batch)
         if self._kind != "predict":
             self._running.append(value)
@@ -168,7 +168,7 @@ def _spec_of_whole(leaf: Any) -> Any:
     if not isinstance(leaf, PerReplica):
         return leaf
     first = leaf.values[0]
-    size = sum(own.shape[0] for own in leaf.values)
+    size = sum(value.shape[0] for value in leaf.values)
     return jax.ShapeDtypeStruct((size, *first.shape[1:]), first.dtype)
 
 
@@ -208,19 +208,19 @@ class PerWorkerAdapter(UnknownSizes):
 
     Args:
         dataset: Dataset from `ClusterCoordinator.create_per_worker_dataset`.
-        given: Other arguments of `fit`, `evaluate` or `predict`.
+        arguments: Other arguments of `fit`, `evaluate` or `predict`.
 
     Raises:
         InvalidValueError: without `steps_per_epoch`, or with arguments that are only for arrays.
     """
 
-    def __init__(self, dataset: Any, given: dict[str, Any]) -> None:
-        if not given.get("steps_per_epoch"):
+    def __init__(self, dataset: Any, arguments: dict[str, Any]) -> None:
+        if not arguments.get("steps_per_epoch"):
             raise InvalidValueError(
                 "x is a per-worker dataset, whose end nobody knows: give steps_per_epoch to fit,"
                 " steps to evaluate and predict."
             )
-        check_given("per-worker dataset", given, "y", "sample_weight", "class_weight")
+        check_given("per-worker dataset", arguments, "y", "sample_weight", "class_weight")
         self._batches = WorkerBatches(iter(dataset))
 
     def get_jax_iterator(self) -> Iterator[Any]:

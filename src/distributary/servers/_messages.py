@@ -275,7 +275,7 @@ def _with_type(kind: object, value: JSON) -> Any:
     arguments = typing.get_args(kind)
     match typing.get_origin(kind):
         case builtins.list:
-            return [_with_type(arguments[0], own) for own in value]
+            return [_with_type(arguments[0], item) for item in value]
         case builtins.tuple:
             return tuple(map(_with_type, arguments, value))
         case types.UnionType:  # a type or None

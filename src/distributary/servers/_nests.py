@@ -39,11 +39,11 @@ def copy_of(array: ArrayLike, dtype: DTypeLike | None = None) -> np.ndarray:
             f"A step is given an array of dtype {values.dtype}; strings and objects do not travel"
             " to workers. Map them to numbers first, in the dataset."
         )
-    own = aligned_empty(
+    copy = aligned_empty(
         values.shape, np.dtype(dtype or jax.dtypes.canonicalize_dtype(values.dtype))
     )
-    own[...] = values
-    return own
+    copy[...] = values
+    return copy
 
 
 def shapes_of(arrays: list[Any]) -> list[tuple[list[int], str]]:

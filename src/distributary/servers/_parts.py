@@ -65,7 +65,7 @@ def in_parts(
             continue
         parts = [_rows_like(v, num_rows) for num_rows in inputs[i]]
         invars += parts
-        joined.append(_equation(lambda *own: lax.concatenate(own, 0), parts, v))
+        joined.append(_equation(lambda *arrays: lax.concatenate(arrays, 0), parts, v))
     parting = _Parting(invars)
     for eqn in (*joined, *jaxpr.eqns):
         parting.add(eqn)
@@ -95,7 +95,7 @@ class _Parting:
         self._inputs = set(inputs)
         self._makers: dict[Var, Equation] = {}
         self._names: dict[Var, Var] = {}
-        self._made: dict[tuple[Var, int, int], Var] = {}
+        self._parts: dict[tuple[Var, int, int], Var] = {}
         # Variables that are computed row by row from pushes or parts.
         self._divisible: set[Var] = set()
 
@@ -126,23 +126,23 @@ class _Parting:
     def part(self, v: Var, start: int, end: int) -> Var:
         """Returns a variable with the rows of `v` from `start` to `end`."""
         key = v, start, end
-        if key not in self._made:
-            self._made[key] = self._part(v, start, end)
-        return self._made[key]
+        if key not in self._parts:
+            self._parts[key] = self._part(v, start, end)
+        return self._parts[key]
 
     def _part(self, v: Var, start: int, end: int) -> Var:
         eqn = self._makers.get(v)
         new = _rows_like(v, end - start)
         if eqn is not None and _is_joined(eqn):
-            ranges = _ranges([aval_of(own).shape[0] for own in eqn.invars])
-            for own, rows in zip(eqn.invars, ranges, strict=True):
-                if rows == (start, end) and isinstance(own, Var):
-                    return own
+            ranges = _ranges([aval_of(atom).shape[0] for atom in eqn.invars])
+            for atom, rows in zip(eqn.invars, ranges, strict=True):
+                if rows == (start, end) and isinstance(atom, Var):
+                    return atom
         elif eqn is not None and self._is_row_by_row(eqn):
             operands = row_operands(eqn) or ()
             invars = [
-                self.part(own, start, end) if isinstance(own, Var) and own in operands else own
-                for own in eqn.invars
+                self.part(atom, start, end) if isinstance(atom, Var) and atom in operands else atom
+                for atom in eqn.invars
             ]
             params = with_rows(eqn, end - start)
             self._append(eqn.replace(invars=invars, outvars=[new], params=params))

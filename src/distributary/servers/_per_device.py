@@ -77,8 +77,8 @@ def per_device(
 
     def run(*args: Array) -> list[Array]:
         values = [
-            _Value(own[None], 0) if split else _Value(own)
-            for own, split in zip(args, is_split, strict=True)
+            _Value(array[None], 0) if split else _Value(array)
+            for array, split in zip(args, is_split, strict=True)
         ]
         return _evaluated(jaxpr, values)
 
@@ -91,25 +91,25 @@ class _Value:
     """A value on every device.
 
     Args:
-        own: The array that this device has.
+        array: The array that this device has.
         dim: The dim of which this device has a part; None if it has the whole.
     """
 
-    def __init__(self, own: Array, dim: int | None = None) -> None:
-        self._own = own
+    def __init__(self, array: Array, dim: int | None = None) -> None:
+        self._array = array
         self._dim = dim
-        self._whole = own if dim is None else None
+        self._whole = array if dim is None else None
 
     def whole(self) -> Array:
         """Returns the whole value, gathered if need be."""
         if self._whole is None:
-            self._whole = lax.all_gather(self._own, REPLICA_AXIS, axis=self._dim, tiled=True)
+            self._whole = lax.all_gather(self._array, REPLICA_AXIS, axis=self._dim, tiled=True)
         return self._whole
 
     def part(self, dim: int, num_replicas: int) -> Array:
         """Returns this device's part of the value along a dim."""
         if dim == self._dim:
-            return self._own
+            return self._array
         size = self.whole().shape[dim] // num_replicas
         start = lax.axis_index(REPLICA_AXIS) * size
         return lax.dynamic_slice_in_dim(self.whole(), start, size, dim)
@@ -135,14 +135,14 @@ def _results(eqn: Equation, operands: Sequence[_Value]) -> Iterable[_Value]:
 
 def _of_replica(eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
     num_replicas = eqn.params["mesh"].size
-    own = []
+    inputs = []
     for operand, spec in zip(operands, eqn.params["in_specs"], strict=True):
         dim = shard_dim(spec)
-        own.append(operand.whole() if dim is None else operand.part(dim, num_replicas))
+        inputs.append(operand.whole() if dim is None else operand.part(dim, num_replicas))
     inner, consts = open_jaxpr(eqn.params["jaxpr"])
     eqns = [one for several in inner.eqns for one in _one_by_one(several)]
     body = jaxpr_of(inner.invars, inner.outvars, eqns, inner.constvars)
-    outs = jax.core.eval_jaxpr(body, consts, *own)
+    outs = jax.core.eval_jaxpr(body, consts, *inputs)
     return [
         _Value(out, shard_dim(spec))
         for out, spec in zip(outs, eqn.params["out_specs"], strict=True)

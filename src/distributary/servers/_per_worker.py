@@ -42,15 +42,15 @@ class PerWorkerDataset:
             )
         return PerWorkerIterator(self._new_source())
 
-    def keras_adapter(self, given: dict[str, Any]) -> Any:
+    def keras_adapter(self, arguments: dict[str, Any]) -> Any:
         """Returns the data adapter for `fit`, `evaluate` or `predict`.
 
         Args:
-            given: Their other arguments for data, and `steps_per_epoch`.
+            arguments: Their other arguments for data, and `steps_per_epoch`.
         """
         from distributary.servers._keras_steps import PerWorkerAdapter
 
-        return PerWorkerAdapter(self, given)
+        return PerWorkerAdapter(self, arguments)
 
 
 class _OfWorkers:

@@ -209,19 +209,19 @@ def rows_in_zeros(rows: np.ndarray, numbers: np.ndarray, size: int) -> np.ndarra
 def bucket_sizes(rows: Sequence[UpdatedRows], numbers: Sequence[np.ndarray]) -> Mapping[int, int]:
     """Returns the number of rows to pad to, for each bucket."""
     sizes: dict[int, int] = {}
-    for own, found in zip(rows, numbers, strict=True):
-        sizes[own.bucket] = max(sizes.get(own.bucket, 0), bucket_of(len(found)))
+    for entry, row_numbers in zip(rows, numbers, strict=True):
+        sizes[entry.bucket] = max(sizes.get(entry.bucket, 0), bucket_of(len(row_numbers)))
     return sizes
 
 
 def _find(space: RowSpace, numbers: Sequence[np.ndarray]) -> FoundRows:
     end = max(at.start + at.size for at in space.lookups)  # the number of no row
-    flat = [own.reshape(-1).astype(np.int64) for own in numbers]
+    flat = [array.reshape(-1).astype(np.int64) for array in numbers]
     wanted = [
-        own.clip(0, at.size - 1) + at.start
+        array.clip(0, at.size - 1) + at.start
         if at.modes[0]
-        else np.where((own >= 0) & (own < at.size), own + at.start, end)
-        for at, own in zip(space.lookups, flat, strict=True)
+        else np.where((array >= 0) & (array < at.size), array + at.start, end)
+        for at, array in zip(space.lookups, flat, strict=True)
     ]
     rows, inverse = np.unique(np.concatenate(wanted), return_inverse=True)
     inverse = inverse.reshape(-1).astype(np.int32)
@@ -229,11 +229,11 @@ def _find(space: RowSpace, numbers: Sequence[np.ndarray]) -> FoundRows:
     if len(rows) and rows[-1] == end:
         rows = rows[:-1]
         inverse = np.where(inverse == len(rows), capacity, inverse)
-    parts = np.split(inverse, np.cumsum([len(own) for own in flat])[:-1])
+    parts = np.split(inverse, np.cumsum([len(array) for array in flat])[:-1])
     positions: list[np.ndarray] = []
-    for at, own, part in zip(space.lookups, numbers, parts, strict=True):
-        positions.append(part.reshape(own.shape))
+    for at, array, part in zip(space.lookups, numbers, parts, strict=True):
+        positions.append(part.reshape(array.shape))
         if len(at.modes) > 1:  # the same numbers, of which those out of range are no rows
-            is_row = (own >= 0) & (own < at.size)
+            is_row = (array >= 0) & (array < at.size)
             positions.append(np.where(is_row, positions[-1], capacity))
     return FoundRows(rows, positions)

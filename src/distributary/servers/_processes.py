@@ -202,10 +202,10 @@ def _check(peer: Peer, fields: dict[str, Any]) -> None:
             f"{peer.address} should be {peer.name}, and is {fields.get('task')}. Give all"
             " tasks the same cluster, and each its own task."
         )
-    own, others = package_versions(), fields["versions"]
+    versions, others = package_versions(), fields["versions"]
     different = [
         f"{package} {others[package]} and the chief {version}"
-        for package, version in own.items()
+        for package, version in versions.items()
         if others.get(package, version) != version
     ]
     if different:

@@ -53,8 +53,8 @@ def export_per_device(
     specs = tuple([P(REPLICA_AXIS) if split else P() for split in is_split])
 
     def run(*inputs: Any) -> list[Any]:
-        own = [x[0] if split else x for x, split in zip(inputs, is_split, strict=True)]
-        outs = of_one(*own)
+        values = [x[0] if split else x for x, split in zip(inputs, is_split, strict=True)]
+        outs = of_one(*values)
         return [out[None] for out in outs] if split_outputs else outs
 
     on_all = jax.shard_map(
@@ -229,8 +229,8 @@ def _on_devices(
         return jax.make_array_from_single_device_arrays(shape, stacked, rows)
 
     def run(*inputs: Any) -> Any:
-        given = map(placed, inputs)
-        return dispatcher.run(call, lambda outs: outs[0] if outs else None, *given)
+        arrays = map(placed, inputs)
+        return dispatcher.run(call, lambda outs: outs[0] if outs else None, *arrays)
 
     return run
 

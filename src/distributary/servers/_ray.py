@@ -33,7 +33,7 @@ class RayCluster(Cluster):
     """A cluster of Ray actors, made by `ray_cluster`."""
 
     def __init__(
-        self, numbers: Mapping[str, int], given: Mapping[str, Mapping[str, Any]], insecure: bool
+        self, numbers: Mapping[str, int], overrides: Mapping[str, Mapping[str, Any]], insecure: bool
     ) -> None:
         self._ray = ray = _import_ray()
         environ = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
@@ -48,8 +48,8 @@ class RayCluster(Cluster):
             "scheduling_strategy": _here(ray) if is_local else "SPREAD",
         }
         options_of = {
-            task_type: {**options, "num_cpus": int(task_type == "worker"), **own}
-            for task_type, own in given.items()
+            task_type: {**options, "num_cpus": int(task_type == "worker"), **extra}
+            for task_type, extra in overrides.items()
         }
         name = f"distributary {secrets.token_hex(4)}"
         self._makers = ray.remote(RayMakers).options(name=name, num_cpus=0).remote()

@@ -213,7 +213,7 @@ def rows_of(split: ServerSplit, states: Collection[int], num_devices: int = 1) -
         for i, v in enumerate(jaxpr.outvars[num_results:])
         if isinstance(v, Var) and v not in flow.same and (first := spaces.first_row(v)) is not None
     }
-    inputs, ids_inputs = ([position[v] for v in own] for own in (plain, ids.jaxpr.invars))
+    inputs, ids_inputs = ([position[v] for v in vs] for vs in (plain, ids.jaxpr.invars))
     refusals = {position[v]: why for v, why in spaces.refusals.items() if v in tables}
     return RowSplit(worker, inputs, ids, ids_inputs, spaces.spaces, buffers, pushes, refusals)
 
@@ -275,10 +275,10 @@ def rows_of_update(
         states and pushes of these variables have only some of their rows, unless `is_whole`.
     """
     jaxpr = part.update.jaxpr
-    states, given = jaxpr.invars[: len(part.states)], jaxpr.invars[len(part.states) :]
+    states, invars = jaxpr.invars[: len(part.states)], jaxpr.invars[len(part.states) :]
     flow = RowFlow(jaxpr, {*jaxpr.invars}, is_worker=False)
     pushed = {
-        v: pushes[number] for v, number in zip(given, part.pushes, strict=True) if number in pushes
+        v: pushes[number] for v, number in zip(invars, part.pushes, strict=True) if number in pushes
     }
     numbers = numbers_of_other_rows(jaxpr, jaxpr.outvars, pushed)
     groups: dict[tuple[Var, int], list[Var]] = {}
@@ -286,7 +286,7 @@ def rows_of_update(
         groups.setdefault(flow.find(v), []).append(v)
     rows: list[UpdatedRows] = []
     inputs_of: dict[Var, Var] = {}  # by table, an input with its rows
-    for (root, _), own in groups.items():
+    for (root, _), group in groups.items():
         outputs = [i for i, v in enumerate(jaxpr.outvars) if _is_of(flow, v, root)]
         olds = [(i, part.state_of_output[i]) for i in outputs]
         leaves_others = all(k is not None and numbers[i] is states[k] for i, k in olds)
@@ -298,16 +298,16 @@ def rows_of_update(
             and _needs_same_rows(flow, members, pushed)
         )
         if not is_whole:
-            inputs_of[root] = own[0]
-        for space, first in sorted({pushed[v] for v in own}):
+            inputs_of[root] = group[0]
+        for space, first in sorted({pushed[v] for v in group}):
             rows.append(
                 UpdatedRows(
                     space,
                     first,
-                    aval_of(own[0]).shape[0],
+                    aval_of(group[0]).shape[0],
                     capacities[space],
                     [] if is_whole else [i for i, v in enumerate(states) if _is_of(flow, v, root)],
-                    [i for i, v in enumerate(given) if v in own and pushed[v] == (space, first)],
+                    [i for i, v in enumerate(invars) if v in group and pushed[v] == (space, first)],
                     [] if is_whole else outputs,
                     is_whole,
                 )
@@ -357,7 +357,7 @@ class _Spaces:
         # By table, its space, and the row of the table that is row 0 there.
         self._of_root: dict[Var, SpaceRow] = {}
         # By the lookups in it, a space and the number of its first lookup.
-        self._made: dict[Any, tuple[int, int]] = {}
+        self._places: dict[Any, tuple[int, int]] = {}
         self._lookup_of: dict[int, int] = {}  # by equation
         uses = [*flow.lookups, *flow.scatters]
         # Numbered by value, because the same numbers may be computed twice.
@@ -391,14 +391,14 @@ class _Spaces:
             (number, start - first, size, _modes(uses))
             for (number, start, size), uses in lookups.items()
         )
-        if shifted not in self._made:
-            self._made[shifted] = len(self.spaces), len(self.ids_of_lookups)
-            found = [Lookup(start, size, list(modes)) for _, start, size, modes in shifted]
-            self.spaces.append(RowSpace(found, capacity))
+        if shifted not in self._places:
+            self._places[shifted] = len(self.spaces), len(self.ids_of_lookups)
+            spans = [Lookup(start, size, list(modes)) for _, start, size, modes in shifted]
+            self.spaces.append(RowSpace(spans, capacity))
             for use, *others in lookups.values():
                 self.ids.append(use.ids)
                 self.ids_of_lookups += [use.ids] * len(_modes([use, *others]))
-        space, lookup = self._made[shifted]
+        space, lookup = self._places[shifted]
         self._of_root[root] = space, first
         for uses in lookups.values():
             modes = _modes(uses)
@@ -444,8 +444,8 @@ class _Spaces:
         shapes += [(aval_of(v).shape, np.dtype(np.int32)) for v in self.ids_of_lookups]
         structs = [jax.ShapeDtypeStruct(*one) for one in shapes]
         axes = [(REPLICA_AXIS, self._num_devices)]
-        made: ClosedJaxpr = jax.make_jaxpr(run, axis_env=axes)(*structs)
-        return made
+        closed: ClosedJaxpr = jax.make_jaxpr(run, axis_env=axes)(*structs)
+        return closed
 
     def _refusals(self, numbers_of: Mapping[RowUse, Any]) -> dict[Var, str]:
         """Returns the reasons, by variable, why a table that is looked up has no space.
@@ -515,7 +515,7 @@ def _evaluated(
     def operands(eqn: Equation, num_rows: int) -> list[Array]:
         of_rows = row_operands(eqn) or ()
         return [
-            in_rows(v, num_rows) if any(v is own for own in of_rows) else value(v)
+            in_rows(v, num_rows) if any(v is root for root in of_rows) else value(v)
             for v in eqn.invars
         ]
 
@@ -525,8 +525,8 @@ def _evaluated(
             first, _, *rest = eqn.invars
             # A gather takes rows of a table; a scatter adds rows to zeros, of which there are as
             # many as the table has here.
-            given = [in_rows(first, num_rows or 0), positions_of[id(eqn)], *map(value, rest)]
-            outs = [eqn.primitive.bind(*given, **eqn.params)]
+            args = [in_rows(first, num_rows or 0), positions_of[id(eqn)], *map(value, rest)]
+            outs = [eqn.primitive.bind(*args, **eqn.params)]
         elif num_rows is None:
             outs = evaluate_one(eqn, list(map(value, eqn.invars)))
         elif row_operands(eqn) is None:  # tables are joined or parted

@@ -114,8 +114,8 @@ def distributed_by(maker: object, strategy: Any) -> Any:
         return maker
     if not any(value is strategy for value in (*used.globals.values(), *used.nonlocals.values())):
         return maker
-    made = maker()
-    return made if isinstance(made, DistributedSource) else maker
+    dataset = maker()
+    return dataset if isinstance(dataset, DistributedSource) else maker
 
 
 def describe(maker: Any) -> JSON:

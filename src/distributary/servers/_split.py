@@ -179,11 +179,11 @@ def split_over_servers(
     # Written out, so that an optimizer that is one function can be split over servers.
     jaxpr, constants = without_calls(jaxpr, constants)
     jaxpr = _with_sums_last(jaxpr, state_of_output)
-    is_data = [own.kind in _DATA for own in inputs]
+    is_data = [source.kind in _DATA for source in inputs]
     is_varying = [*is_data, *[False] * len(constants)]
     of_worker = is_in_first_stage(jaxpr, is_varying, max(2, num_devices))
     pairs = zip(jaxpr.invars, inputs, strict=False)
-    server_of = {v: own.server for v, own in pairs if own.server is not None}
+    server_of = {v: source.server for v, source in pairs if source.server is not None}
     goals = [_WORKER if i is None else server_of[jaxpr.invars[i]] for i in state_of_output]
     step = _Step(jaxpr, constants, is_data, server_of, state_of_output, goals)
 
@@ -238,9 +238,9 @@ def _with_sums_last(jaxpr: Jaxpr, state_of_output: Sequence[int | None]) -> Jaxp
         seen.add((atom, of_devices))
         is_sum = is_sum_of_replicas(eqn)
         others: list[Atom] = []
-        found = None
+        pair = None
         if (is_sum or eqn.primitive.name == "push") and len(eqn.invars) == 1:
-            found = added_to(state, eqn.invars[0], seen, of_devices or is_sum)
+            pair = added_to(state, eqn.invars[0], seen, of_devices or is_sum)
         elif eqn.primitive.name in ("add", "add_any"):
             for first, other in (eqn.invars, eqn.invars[::-1]):
                 start = makers.get(_hashable(first)) if of_devices else None
@@ -251,24 +251,24 @@ def _with_sums_last(jaxpr: Jaxpr, state_of_output: Sequence[int | None]) -> Jaxp
                     is_state = first is state and not of_devices
                 if is_state:
                     return other, eqn
-                found, others = added_to(state, first, seen, of_devices), [other]
-                if found is not None:
+                pair, others = added_to(state, first, seen, of_devices), [other]
+                if pair is not None:
                     break
-        if found is None:
+        if pair is None:
             return None
         new = Var(atom.aval)
-        eqns.append(eqn.replace(invars=[found[0], *others], outvars=[new]))
-        return new, found[1]
+        eqns.append(eqn.replace(invars=[pair[0], *others], outvars=[new]))
+        return new, pair[1]
 
     for i, position in enumerate(state_of_output):
         state = None if position is None else jaxpr.invars[position]
         maker = makers.get(_hashable(outputs[i]))
         if state is None or maker is None or state in variables_of(maker.invars):
             continue
-        found = added_to(state, outputs[i], set())
-        if found is not None:
+        pair = added_to(state, outputs[i], set())
+        if pair is not None:
             new = outputs[i] = Var(outputs[i].aval)
-            eqns.append(found[1].replace(invars=[state, found[0]], outvars=[new]))
+            eqns.append(pair[1].replace(invars=[state, pair[0]], outvars=[new]))
     return jaxpr_of(jaxpr.invars, outputs, eqns, jaxpr.constvars)
 
 
@@ -344,9 +344,9 @@ def _tasks_of_equations(
             reaches.setdefault(v, set()).add(goal)
     at_server: dict[int, list[Equation]] = {goal: [] for goal in step.goals if goal != _WORKER}
     at_worker: list[Equation] = []
-    for eqn, early, own in zip(eqns[::-1], of_worker[::-1], at_end[::-1], strict=True):
+    for eqn, early, ends in zip(eqns[::-1], of_worker[::-1], at_end[::-1], strict=True):
         to = set().union(*(reaches.get(v, ()) for v in eqn.outvars))
-        servers = own.union(
+        servers = ends.union(
             () if early else (s for s in to if to == {s} or depends[eqn.outvars[0]] == {s})
         )
         for server in servers - {_WORKER}:
@@ -354,7 +354,7 @@ def _tasks_of_equations(
         if early or not to <= servers - {_WORKER}:
             at_worker.append(eqn)
         for v in variables_of(eqn.invars):
-            reaches.setdefault(v, set()).update(own, {_WORKER} if early else to)
+            reaches.setdefault(v, set()).update(ends, {_WORKER} if early else to)
     return {server: eqns[::-1] for server, eqns in at_server.items()}, at_worker[::-1]
 
 
@@ -372,19 +372,19 @@ def _server_part(
     """
     own_outputs = [i for i, goal in enumerate(step.goals) if goal == server]
     outvars = [step.jaxpr.outvars[i] for i in own_outputs]
-    made = {v for eqn in eqns for v in eqn.outvars}
+    results = {v for eqn in eqns for v in eqn.outvars}
     used = [*(atom for eqn in eqns for atom in eqn.invars), *outvars]
     needed = list(dict.fromkeys(variables_of(used)))
     states = [v for v in needed if step.server_of.get(v) == server]
-    given = [v for v in needed if v not in made.union(states, step.constants)]
-    for v in given:
+    pushed = [v for v in needed if v not in results.union(states, step.constants)]
+    for v in pushed:
         pushes.setdefault(v, len(pushes))
-    overwritten += [i for i in own_outputs if _hashable(step.jaxpr.outvars[i]) in given]
+    overwritten += [i for i in own_outputs if _hashable(step.jaxpr.outvars[i]) in pushed]
     olds = [step.jaxpr.invars[k] for i in own_outputs if (k := step.state_of_output[i]) is not None]
     return ServerPart(
-        closed_part([*states, *given], outvars, eqns, step.constants),
+        closed_part([*states, *pushed], outvars, eqns, step.constants),
         [step.jaxpr.invars.index(v) for v in states],
-        [pushes[v] for v in given],
+        [pushes[v] for v in pushed],
         own_outputs,
         [states.index(v) if v in states else None for v in olds],
     )

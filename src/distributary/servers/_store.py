@@ -128,8 +128,8 @@ class ParameterServer(Tenant):
         update = from_json(Update, message.fields["update"])
         (content,) = message.blobs
         with self._lock:
-            for own in update.rows:
-                self._check_num_rows(own, [*update.states, *update.outputs])
+            for entry in update.rows:
+                self._check_num_rows(entry, [*update.states, *update.outputs])
         if self._programs.add(content) != update.program:
             raise InvalidValueError(f"{self.name} got an update with another program.")
         self._updates[update.name] = update
@@ -162,16 +162,16 @@ class ParameterServer(Tenant):
         inputs: list[Any] = [*self._arrays(states), *arrays[:num_pushes]]
         sizes = bucket_sizes(tables, numbers)
         rows_of_output: dict[int, np.ndarray] = {}
-        for own, rows in zip(tables, numbers, strict=True):
-            for i in own.states:
-                inputs[i] = padded(take_rows(inputs[i], rows), sizes[own.bucket])
-            for i in (len(states) + i for i in own.pushes):
+        for entry, rows in zip(tables, numbers, strict=True):
+            for i in entry.states:
+                inputs[i] = padded(take_rows(inputs[i], rows), sizes[entry.bucket])
+            for i in (len(states) + i for i in entry.pushes):
                 inputs[i] = (
-                    rows_in_zeros(inputs[i], rows, own.size)
-                    if own.is_whole
-                    else padded(inputs[i], sizes[own.bucket])
+                    rows_in_zeros(inputs[i], rows, entry.size)
+                    if entry.is_whole
+                    else padded(inputs[i], sizes[entry.bucket])
                 )
-            rows_of_output.update(dict.fromkeys(own.outputs, rows))
+            rows_of_output.update(dict.fromkeys(entry.outputs, rows))
         new = self._programs.run(update.program, inputs)
         changes = [
             (self._table(outputs[i]), rows, np.asarray(new[i])[: len(rows)])
@@ -194,12 +194,12 @@ class ParameterServer(Tenant):
         # Waits, because XLA may still read tables that the next push changes.
         jax.block_until_ready(new)
 
-    def _check_num_rows(self, own: UpdatedRows, ids: list[int]) -> None:
+    def _check_num_rows(self, entry: UpdatedRows, ids: list[int]) -> None:
         """Checks the number of rows of a whole variable, before that many are allocated."""
         shapes = [array.shape for array in self._arrays(ids)]
-        if own.is_whole and not any(shape[:1] == (own.size,) for shape in shapes):
+        if entry.is_whole and not any(shape[:1] == (entry.size,) for shape in shapes):
             raise InvalidValueError(
-                f"{self.name}: an update is for rows of a variable of {own.size} rows,"
+                f"{self.name}: an update is for rows of a variable of {entry.size} rows,"
                 f" but its variables have the shapes {shapes}."
             )
 

@@ -121,7 +121,7 @@ class ParameterServerStrategy(Strategy):
             else Placement.on_one_device(device)
         )
         extended = StrategyExtended(self, placement, kind_of_variables=_ServerVariable)
-        per_worker = lambda own, data: ClusterCoordinator(own).create_per_worker_dataset(data)
+        per_worker = lambda owner, data: ClusterCoordinator(owner).create_per_worker_dataset(data)
         # The steps of one worker come one after another, as those of one device.
         number = closure_number if len(cluster.workers) > 1 else lambda: None
         extended.remote_steps = RemoteSteps(_steps_of_model, number, per_worker)
@@ -242,7 +242,7 @@ class _ServerVariable(AggregatedVariable):
 
     _stores_array = False
     _place: Shard
-    _given: Any = None  # the initial value, if it was computed to know the shape
+    _first: Any = None  # the initial value, if it was computed to know the shape
 
     @classmethod
     def _new(cls, *args: Any, **kwargs: Any) -> Any:
@@ -253,12 +253,12 @@ class _ServerVariable(AggregatedVariable):
         if isinstance(beside, Variable) or (beside is None and partitioner is None):
             return object.__new__(cls)
         name = options.pop("name", None) or "Variable"
-        given, shape = options.pop("initial_value", None), options.pop("shape", None)
+        first, shape = options.pop("initial_value", None), options.pop("shape", None)
         dtype = options.get("dtype")
         whole = object.__new__(cls)
-        if not callable(given) or shape is None or dtype is None:
-            given = whole._given = initial_array(given, f"Variable {name!r}")
-            shape, dtype = given.shape, given.dtype if dtype is None else dtype
+        if not callable(first) or shape is None or dtype is None:
+            first = whole._first = initial_array(first, f"Variable {name!r}")
+            shape, dtype = first.shape, first.dtype if dtype is None else dtype
         shape = tuple(shape)
         if beside is None:
             sizes = sizes_of(shape, num_shards_of(partitioner, shape, dtype))
@@ -270,7 +270,7 @@ class _ServerVariable(AggregatedVariable):
         if len(sizes) == 1:
             return whole
         shards = []
-        for i, value in enumerate(initial_shards(given, shape, sizes)):
+        for i, value in enumerate(initial_shards(first, shape, sizes)):
             with colocated_with(places[i]):
                 shard = object.__new__(cls)
                 cls.__init__(shard, value, name=f"{name}/part_{i}", **options)
@@ -278,8 +278,8 @@ class _ServerVariable(AggregatedVariable):
         return ShardedVariable(shards, name)
 
     def __init__(self, initial_value: Any = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(initial_value if self._given is None else self._given, *args, **kwargs)
-        self._given = None
+        super().__init__(initial_value if self._first is None else self._first, *args, **kwargs)
+        self._first = None
 
     @property
     def device(self) -> str:

@@ -57,9 +57,9 @@ class _Step:
         plan: The plan for its shapes, or None if there is none.
         number: The number of this plan.
         shapes: Shapes of its data and arguments.
-        given: The values from which the inputs of programs are taken, by kind.
+        values: The values from which the inputs of programs are taken, by kind.
         taken: Iterators, and the elements taken from them.
-        found: The rows that it needs.
+        rows: The rows that it needs.
         reads: The reads from each server, by server number.
     """
 
@@ -67,14 +67,14 @@ class _Step:
     plan: WorkerPlan | None
     number: int
     shapes: Shapes
-    given: dict[str, Any]
+    values: dict[str, Any]
     taken: list[tuple[Peekable, Any]]
-    found: list[FoundRows] = field(default_factory=list)
+    rows: list[FoundRows] = field(default_factory=list)
     reads: dict[int, _Read] = field(default_factory=dict)
 
     def inputs_of(self, origins: list[Origin]) -> list[Any]:
         """Returns the inputs of a program."""
-        return [self.given[kind][number] for kind, number in origins]
+        return [self.values[kind][number] for kind, number in origins]
 
     def put_back(self) -> None:
         """Puts the data back for the next closure, as this one is not run."""
@@ -198,8 +198,8 @@ class Worker(Tenant):
         if fields["kind"] == "next":
             self._iterators[number] = Peekable(make)
         else:
-            made = make()
-            self._values[number] = leaves_of(made), nest_of(made)
+            value = make()
+            self._values[number] = leaves_of(value), nest_of(value)
         return None
 
     def _on_peek(self, message: Message) -> Message:
@@ -216,7 +216,7 @@ class Worker(Tenant):
         is_used = lambda kind, number: (kind, number) not in gone
         self._functions = {n: f for n, f in self._functions.items() if is_used("function", n)}
         self._plans = {k: plan for k, plan in self._plans.items() if is_used("function", k[0])}
-        self._iterators = {n: own for n, own in self._iterators.items() if is_used("source", n)}
+        self._iterators = {n: data for n, data in self._iterators.items() if is_used("source", n)}
         self._values = {n: value for n, value in self._values.items() if is_used("source", n)}
 
     def _on_plan(self, message: Message) -> None:
@@ -253,7 +253,7 @@ class Worker(Tenant):
                 if isinstance(step, Exception):
                     raise step
                 if step.plan is None:
-                    self._waiting[step.closure] = step.given["data"]
+                    self._waiting[step.closure] = step.values["data"]
                     reply["shapes"] = step.shapes
                     break
                 with timed(self._tally, "pull"):
@@ -297,18 +297,18 @@ class Worker(Tenant):
         step = _Step(closure, plan, number, shapes, {"data": data, "argument": args}, taken)
         if plan is None:
             return step
-        step.given["constant"] = constants
-        step.given["replicas"] = [data[i : i + self._num_devices] for i in range(len(data))]
+        step.values["constant"] = constants
+        step.values["replicas"] = [data[i : i + self._num_devices] for i in range(len(data))]
         for server, ids in plan.pulls:
             step.reads[server] = _Read(list(ids))
         if plan.rows is not None:
             with timed(self._tally, "compute"):
                 numbers = self._programs.run(plan.rows.program, step.inputs_of(plan.rows.inputs))
-                step.found = plan.rows.find(numbers)
-            step.given["position"] = [at for own in step.found for at in own.positions]
+                step.rows = plan.rows.find(numbers)
+            step.values["position"] = [at for entry in step.rows for at in entry.positions]
             for buffer, (space, parts) in enumerate(plan.rows.buffers):
                 for part in parts:
-                    where, rows = step.found[space].part(part.start, part.size)
+                    where, rows = step.rows[space].part(part.start, part.size)
                     read = step.reads.setdefault(part.server, _Read([]))
                     read.ids.append(part.number)
                     read.rows.append(rows)
@@ -343,28 +343,28 @@ class Worker(Tenant):
         """Reads the variables and rows of a step, unless they came with the reply to a push."""
 
         def read(server: int) -> None:
-            own = step.reads[server]
-            own.reply = self._links[server].call(Message("read", {"ids": own.ids}, own.rows))
+            load = step.reads[server]
+            load.reply = self._links[server].call(Message("read", {"ids": load.ids}, load.rows))
 
-        list(self._threads.map(read, [i for i, own in step.reads.items() if own.reply is None]))
+        list(self._threads.map(read, [i for i, load in step.reads.items() if load.reply is None]))
         state: dict[int, Any] = {}
         rows = step.plan.rows if step.plan else None
         filled: list[Any] = [None] * (len(rows.buffers) if rows else 0)
-        for own in step.reads.values():
-            assert own.reply is not None
-            arrays: list[Any] = own.reply.arrays
+        for load in step.reads.values():
+            assert load.reply is not None
+            arrays: list[Any] = load.reply.arrays
             if self._num_devices > 1:  # arrays from servers in this process are on one device
                 arrays = [*map(np.asarray, arrays)]
-            num_whole = len(own.ids) - len(own.rows)
-            state.update(zip(own.ids[:num_whole], arrays, strict=False))
-            for (i, where), found in zip(own.slices, arrays[num_whole:], strict=True):
+            num_whole = len(load.ids) - len(load.rows)
+            state.update(zip(load.ids[:num_whole], arrays, strict=False))
+            for (i, where), part in zip(load.slices, arrays[num_whole:], strict=True):
                 if filled[i] is None:
                     assert rows is not None
                     capacity = rows.spaces[rows.buffers[i][0]].capacity
-                    filled[i] = aligned_empty((capacity, *found.shape[1:]), found.dtype)
-                    filled[i][len(step.found[rows.buffers[i][0]].rows) :] = 0
-                filled[i][where] = found
-        step.given["state"], step.given["rows"] = state, filled
+                    filled[i] = aligned_empty((capacity, *part.shape[1:]), part.dtype)
+                    filled[i][len(step.rows[rows.buffers[i][0]].rows) :] = 0
+                filled[i][where] = part
+        step.values["state"], step.values["rows"] = state, filled
 
     def _push(self, step: _Step, pushed: list[Any], ahead: _Step | Exception | None) -> None:
         """Pushes values to the servers, which reply with the variables of the next step."""
@@ -373,10 +373,10 @@ class Worker(Tenant):
 
         def push(to: Push) -> None:
             arrays = [np.asarray(pushed[i]) for i in to.values]
-            for own in to.rows:
-                where, rows = step.found[own.space].part(own.start, own.size)
+            for entry in to.rows:
+                where, rows = step.rows[entry.space].part(entry.start, entry.size)
                 arrays.append(rows)
-                for i in own.pushes:
+                for i in entry.pushes:
                     arrays[i] = arrays[i][where]
             read = reads.get(to.server, _Read([]))
             fields = {

@@ -92,7 +92,7 @@ class Workers:
     def remove_setup(self, keys: Collection[Key]) -> None:
         """Removes the messages about subjects that are no longer used."""
         with self._setup_lock:
-            self.setup = {n: own for n, own in self.setup.items() if own[0] not in keys}
+            self.setup = {n: entry for n, entry in self.setup.items() if entry[0] not in keys}
 
     def call(self, message: Message) -> Message:
         """Sends a message to any one worker, and returns the reply.
