@@ -23,10 +23,10 @@ def constant(
     value: TensorLike, dtype: DTypeLike | None = None, shape: Shape | None = None
 ) -> Array:
     """`tf.constant`: a single number fills `shape`; text stays on the host."""
-    made = array(value, dtype)
+    result = array(value, dtype)
     if shape is None:
-        return made
-    return jnp.full(shape, made.reshape(())) if made.size == 1 else made.reshape(shape)
+        return result
+    return jnp.full(shape, result.reshape(())) if result.size == 1 else result.reshape(shape)
 
 
 def convert_to_tensor(
@@ -200,8 +200,8 @@ def slice_(input_: Array, begin: ArrayLike, size: Shape) -> Array:
     """`tf.slice`: a size of -1 takes all that follow."""
     starts = [begin[i] for i in range(input_.ndim)]  # type: ignore[index]
     sizes = [
-        own - int(start) if length == -1 else int(length)
-        for own, start, length in zip(input_.shape, starts, size, strict=True)
+        length_of_dim - int(start) if length == -1 else int(length)
+        for length_of_dim, start, length in zip(input_.shape, starts, size, strict=True)
     ]
     return jax.lax.dynamic_slice(input_, starts, sizes)
 
@@ -343,7 +343,7 @@ def ensure_shape(x: Array, shape: Sequence[int | None]) -> Array:
     """`tf.ensure_shape`: returns the array; None stands for any size."""
     wanted = tuple(shape)
     fits = len(wanted) == x.ndim and all(
-        size is None or size == own for size, own in zip(wanted, x.shape, strict=True)
+        size is None or size == actual for size, actual in zip(wanted, x.shape, strict=True)
     )
     if not fits:
         raise InvalidValueError(f"tf.ensure_shape: {x.shape} is not {wanted}.")

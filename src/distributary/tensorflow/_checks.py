@@ -163,8 +163,8 @@ def assert_same_float_dtype(
     tensors: Sequence[Any] | None = None, dtype: DTypeLike | None = None
 ) -> np.dtype[Any]:
     """`tf.debugging.assert_same_float_dtype`: returns the dtype; float32 without arrays."""
-    found = {jnp.asarray(tensor).dtype for tensor in tensors or () if tensor is not None}
-    wanted = found | ({np.dtype(dtype)} if dtype is not None else set())
+    dtypes = {jnp.asarray(tensor).dtype for tensor in tensors or () if tensor is not None}
+    wanted = dtypes | ({np.dtype(dtype)} if dtype is not None else set())
     if len(wanted) > 1 or any(not jnp.issubdtype(one, jnp.floating) for one in wanted):
         raise InvalidValueError(
             f"tf.debugging.assert_same_float_dtype: dtypes are {sorted(map(str, wanted))}, expected"
@@ -184,9 +184,9 @@ def assert_shapes(
     pairs = shapes.items() if isinstance(shapes, dict) else shapes
     sizes: dict[str, int] = {}
     for x, names in pairs:
-        own = np.shape(x)
-        fits = len(own) == len(names)
-        for size, name in zip(own, names, strict=False):
+        shape = np.shape(x)
+        fits = len(shape) == len(names)
+        for size, name in zip(shape, names, strict=False):
             if isinstance(name, str) and not name.isdigit():
                 fits &= sizes.setdefault(name, size) == size
             else:
@@ -194,7 +194,7 @@ def assert_shapes(
         if not fits:
             raise InvalidValueError(
                 message
-                or f"tf.debugging.assert_shapes: an array has shape {own}, expected"
+                or f"tf.debugging.assert_shapes: an array has shape {shape}, expected"
                 f" {tuple(names)} where {sizes}."
             )
 

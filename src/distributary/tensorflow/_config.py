@@ -171,10 +171,10 @@ def get_memory_info(device: str) -> dict[str, int]:
     Raises:
         InvalidValueError: for a device that does not count them, such as a CPU.
     """
-    found = resolve_device(device).memory_stats()
-    if not found:
+    stats = resolve_device(device).memory_stats()
+    if not stats:
         raise InvalidValueError(f"tf.config.experimental.get_memory_info: {device} does not count.")
-    return {"current": found["bytes_in_use"], "peak": found["peak_bytes_in_use"]}
+    return {"current": stats["bytes_in_use"], "peak": stats["peak_bytes_in_use"]}
 
 
 def get_device_details(device: PhysicalDevice) -> dict[str, str]:
@@ -260,11 +260,11 @@ def enable_op_determinism() -> None:
 def get_build_info() -> OrderedDict[str, bool]:
     """`tf.sysconfig.get_build_info`: for which GPUs JAX is installed."""
     kinds = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "rocm": ("jax_rocm60_plugin",)}
-    found = {
+    builds = {
         f"is_{kind}_build": any(importlib.util.find_spec(name) is not None for name in names)
         for kind, names in kinds.items()
     }
-    return OrderedDict(**found, is_tensorrt_build=False)
+    return OrderedDict(**builds, is_tensorrt_build=False)
 
 
 def nothing(*args: object, **kwargs: object) -> None:

@@ -130,12 +130,12 @@ def _called(what: str, func: Callable[..., Any], inp: Sequence[Any], wanted: Any
     values = [tensor(value) for value in inp or ()]
     is_spec = lambda leaf: isinstance(leaf, TensorSpec)
     if not any(map(is_traced, values)) and current_scope() is None:
-        found = func(*map(np.asarray, values))
+        reply = func(*map(np.asarray, values))
         if isinstance(wanted, (list, tuple)):
-            parts = [found] if len(wanted) == 1 and not isinstance(found, (list, tuple)) else found
+            parts = [reply] if len(wanted) == 1 and not isinstance(reply, (list, tuple)) else reply
             dtypes = [spec.dtype if is_spec(spec) else spec for spec in wanted]
             return [host_array(p, dtype) for p, dtype in zip(parts, dtypes, strict=True)]
-        return host_array(found, wanted.dtype if is_spec(wanted) else wanted)
+        return host_array(reply, wanted.dtype if is_spec(wanted) else wanted)
     specs = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
     if not all(map(is_spec, specs)) or any(None in spec.shape for spec in specs):
         raise UnsupportedError(
@@ -145,8 +145,8 @@ def _called(what: str, func: Callable[..., Any], inp: Sequence[Any], wanted: Any
     shapes = [jax.ShapeDtypeStruct(spec.shape, array(0, spec.dtype).dtype) for spec in specs]
 
     def call(*arrays: Any) -> list[np.ndarray]:
-        found = func(*map(np.asarray, arrays))
-        parts = found if isinstance(found, (list, tuple)) else [found]
+        reply = func(*map(np.asarray, arrays))
+        parts = reply if isinstance(reply, (list, tuple)) else [reply]
         return [np.asarray(part, shape.dtype) for part, shape in zip(parts, shapes, strict=True)]
 
     results = jax.pure_callback(call, shapes, *values)

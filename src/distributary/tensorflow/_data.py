@@ -331,14 +331,14 @@ class Dataset(data.Dataset):
         expected = checked_int("assert_cardinality", "expected_cardinality", expected_cardinality)
 
         def generate(elements: Stream) -> Iterator[Nest]:
-            found = 0
+            count = 0
             for element in elements:
-                found += 1
-                if found > expected >= 0:
+                count += 1
+                if count > expected >= 0:
                     break
                 yield element
-            if found != expected >= 0:
-                more = "more" if found > expected else f"only {found}"
+            if count != expected >= 0:
+                more = "more" if count > expected else f"only {count}"
                 raise InvalidValueError(
                     f"assert_cardinality: expected {expected} elements, but the dataset has {more}."
                 )
@@ -575,16 +575,16 @@ def _unique(elements: Stream) -> Iterator[Nest]:
             yield element
 
 
-def _shares(name: str, given: object) -> np.ndarray:
+def _shares(name: str, value: object) -> np.ndarray:
     """Returns the shares of classes, whose sum is 1.
 
     Raises:
         InvalidValueError: if they are not such numbers.
     """
-    shares = np.asarray(given, np.float64)
+    shares = np.asarray(value, np.float64)
     if shares.ndim != 1 or not (shares >= 0).all() or not np.isclose(shares.sum(), 1, atol=1e-5):
         raise InvalidValueError(
-            f"rejection_resample: {name} is {shown(given)}, expected one number per class, none of"
+            f"rejection_resample: {name} is {shown(value)}, expected one number per class, none of"
             " them negative, whose sum is 1."
         )
     return shares

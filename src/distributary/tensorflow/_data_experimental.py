@@ -231,8 +231,8 @@ def make_batched_features_dataset(
         return (reader or TFRecordDataset)(name, *(reader_args or ()))
 
     def parsed(records: object) -> Any:
-        found = parse_example(records, features)
-        return found if label_key is None else (found, found.pop(label_key))
+        arrays = parse_example(records, features)
+        return arrays if label_key is None else (arrays, arrays.pop(label_key))
 
     dataset = Dataset.list_files(file_pattern, shuffle, shuffle_seed)
     dataset = dataset.interleave(read, cycle_length=reader_num_threads or 1)

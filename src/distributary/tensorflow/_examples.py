@@ -94,8 +94,8 @@ def parse_single_example(
 
     Source: `tf.io.parse_single_example`.
     """
-    found = _parsed(_bytes(serialized), features)
-    return {key: _single(array, features[key]) for key, array in found.items()}
+    arrays = _parsed(_bytes(serialized), features)
+    return {key: _single(array, features[key]) for key, array in arrays.items()}
 
 
 def parse_example(
@@ -147,9 +147,9 @@ def parse_single_sequence_example(
         )
     record = _message("SequenceExample", _bytes(serialized))
     context, lists = record.context.feature, record.feature_lists.feature_list
-    found = {key: _values(key, context.get(key), feature) for key, feature in contexts.items()}
-    found = {key: _single(array, contexts[key]) for key, array in found.items()}
-    return found, {key: _sequence(key, lists.get(key), f) for key, f in sequences.items()}
+    arrays = {key: _values(key, context.get(key), feature) for key, feature in contexts.items()}
+    arrays = {key: _single(array, contexts[key]) for key, array in arrays.items()}
+    return arrays, {key: _sequence(key, lists.get(key), f) for key, f in sequences.items()}
 
 
 def parse_sequence_example(
@@ -179,19 +179,19 @@ def parse_sequence_example(
     )
 
 
-def _sequence(key: str, found: Any, feature: Any) -> np.ndarray:
+def _sequence(key: str, message: Any, feature: Any) -> np.ndarray:
     if not isinstance(feature, FixedLenSequenceFeature):
         raise InvalidTypeError(
             f"parse_sequence_example: sequence {key!r} is described by {shown(feature)}, expected"
             " FixedLenSequenceFeature(shape, dtype)."
         )
-    if found is None and not feature.allow_missing:
+    if message is None and not feature.allow_missing:
         raise InvalidValueError(
             f"parse_sequence_example: a record has no sequence {key!r}. Give its"
             " FixedLenSequenceFeature allow_missing=True."
         )
     step = FixedLenFeature(feature.shape, feature.dtype)
-    steps = [] if found is None else [_values(key, one, step) for one in found.feature]
+    steps = [] if message is None else [_values(key, one, step) for one in message.feature]
     shape = (len(steps), *feature.shape)
     return np.array(steps, feature.dtype).reshape(shape)
 
@@ -233,8 +233,8 @@ def _bytes(serialized: object) -> bytes:
 
 
 def _parsed(record: bytes, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    found = _message("Example", record).features.feature
-    return {key: _values(key, found.get(key), feature) for key, feature in features.items()}
+    messages = _message("Example", record).features.feature
+    return {key: _values(key, messages.get(key), feature) for key, feature in features.items()}
 
 
 def _message(kind: str, record: bytes) -> Any:
@@ -246,7 +246,7 @@ def _message(kind: str, record: bytes) -> Any:
         ) from error
 
 
-def _values(key: str, found: Any, feature: object) -> np.ndarray:
+def _values(key: str, message: Any, feature: object) -> np.ndarray:
     if isinstance(feature, VarLenFeature):
         feature = FixedLenSequenceFeature((), feature.dtype, allow_missing=True)
     if not isinstance(feature, (FixedLenFeature, FixedLenSequenceFeature)):
@@ -257,7 +257,7 @@ def _values(key: str, found: Any, feature: object) -> np.ndarray:
         )
     dtype = np.dtype(feature.dtype)
     is_sequence = isinstance(feature, FixedLenSequenceFeature)
-    kind = None if found is None else found.WhichOneof("kind")
+    kind = None if message is None else message.WhichOneof("kind")
     if kind is None:
         if isinstance(feature, FixedLenSequenceFeature):
             default: Any = np.zeros((0, *feature.shape)) if feature.allow_missing else None
@@ -275,7 +275,7 @@ def _values(key: str, found: Any, feature: object) -> np.ndarray:
         raise InvalidTypeError(
             f"parse_example: feature {key!r} has the kind {kind}, but {dtype} needs {expected}."
         )
-    values = getattr(found, kind).value
+    values = getattr(message, kind).value
     shape = (-1, *feature.shape) if is_sequence else tuple(feature.shape)
     size = math.prod(feature.shape)
     if len(values) != size and not (is_sequence and len(values) % size == 0):

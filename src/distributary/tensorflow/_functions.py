@@ -80,16 +80,16 @@ class Function:
         parameters = inspect.signature(self.python_function)
         num_own = int(next(iter(parameters.parameters), "") == "self")
         try:
-            given = parameters.bind(*args, **kwargs).args
+            arguments = parameters.bind(*args, **kwargs).args
         except TypeError as error:
             raise TypeError(f"tf.function {self._name}{parameters}: {error}") from None
-        own, given = given[:num_own], given[num_own:]
-        if len(given) != len(self.input_signature):
+        instance, arguments = arguments[:num_own], arguments[num_own:]
+        if len(arguments) != len(self.input_signature):
             raise InvalidValueError(
-                f"tf.function {self._name}: {len(given)} arguments, but input_signature has"
+                f"tf.function {self._name}: {len(arguments)} arguments, but input_signature has"
                 f" {len(self.input_signature)}."
             )
-        return self._compiled(*own, *_checked(self._name, self.input_signature, given))
+        return self._compiled(*instance, *_checked(self._name, self.input_signature, arguments))
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else Method(self, instance)
@@ -118,17 +118,17 @@ class Function:
             asked.append(jax.tree.map(_spec_of, (args[num_own:], kwargs), is_leaf=_is_spec))
         return concrete
 
-    def concrete_functions(self, *own: Any) -> list["ConcreteFunction"]:
+    def concrete_functions(self, *instance: Any) -> list["ConcreteFunction"]:
         """Returns a function for `input_signature`, or for each that `get_concrete_function` made.
 
         Args:
-            *own: The object, for a method.
+            *instance: The object, for a method.
         """
         if self.input_signature is not None:
-            return [ConcreteFunction(self, (*own, *self.input_signature), {})]
-        owner = own[0] if own else self
+            return [ConcreteFunction(self, (*instance, *self.input_signature), {})]
+        owner = instance[0] if instance else self
         asked = self._asked.get(owner, []) if isinstance(owner, Hashable) else []
-        return [ConcreteFunction(self, (*own, *args), kwargs) for args, kwargs in asked]
+        return [ConcreteFunction(self, (*instance, *args), kwargs) for args, kwargs in asked]
 
     def pretty_printed_concrete_signatures(self, verbose: bool = True) -> str:
         """Returns the parameters of the function as text, for messages."""
@@ -223,13 +223,13 @@ class ConcreteFunction:
             `structs`.
         """
         rest = iter(structs)
-        given = {
+        arguments = {
             name: jax.tree.map(
                 lambda leaf: next(rest) if _is_spec(leaf) else leaf, value, is_leaf=_is_spec
             )
             for name, value in self._arguments.items()
         }
-        bound = inspect.BoundArguments(self._parameters, given)
+        bound = inspect.BoundArguments(self._parameters, arguments)
         numbers = {id(struct): number for number, struct in enumerate(structs)}
         leaves = jax.tree.leaves((bound.args, bound.kwargs))
         order = [numbers[id(leaf)] for leaf in leaves if id(leaf) in numbers]
@@ -275,13 +275,13 @@ def _checked(name: str, specs: Nest, values: Nest) -> Any:
 def _converted(name: str, spec: TensorSpec | PerReplicaSpec, value: Nest) -> Any:
     if isinstance(spec, PerReplicaSpec):
         return _converted_components(name, spec, value)
-    made = array(value, spec.dtype)
-    if not spec.accepts(made):
+    result = array(value, spec.dtype)
+    if not spec.accepts(result):
         raise InvalidValueError(
-            f"tf.function {name}: an argument has shape {made.shape}, but input_signature says"
+            f"tf.function {name}: an argument has shape {result.shape}, but input_signature says"
             f" {spec}."
         )
-    return made
+    return result
 
 
 def _converted_components(name: str, spec: PerReplicaSpec, value: Nest) -> Any:
@@ -300,11 +300,11 @@ def _converted_components(name: str, spec: PerReplicaSpec, value: Nest) -> Any:
             f" input_signature has {len(specs)}."
         )
     parts = [value.payload] * len(specs) if is_stacked else value.values
-    for own, part in zip(specs, parts, strict=True):
+    for part_spec, part in zip(specs, parts, strict=True):
         shape = np.shape(part)[is_stacked:]
-        if not own.accepts(jax.ShapeDtypeStruct(shape, own.dtype)):
+        if not part_spec.accepts(jax.ShapeDtypeStruct(shape, part_spec.dtype)):
             raise InvalidValueError(
                 f"tf.function {name}: a component of an argument has shape {shape}, but"
-                f" input_signature says {own}."
+                f" input_signature says {part_spec}."
             )
     return jax.tree.map(lambda leaf: array(leaf, specs[0].dtype), value)

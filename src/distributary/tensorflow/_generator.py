@@ -20,8 +20,8 @@ def _method(draw: Callable[..., Array]) -> Callable[..., Array]:
     """Returns a method of generators that draws with the next key."""
     _, *parameters = inspect.signature(draw).parameters.values()
     place = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    own = inspect.Parameter("self", place), inspect.Parameter("name", place, default=None)
-    signature = inspect.Signature([own[0], *parameters, own[1]])
+    ends = inspect.Parameter("self", place), inspect.Parameter("name", place, default=None)
+    signature = inspect.Signature([ends[0], *parameters, ends[1]])
 
     def method(*args: Any, **kwargs: Any) -> Array:
         generator, *values = signature.bind(*args, **kwargs).arguments.items()
@@ -80,9 +80,9 @@ class Generator:
     @classmethod
     def from_key_counter(cls, key: int, counter: object, alg: object) -> "Generator":
         """Makes a generator from a number, after `counter` calls."""
-        made = cls.from_seed(key)
-        made.skip(counter)
-        return made
+        generator = cls.from_seed(key)
+        generator.skip(counter)
+        return generator
 
     @property
     def state(self) -> Any:

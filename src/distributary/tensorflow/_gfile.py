@@ -147,8 +147,8 @@ def rmtree(path: _Path) -> None:
 
 def stat(path: _Path) -> Any:
     """`tf.io.gfile.stat`: with `length` and `mtime_nsec`."""
-    found = os.stat(local_path(path))
-    return _Stat(found.st_size, found.st_mtime_ns, os.path.isdir(local_path(path)))
+    status = os.stat(local_path(path))
+    return _Stat(status.st_size, status.st_mtime_ns, os.path.isdir(local_path(path)))
 
 
 def walk(

@@ -39,9 +39,9 @@ def host_array(value: object, dtype: Any = None) -> np.ndarray:
         value: An array, a number, text, or a nest of lists.
         dtype: The dtype; `tf.string` keeps text.
     """
-    made = np.asarray(value)
+    array = np.asarray(value)
     is_text = dtype is None or np.dtype(dtype).kind == "O"
-    return (made if is_text else made.astype(dtype)).view(Element)
+    return (array if is_text else array.astype(dtype)).view(Element)
 
 
 def is_text(value: object) -> bool:

@@ -21,8 +21,8 @@ def convert_image_dtype(image: Array, dtype: DTypeLike, saturate: bool = False) 
         return image
     has_floats, wants_floats = (jnp.issubdtype(d, jnp.inexact) for d in (image.dtype, dtype))
     if wants_floats:
-        made = image.astype(dtype)
-        return made if has_floats else made / jnp.iinfo(image.dtype).max
+        result = image.astype(dtype)
+        return result if has_floats else result / jnp.iinfo(image.dtype).max
     if has_floats:
         largest = jnp.iinfo(dtype).max
         return jnp.clip(image * (largest + 0.5), 0, largest).astype(dtype)
@@ -265,7 +265,7 @@ def _halves(key: Array, image: Array) -> Array:
 
 
 def _random_crop(key: Array, value: Array, size: Shape) -> Array:
-    free = [own - int(part) for own, part in zip(value.shape, size, strict=True)]
+    free = [length - int(part) for length, part in zip(value.shape, size, strict=True)]
     if min(free) < 0:
         raise InvalidValueError(
             f"tf.image.random_crop: size is {tuple(size)}, but the image has {value.shape}."

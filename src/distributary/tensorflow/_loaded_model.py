@@ -61,7 +61,7 @@ def load(export_dir: _Path, tags: Any = None, options: object = None) -> "SavedM
         )
     saved = read(path)
     names = [name for name, entry in saved.entries.items() if "shape" in entry]
-    arrays = {name: jnp.asarray(own) for name, own in read_arrays(path, names, saved).items()}
+    arrays = {name: jnp.asarray(value) for name, value in read_arrays(path, names, saved).items()}
     return SavedModel(json.loads(saved.entries[INDEX]["value"]), arrays)
 
 
@@ -145,8 +145,8 @@ class _Program:
                 bytearray(zlib.decompress(base64.b64decode(entry["code"])))
             )
         self._call = jax.jit(exported.call)
-        (_, self._given), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-        self._structure: Any = jax.tree.structure(self._given)
+        (_, self._avals), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+        self._structure: Any = jax.tree.structure(self._avals)
 
     def __call__(self, leaves: Sequence[jax.Array]) -> Any:
         return self._call(self._state, jax.tree.unflatten(self._structure, leaves))
@@ -155,13 +155,13 @@ class _Program:
         """Returns the arrays in the arguments of a call; None if they do not fit."""
         names = self.names
         if is_signature:  # every array has a name
-            counts = map(len, map(jax.tree.leaves, self._given))
+            counts = map(len, map(jax.tree.leaves, self._avals))
             named = zip(names, counts, strict=True)
             names = [f"{name}_{i}" if i else name for name, count in named for i in range(count)]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if len(args) + len(kwargs) != len(names) or given.keys() != set(names):
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) + len(kwargs) != len(names) or arguments.keys() != set(names):
             return None
-        flat: list[Any] = [given[name] for name in names]
+        flat: list[Any] = [arguments[name] for name in names]
         if not is_signature:
             try:
                 flat = self._structure.flatten_up_to(flat)
@@ -186,7 +186,7 @@ class _Loaded:
                 if not self._is_signature or isinstance(result, dict):
                     return result
                 return {f"output_{i}": leaf for i, leaf in enumerate(jax.tree.leaves(result))}
-        takes = " or ".join(f"{own.names}: {own.specs}" for own in self._programs)
+        takes = " or ".join(f"{one.names}: {one.specs}" for one in self._programs)
         raise InvalidTypeError(
             f"{self._name}: the arguments have the shapes {jax.tree.map(jnp.shape, args)} and"
             f" {jax.tree.map(jnp.shape, kwargs)}, but it was saved for {takes}."

@@ -113,7 +113,7 @@ class _Table:
         #: The name.
         self.name = name or self._what
         self._default: Any = text_of(default) if self._has_text else np.asarray(default).item()
-        self._found: dict[Any, Any] = {}
+        self._entries: dict[Any, Any] = {}
 
     @property
     def _has_text(self) -> bool:
@@ -121,24 +121,24 @@ class _Table:
 
     def size(self, name: str | None = None) -> Any:
         """Returns the number of keys, int64 `[]`."""
-        return host_array(len(self._found), np.int64)
+        return host_array(len(self._entries), np.int64)
 
     def lookup(self, keys: object, name: str | None = None) -> Any:
         """Returns the values of keys, in the same shape; the default where there is none."""
         require_host(f"tf.lookup.{self._what}", keys)
-        found = [self._value_of(key) for key in _flat(keys)]
-        values = np.array(found, str if self._has_text else self.value_dtype)
+        entries = [self._value_of(key) for key in _flat(keys)]
+        values = np.array(entries, str if self._has_text else self.value_dtype)
         return host_array(values.reshape(np.asarray(keys).shape))
 
     def _value_of(self, key: object) -> Any:
-        return self._found.get(key, self._default)
+        return self._entries.get(key, self._default)
 
     def __getitem__(self, keys: object) -> Any:
         return self.lookup(keys)
 
     def export(self, name: str | None = None) -> tuple[Any, Any]:
         """Returns all keys and their values."""
-        return host_array([*self._found]), host_array([*self._found.values()])
+        return host_array([*self._entries]), host_array([*self._entries.values()])
 
 
 @final
@@ -168,10 +168,10 @@ class StaticHashTable(_Table):
     ) -> None:
         super().__init__(initializer.key_dtype, initializer.value_dtype, default_value, name)
         for key, value in initializer.pairs():
-            if self._found.setdefault(key, value) != value:
+            if self._entries.setdefault(key, value) != value:
                 raise InvalidValueError(
                     f"tf.lookup.StaticHashTable: key {key!r} has the values"
-                    f" {self._found[key]!r} and {value!r}; expected one."
+                    f" {self._entries[key]!r} and {value!r}; expected one."
                 )
 
     @property
@@ -181,16 +181,16 @@ class StaticHashTable(_Table):
 
     def lookup(self, keys: object, name: str | None = None) -> Any:
         """Returns the values of keys, in the same shape; the default where there is none."""
-        given = plain(keys)
-        if not is_traced(given) or self._has_text:
-            return super().lookup(given)
-        known = sorted(self._found)
+        array = plain(keys)
+        if not is_traced(array) or self._has_text:
+            return super().lookup(array)
+        known = sorted(self._entries)
         if not known:
-            return jnp.full(given.shape, self._default, self.value_dtype)
-        keys_, values = jnp.asarray(known), jnp.asarray([self._found[key] for key in known])
-        place = jnp.clip(jnp.searchsorted(keys_, given), 0, len(known) - 1)
+            return jnp.full(array.shape, self._default, self.value_dtype)
+        keys_, values = jnp.asarray(known), jnp.asarray([self._entries[key] for key in known])
+        place = jnp.clip(jnp.searchsorted(keys_, array), 0, len(known) - 1)
         dtype = jax.dtypes.canonicalize_dtype(self.value_dtype)
-        return jnp.where(keys_[place] == given, values[place], self._default).astype(dtype)
+        return jnp.where(keys_[place] == array, values[place], self._default).astype(dtype)
 
 
 @final
@@ -227,41 +227,41 @@ class StaticVocabularyTable(_Table):
                 " or more. Use StaticHashTable to give unknown words a default."
             )
         self._num_buckets = int(num_oov_buckets)
-        self._found.update([] if initializer is None else initializer.pairs())
-        if sorted(self._found.values()) != list(range(len(self._found))):
+        self._entries.update([] if initializer is None else initializer.pairs())
+        if sorted(self._entries.values()) != list(range(len(self._entries))):
             raise InvalidValueError(
                 "tf.lookup.StaticVocabularyTable: the values are not the numbers 0, 1, 2, ..., so"
                 " buckets after them would be ambiguous. Use TextFileIndex.LINE_NUMBER as values."
             )
 
     def _value_of(self, key: object) -> Any:
-        if key in self._found:
-            return self._found[key]
-        return len(self._found) + bucket_of(str(key), self._num_buckets)
+        if key in self._entries:
+            return self._entries[key]
+        return len(self._entries) + bucket_of(str(key), self._num_buckets)
 
     def size(self, name: str | None = None) -> Any:
         """Returns the number of keys and buckets, int64 `[]`."""
-        return host_array(len(self._found) + self._num_buckets, np.int64)
+        return host_array(len(self._entries) + self._num_buckets, np.int64)
 
 
 class _Changing(_Table):
     def insert(self, keys: object, values: object, name: str | None = None) -> None:
         """Sets the values of keys."""
         require_host(f"tf.lookup.experimental.{self._what}", keys, values)
-        self._found.update(zip(_flat(keys), _flat(values), strict=True))
+        self._entries.update(zip(_flat(keys), _flat(values), strict=True))
 
     def remove(self, keys: object, name: str | None = None) -> None:
         """Removes keys; it does not matter whether they are there."""
         for key in _flat(keys):
-            self._found.pop(key, None)
+            self._entries.pop(key, None)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the content, for checkpoints."""
-        return {"keys": [*self._found], "values": [*self._found.values()]}
+        return {"keys": [*self._entries], "values": [*self._entries.values()]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes over the content of a checkpoint."""
-        self._found = dict(zip(state["keys"], state["values"], strict=True))
+        self._entries = dict(zip(state["keys"], state["values"], strict=True))
 
 
 @final
@@ -301,12 +301,12 @@ class MutableHashTable(_Changing):
                 takes the default of the table.
             name: No effect.
         """
-        found = super().lookup(keys)
+        values = super().lookup(keys)
         if dynamic_default_values is None:
-            return found
-        is_known = np.array([key in self._found for key in _flat(keys)], bool)
+            return values
+        is_known = np.array([key in self._entries for key in _flat(keys)], bool)
         is_known = is_known.reshape(np.asarray(keys).shape)
-        return np.where(is_known, found, dynamic_default_values).view(Element)
+        return np.where(is_known, values, dynamic_default_values).view(Element)
 
 
 @final

@@ -69,8 +69,8 @@ def divide_no_nan(x: Array, y: Array) -> Array:
 
 def in_top_k(targets: Array, predictions: Array, k: int) -> Array:
     """`tf.math.in_top_k`."""
-    own = jnp.take_along_axis(predictions, targets[:, None], axis=1)
-    return jnp.sum(predictions > own, axis=1) < k
+    scores = jnp.take_along_axis(predictions, targets[:, None], axis=1)
+    return jnp.sum(predictions > scores, axis=1) < k
 
 
 def l2_normalize(

@@ -55,8 +55,8 @@ def _made_messages() -> dict[str, Any]:
         add(file.message_type.add(name=list_name), many, 1, "value", kind)
     feature = file.message_type.add(name="Feature")
     feature.oneof_decl.add(name="kind")
-    for number, (list_name, own) in enumerate(zip(_LISTS, _KINDS, strict=True), 1):
-        add(feature, one, number, own, list_name).oneof_index = 0
+    for number, (list_name, list_type) in enumerate(zip(_LISTS, _KINDS, strict=True), 1):
+        add(feature, one, number, list_type, list_name).oneof_index = 0
     features = file.message_type.add(name="Features")
     entry = features.nested_type.add(name="FeatureEntry")
     entry.options.map_entry = True
@@ -85,8 +85,8 @@ def _made_messages() -> dict[str, Any]:
     pool = package("google.protobuf.descriptor_pool", "protobuf").DescriptorPool()
     pool.Add(file)
     factory = package("google.protobuf.message_factory", "protobuf")
-    found = [pool.FindMessageTypeByName(f"tensorflow.{own.name}") for own in file.message_type]
-    return {one.name: factory.GetMessageClass(one) for one in found}
+    types = [pool.FindMessageTypeByName(f"tensorflow.{proto.name}") for proto in file.message_type]
+    return {one.name: factory.GetMessageClass(one) for one in types}
 
 
 def package(module: str, package: str) -> ModuleType:

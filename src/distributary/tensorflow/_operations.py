@@ -172,8 +172,8 @@ def plain(value: object) -> Any:
 
 def array(value: TensorLike, dtype: DTypeLike | None = None) -> jax.Array:
     """Converts an argument to a JAX array."""
-    made = tensor(value)
-    return made if is_text(made) else jnp.asarray(made, canonical(dtype))
+    result = tensor(value)
+    return result if is_text(result) else jnp.asarray(result, canonical(dtype))
 
 
 def _arrays(values: Sequence[TensorLike | None]) -> list[jax.Array | None]:

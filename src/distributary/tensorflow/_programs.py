@@ -231,8 +231,8 @@ class Module:
     @property
     def variables(self) -> tuple[Any, ...]:
         """The variables in attributes, and in lists, dicts and modules there."""
-        found = (part for part in _parts_of(self) if not isinstance(part, Module))
-        return tuple({id(part): part for part in found}.values())
+        parts = (part for part in _parts_of(self) if not isinstance(part, Module))
+        return tuple({id(part): part for part in parts}.values())
 
     @property
     def trainable_variables(self) -> tuple[Any, ...]:

@@ -263,20 +263,20 @@ def load(folder: str, element_spec: Nest) -> Saved:
     Raises:
         InvalidValueError: if there is no dataset, it is damaged, or has other elements.
     """
-    found = _read_description(folder)
+    description = _read_description(folder)
     tree: PyTreeDef
     try:
-        specs = [TensorSpec(shape, np.dtype(name)) for shape, name in found["specs"]]
-        structure, compression = found["structure"], found["compression"]
-        files = tuple(os.path.join(folder, os.path.basename(name)) for name in found["files"])
-        counts = dict(zip(files, map(int, found["files"].values()), strict=True))
-        batched = found["batched"]
+        specs = [TensorSpec(shape, np.dtype(name)) for shape, name in description["specs"]]
+        structure, compression = description["structure"], description["compression"]
+        files = tuple(os.path.join(folder, os.path.basename(name)) for name in description["files"])
+        counts = dict(zip(files, map(int, description["files"].values()), strict=True))
+        batched = description["batched"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(folder) from error
     if element_spec is not None:
         wanted, tree = jax.tree.flatten(element_spec)
-        own: PyTreeDef = tree if structure is None else jax.tree.structure(_nest(structure))
-        fits = tree == own and len(wanted) == len(specs)
+        stored_tree: PyTreeDef = tree if structure is None else jax.tree.structure(_nest(structure))
+        fits = tree == stored_tree and len(wanted) == len(specs)
         if not fits or not all(map(_is_alike, specs, wanted)):
             raise InvalidValueError(
                 f"Dataset.load: element_spec is {element_spec}, but the arrays in {folder!r} are"
@@ -296,7 +296,7 @@ def _read_description(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, _DESCRIPTION)
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+            description = json.load(file)
     except FileNotFoundError:
         raise InvalidValueError(
             f"Dataset.load: {folder!r} has no dataset (in {os.getcwd()}). Give the folder of"
@@ -304,9 +304,9 @@ def _read_description(folder: str) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise _damaged(folder) from error
-    if not isinstance(found, dict) or found.get("version") != _VERSION:
+    if not isinstance(description, dict) or description.get("version") != _VERSION:
         raise _damaged(folder)
-    return found
+    return description
 
 
 def _damaged(folder: str) -> InvalidValueError:

@@ -102,23 +102,23 @@ def save(obj: object, export_dir: _Path, signatures: object = None, options: obj
 
 def _functions_of(obj: object) -> dict[str, list[ConcreteFunction]]:
     """Returns the functions of an object and its class, for each of their known arguments."""
-    found: dict[str, list[ConcreteFunction]] = {}
-    own = getattr(obj, "__dict__", {})
-    for name in sorted({*dir(type(obj)), *own}):
-        value = own.get(name, inspect.getattr_static(type(obj), name, None))
-        if isinstance(value, Function) and name not in own:
+    functions: dict[str, list[ConcreteFunction]] = {}
+    attributes = getattr(obj, "__dict__", {})
+    for name in sorted({*dir(type(obj)), *attributes}):
+        value = attributes.get(name, inspect.getattr_static(type(obj), name, None))
+        if isinstance(value, Function) and name not in attributes:
             value = Method(value, obj)
         if isinstance(value, ConcreteFunction):
-            found[name] = [value]
+            functions[name] = [value]
         elif isinstance(value, (Function, Method)) and value.concrete_functions():
-            found[name] = value.concrete_functions()
-    return found
+            functions[name] = value.concrete_functions()
+    return functions
 
 
 def _concrete(signatures: object) -> dict[str, ConcreteFunction]:
     if signatures is None:
         return {}
-    found = {}
+    functions = {}
     named = signatures if isinstance(signatures, Mapping) else {_DEFAULT: signatures}
     for name, function in named.items():
         if isinstance(function, (Function, Method)) and function.input_signature is not None:
@@ -128,8 +128,8 @@ def _concrete(signatures: object) -> dict[str, ConcreteFunction]:
                 f"tf.saved_model.save: signature {name!r} is {function!r}, expected a tf.function"
                 " with an input_signature, or the result of its get_concrete_function."
             )
-        found[name] = function
-    return found
+        functions[name] = function
+    return functions
 
 
 def _prediction_of(model: Any, inputs: Any) -> ConcreteFunction:
@@ -163,7 +163,7 @@ class _Programs:
 
     def _entry(self, what: str, function: ConcreteFunction) -> dict[str, Any]:
         taken = {name: _specs_in(value) for name, value in function.arguments.items()}
-        taken = {name: own for name, own in taken.items() if jax.tree.leaves(own)}
+        taken = {name: nest for name, nest in taken.items() if jax.tree.leaves(nest)}
         specs = jax.tree.leaves(list(taken.values()))
         structure = jax.tree.structure(list(taken.values()))
         error: Exception | None = None
@@ -213,8 +213,8 @@ class _Programs:
             jax.random.key_data(one) if _is_key(one) else one for one in program.captures[0]
         ]
 
-        def run(state: list[Any], given: object) -> Any:
-            leaves = jax.tree.leaves(given)
+        def run(state: list[Any], arguments: object) -> Any:
+            leaves = jax.tree.leaves(arguments)
             read_only, captured = (
                 state[: len(handles)],
                 [
@@ -232,8 +232,8 @@ class _Programs:
         avals = [handle.aval(of_one_replica=False) for handle in handles]
         avals += map(jax.typeof, captures)
         state = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        given = jax.tree.unflatten(structure, structs)
-        exported = export.export(jax.jit(run), platforms=_PLATFORMS)(state, given)
+        arguments = jax.tree.unflatten(structure, structs)
+        exported = export.export(jax.jit(run), platforms=_PLATFORMS)(state, arguments)
         with needs_flatbuffers("save"):
             code = exported.serialize()
         places = [self._place("variables", handle.cell()) for handle in handles]

@@ -62,14 +62,14 @@ def regex_replace(
     input: object, pattern: str, rewrite: str, replace_global: bool = True, name: str | None = None
 ) -> Any:
     r"""`tf.strings.regex_replace`: by Python's `re`; `\1` and `\0` in `rewrite` are groups."""
-    found, text = re.compile(text_of(pattern)), re.sub(r"\\0", r"\\g<0>", text_of(rewrite))
-    return _each("regex_replace", lambda one: found.sub(text, one, int(not replace_global)), input)
+    regex, text = re.compile(text_of(pattern)), re.sub(r"\\0", r"\\g<0>", text_of(rewrite))
+    return _each("regex_replace", lambda one: regex.sub(text, one, int(not replace_global)), input)
 
 
 def regex_full_match(input: object, pattern: str, name: str | None = None) -> Any:
     """`tf.strings.regex_full_match`: by Python's `re`."""
-    found = re.compile(text_of(pattern))
-    return _each("regex_full_match", lambda one: found.fullmatch(one) is not None, input, bool)
+    regex = re.compile(text_of(pattern))
+    return _each("regex_full_match", lambda one: regex.fullmatch(one) is not None, input, bool)
 
 
 def split(input: Any, sep: str | None = None, maxsplit: int = -1, name: str | None = None) -> Any:
@@ -143,16 +143,16 @@ def ngrams(
     left, right = (
         (pad_values, pad_values) if isinstance(pad_values, str) else pad_values or ("", "")
     )
-    found: list[str] = []
+    joined: list[str] = []
     for width in widths:
         most = width - 1 if padding_width is None else min(padding_width, width - 1)
         count = 0 if pad_values is None else most
         padded = [left] * count + texts + [right] * count
         grams = zip(*(padded[i:] for i in range(width)), strict=False)
-        found += map(separator.join, grams)
-    if preserve_short_sequences and texts and not found:
-        found = [separator.join(texts)]
-    return host_array(np.array(found, str))
+        joined += map(separator.join, grams)
+    if preserve_short_sequences and texts and not joined:
+        joined = [separator.join(texts)]
+    return host_array(np.array(joined, str))
 
 
 def _row(what: str, data: object) -> list[Any]:

@@ -69,10 +69,10 @@ class TensorArray:
 
     @classmethod
     def tree_unflatten(cls, fixed: tuple[Any, ...], rows: Sequence[Any]) -> "TensorArray":
-        made = cls.__new__(cls)
-        made.dtype, made._size, made.dynamic_size, made._shape = fixed
-        (made._rows,) = rows
-        return made
+        result = cls.__new__(cls)
+        result.dtype, result._size, result.dynamic_size, result._shape = fixed
+        (result._rows,) = rows
+        return result
 
     def _with(self, rows: jax.Array) -> "TensorArray":
         fixed = self.dtype, len(rows), self.dynamic_size, self._shape
@@ -98,7 +98,7 @@ class TensorArray:
         row, place = array(value, self.dtype), array(index)
         if self._shape is not None and (
             len(self._shape) != row.ndim
-            or any(n not in (None, own) for n, own in zip(self._shape, row.shape, strict=True))
+            or any(n not in (None, size) for n, size in zip(self._shape, row.shape, strict=True))
         ):
             raise InvalidValueError(
                 f"tf.TensorArray: a row has shape {row.shape}, expected {self._shape}."

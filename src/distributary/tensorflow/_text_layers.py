@@ -130,7 +130,7 @@ class _Lookup(_Layer):
         self._weights: np.ndarray | None = None
         # What a configuration holds: a file's tokens are saved beside it.
         is_file = vocabulary is None or isinstance(vocabulary, (str, os.PathLike))
-        self._given = None if is_file else self._as_tokens(vocabulary)
+        self._vocabulary = None if is_file else self._as_tokens(vocabulary)
         self._given_weights = None if idf_weights is None else np.asarray(idf_weights)
         self._set_tokens(self._as_tokens([]))
         if vocabulary is not None:
@@ -150,19 +150,19 @@ class _Lookup(_Layer):
                 f"{self.name} has no vocabulary. Call adapt first, or pass vocabulary=."
             )
         depth = self._depth()
-        found = self._look_up(self._tokens_of(inputs))
+        numbers = self._look_up(self._tokens_of(inputs))
         if depth is None:
-            return host_array(found)
-        found = np.atleast_1d(found)
+            return host_array(numbers)
+        numbers = np.atleast_1d(numbers)
         if self.output_mode == "one_hot":
-            if found.ndim > 1 and found.shape[-1] == 1:
-                found = found[..., 0]
-            return host_array(found[..., None] == np.arange(depth), np.int64)
-        rows = _rows(found)
+            if numbers.ndim > 1 and numbers.shape[-1] == 1:
+                numbers = numbers[..., 0]
+            return host_array(numbers[..., None] == np.arange(depth), np.int64)
+        rows = _rows(numbers)
         counts = np.zeros((len(rows), depth), np.int64)
         row, place = np.nonzero(rows >= 0)
         np.add.at(counts, (row, rows[row, place]), 1)
-        counts = counts.reshape(*found.shape[:-1], depth)
+        counts = counts.reshape(*numbers.shape[:-1], depth)
         if self.output_mode == "tf_idf":
             return host_array(counts.astype(_keras.config.floatx()) * self._weights)
         return host_array(np.minimum(counts, 1) if self.output_mode == "multi_hot" else counts)
@@ -209,9 +209,9 @@ class _Lookup(_Layer):
                 f"{self.name} cannot adapt: it was made with a vocabulary. Leave out vocabulary=."
             )
         for row in _rows(self._tokens_of(data)):
-            found = plain_values(row)
-            self._seen.tokens.update(found)
-            self._seen.documents.update(set(found))
+            tokens = plain_values(row)
+            self._seen.tokens.update(tokens)
+            self._seen.documents.update(set(tokens))
             self._seen.num_documents += 1
 
     def finalize_state(self) -> None:
@@ -220,9 +220,9 @@ class _Lookup(_Layer):
             return
         counts = self._seen.tokens
         special = (self.mask_token, self.oov_token)
-        found = sorted((t for t in counts if t not in special), key=lambda t: (counts[t], t))
+        ranked = sorted((t for t in counts if t not in special), key=lambda t: (counts[t], t))
         size = None if self.max_tokens is None else self.max_tokens - self._first
-        tokens = found[::-1][:size]
+        tokens = ranked[::-1][:size]
         self._set_tokens(self._as_tokens(tokens))
         if self.output_mode == "tf_idf":
             num_with = np.array([self._seen.documents[token] for token in tokens])
@@ -257,8 +257,8 @@ class _Lookup(_Layer):
                 self._set_tokens(self._as_tokens(file.read().splitlines()))
             self._record_size()
             return
-        given = self._as_tokens(vocabulary)
-        listed, special = plain_values(given), self._special
+        words = self._as_tokens(vocabulary)
+        listed, special = plain_values(words), self._special
         has_special = listed[: len(special)] == special
         tokens = listed[len(special) :] if has_special else listed
         self._check(tokens)
@@ -266,10 +266,10 @@ class _Lookup(_Layer):
         self._record_size()
         if idf_weights is not None:
             weights = np.asarray(idf_weights)
-            if weights.shape != given.shape:
+            if weights.shape != words.shape:
                 raise InvalidValueError(
                     f"{self.name}: idf_weights has shape {weights.shape}, expected a weight for"
-                    f" each of the {len(given)} tokens."
+                    f" each of the {len(words)} tokens."
                 )
             self._set_weights(weights, has_special)
 
@@ -288,7 +288,7 @@ class _Lookup(_Layer):
             "num_oov_indices": self.num_oov_indices,
             "mask_token": self.mask_token,
             "oov_token": self.oov_token,
-            "vocabulary": None if self._given is None else plain_values(self._given),
+            "vocabulary": None if self._vocabulary is None else plain_values(self._vocabulary),
             "idf_weights": None if self._given_weights is None else self._given_weights.tolist(),
             "invert": self.invert,
             "output_mode": self.output_mode,
@@ -318,13 +318,13 @@ class _Lookup(_Layer):
 
     def save_assets(self, dir_path: str) -> None:
         """Saves a vocabulary that is not in the configuration."""
-        if self._given is None:
+        if self._vocabulary is None:
             with open(os.path.join(dir_path, "vocabulary.txt"), "w", encoding="utf-8") as file:
                 file.write("\n".join(map(str, self.get_vocabulary())))
 
     def load_assets(self, dir_path: str) -> None:
         """Loads a vocabulary that is not in the configuration."""
-        if self._given is None:
+        if self._vocabulary is None:
             with open(os.path.join(dir_path, "vocabulary.txt"), encoding="utf-8") as file:
                 tokens = plain_values(self._as_tokens(file.read().splitlines()))
             self._set_tokens(self._as_tokens(tokens[self._first :]))
@@ -332,25 +332,25 @@ class _Lookup(_Layer):
 
     def _tokens_of(self, inputs: object) -> np.ndarray:
         """Returns inputs as tokens, or as numbers if this layer goes back to tokens."""
-        given = np.asarray(inputs)
+        array = np.asarray(inputs)
         if self._has_text and not self.invert:
-            if given.size and given.dtype.kind not in "USO":
+            if array.size and array.dtype.kind not in "USO":
                 raise InvalidTypeError(
-                    f"{self.name}: got an array of dtype {given.dtype}, expected text. Use"
+                    f"{self.name}: got an array of dtype {array.dtype}, expected text. Use"
                     " IntegerLookup for numbers."
                 )
-            return given.astype(object)
-        if given.dtype.kind not in "biuf" or not np.all(given == np.floor(given)):
+            return array.astype(object)
+        if array.dtype.kind not in "biuf" or not np.all(array == np.floor(array)):
             raise InvalidTypeError(f"{self.name}: got {inputs!r}, expected integers.")
-        return given.astype(np.int64)
+        return array.astype(np.int64)
 
     def _look_up(self, tokens: np.ndarray) -> Any:
-        found = np.asarray(self._table.lookup(tokens))
+        numbers = np.asarray(self._table.lookup(tokens))
         if self.invert:
-            return found
-        unknown = found == _UNKNOWN
+            return numbers
+        unknown = numbers == _UNKNOWN
         if not unknown.any():
-            return found
+            return numbers
         those = plain_values(tokens[unknown])
         if not self.num_oov_indices:
             raise InvalidValueError(
@@ -361,9 +361,9 @@ class _Lookup(_Layer):
             buckets = [bucket_of(str(one), self.num_oov_indices) for one in those]
         else:
             buckets = [one % self.num_oov_indices for one in those]
-        found = found.copy()
-        found[unknown] = self._first - self.num_oov_indices + np.asarray(buckets)
-        return found
+        numbers = numbers.copy()
+        numbers[unknown] = self._first - self.num_oov_indices + np.asarray(buckets)
+        return numbers
 
     @property
     def _special(self) -> list[Any]:
@@ -399,11 +399,11 @@ class _Lookup(_Layer):
         self._tokens, self._table = tokens, StaticHashTable(initializer, unknown)
 
     def _set_weights(self, weights: np.ndarray, has_special: bool) -> None:
-        made = weights.astype(_keras.config.floatx())
+        padded = weights.astype(_keras.config.floatx())
         if not has_special:
-            made = np.concatenate([np.full(self._first, made.mean(), made.dtype), made])
-        rest = (self.max_tokens or 0) - len(made) if self.pad_to_max_tokens else 0
-        self._weights = np.pad(made, (0, rest))
+            padded = np.concatenate([np.full(self._first, padded.mean(), padded.dtype), padded])
+        rest = (self.max_tokens or 0) - len(padded) if self.pad_to_max_tokens else 0
+        self._weights = np.pad(padded, (0, rest))
 
     def _record_size(self) -> None:
         """Notes the number of tokens, which must not change where it is a size of results."""
@@ -525,11 +525,11 @@ class TextVectorization(_Lookup):
 
     def call(self, inputs: object) -> Any:
         """Returns the numbers of the words of texts."""
-        found = super().call(inputs)
+        numbers = super().call(inputs)
         if self._length is None:
-            return found
-        rest = max(0, self._length - found.shape[-1])
-        cut = np.asarray(found)[..., : self._length]
+            return numbers
+        rest = max(0, self._length - numbers.shape[-1])
+        cut = np.asarray(numbers)[..., : self._length]
         return host_array(np.pad(cut, [(0, 0)] * (cut.ndim - 1) + [(0, rest)]))
 
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -569,8 +569,8 @@ class TextVectorization(_Lookup):
 
     def _tokens_of(self, inputs: object) -> np.ndarray:
         """Returns the tokens of texts, in rows that are padded with the mask token."""
-        given = super()._tokens_of(inputs)
-        texts: Any = np.array(plain_values(given.reshape(-1)), str).reshape(given.shape)
+        tokens = super()._tokens_of(inputs)
+        texts: Any = np.array(plain_values(tokens.reshape(-1)), str).reshape(tokens.shape)
         if self._standardize in ("lower", "lower_and_strip_punctuation"):
             texts = lower(texts)
         if self._standardize in ("strip_punctuation", "lower_and_strip_punctuation"):
@@ -599,8 +599,8 @@ class TextVectorization(_Lookup):
 
     def _words(self, text: str) -> list[str]:
         if callable(self._split):
-            found = np.asarray(self._split(text))
-            return plain_values(np.asarray(found.item()) if found.ndim == 0 else found)
+            parts = np.asarray(self._split(text))
+            return plain_values(np.asarray(parts.item()) if parts.ndim == 0 else parts)
         if self._split == "character":
             return [*text]
         # Bytes are split at ASCII's white space only, as in TensorFlow.
@@ -613,7 +613,7 @@ def _rows(values: np.ndarray) -> np.ndarray:
     return values.reshape(math.prod(shape[:-1]), shape[-1])
 
 
-def _require_among(what: str, argument: str, given: object, known: Sequence[Any]) -> None:
-    if given not in known:
+def _require_among(what: str, argument: str, value: object, known: Sequence[Any]) -> None:
+    if value not in known:
         shown = ", ".join(map(repr, known))
-        raise InvalidValueError(f"{what}: {argument} is {given!r}, expected one of {shown}.")
+        raise InvalidValueError(f"{what}: {argument} is {value!r}, expected one of {shown}.")

@@ -127,15 +127,15 @@ def checkpoints_iterator(
     last: str | None = None
     while True:
         began = time.monotonic()
-        while (found := latest_checkpoint(checkpoint_dir)) in (None, last):
+        while (path := latest_checkpoint(checkpoint_dir)) in (None, last):
             if timeout is not None and time.monotonic() - began >= timeout:
                 if timeout_fn is None or timeout_fn():
                     return
                 began = time.monotonic()
             time.sleep(min(1.0, timeout or 1.0))
-        last = found
-        assert found is not None
-        yield found
+        last = path
+        assert path is not None
+        yield path
         time.sleep(max(0.0, began + min_interval_secs - time.monotonic()))
 
 
@@ -179,10 +179,10 @@ class ExponentialMovingAverage:
             decay = jnp.minimum(decay, (1 + updates) / (10 + updates))
         for variable in var_list:
             if id(variable) not in self._averages:
-                own = Variable(array(variable), False, f"{variable.name}/{self.name}")
-                self._averages[id(variable)] = variable, own
-            own = self._averages[id(variable)][1]
-            own.assign_sub((1 - decay) * (own.value() - array(variable)))
+                average = Variable(array(variable), False, f"{variable.name}/{self.name}")
+                self._averages[id(variable)] = variable, average
+            average = self._averages[id(variable)][1]
+            average.assign_sub((1 - decay) * (average.value() - array(variable)))
 
     def average(self, var: Any) -> Variable | None:
         """Returns the average of a variable, which is a variable; None if there is none."""
@@ -196,4 +196,4 @@ class ExponentialMovingAverage:
         self, moving_avg_variables: Sequence[Any] | None = None
     ) -> dict[str, Variable]:
         """Returns the averages by their names."""
-        return {own.name: own for _, own in self._averages.values()}
+        return {average.name: average for _, average in self._averages.values()}

@@ -174,12 +174,12 @@ class _Factory:
             types.CellType(_operators_of_malt()) if name == "ag__" else closure[name]
             for name in self._code.co_freevars
         )
-        made = types.FunctionType(
+        form = types.FunctionType(
             self._code, function.__globals__, function.__name__, function.__defaults__, cells
         )
-        made.__kwdefaults__ = function.__kwdefaults__
-        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-        return made
+        form.__kwdefaults__ = function.__kwdefaults__
+        form.__qualname__, form.__module__ = function.__qualname__, function.__module__
+        return form
 
 
 @functools.cache
@@ -220,8 +220,8 @@ def _converted_code(function: types.FunctionType) -> types.CodeType:
     flags = _future_flags(function.__code__)
     code = compile(module, function.__code__.co_filename, "exec", flags, dont_inherit=True)
     (of_outer,) = _codes_in(code)
-    (made,) = _codes_in(of_outer)
-    return _renamed(made, function.__code__.co_name, function.__code__.co_qualname)
+    (inner,) = _codes_in(of_outer)
+    return _renamed(inner, function.__code__.co_name, function.__code__.co_qualname)
 
 
 def _future_flags(code: types.CodeType) -> int:
@@ -241,8 +241,8 @@ def _renamed(code: types.CodeType, name: str, qualname: str) -> types.CodeType:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             is_block = const.co_name.startswith(_BLOCKS)
-            own = name if is_block else const.co_name
-            const = _renamed(const, own, qualname if is_block else f"{qualname}.<locals>.{own}")
+            label = name if is_block else const.co_name
+            const = _renamed(const, label, qualname if is_block else f"{qualname}.<locals>.{label}")
         consts.append(const)
     return code.replace(co_name=name, co_qualname=qualname, co_consts=tuple(consts))
 

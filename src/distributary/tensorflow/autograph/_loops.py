@@ -100,8 +100,8 @@ class _Carry:
         self._what = what
         self._reached = reached
         self._variables = variables
-        self._own = len(variables.names)
-        self._changed: list[int] = []  # the variables after the first `_own`, as in `reached`
+        self._num_variables = len(variables.names)
+        self._changed: list[int] = []  # the variables after `_num_variables`, as in `reached`
         self._names: list[str] = []
         self._leaves: list[Any] = []
         self._trees: list[Any] = []
@@ -128,10 +128,10 @@ class _Carry:
         self._put(values)
 
     def _put(self, values: list[Any]) -> None:
-        for k, value in zip(self._changed, values[self._own :], strict=True):
+        for k, value in zip(self._changed, values[self._num_variables :], strict=True):
             keys = self._reached.before[k].keys
             self._reached.put(k, Contents(keys[: len(value)], value))
-        self._variables.set(values[: self._own])
+        self._variables.set(values[: self._num_variables])
 
     def looks_at_appended(self, recorded: Recorded, turn: Callable[..., _Values], row: Any) -> bool:
         """Returns whether a turn is another one after others have appended to lists.
@@ -142,15 +142,15 @@ class _Carry:
         appended, avals = self._after(values, True)[1], recorded.avals()
         if not appended:
             return False
-        own = len(self.avals)
+        count = len(self.avals)
         unknown = [leaf for more in appended.values() for leaf in flatten(more)[0]]
         unknown = [leaf for leaf in unknown if id(leaf) in avals]
 
         def again(*arrays: Any) -> _Values:
-            given = dict(zip(map(id, unknown), arrays[own + 1 :], strict=True))
-            self._tails = jax.tree.map(lambda leaf: given.get(id(leaf), leaf), appended)
+            by_id = dict(zip(map(id, unknown), arrays[count + 1 :], strict=True))
+            self._tails = jax.tree.map(lambda leaf: by_id.get(id(leaf), leaf), appended)
             try:
-                return turn(arrays[:own], arrays[own])
+                return turn(arrays[:count], arrays[count])
             finally:
                 self._tails = {}
 
@@ -190,8 +190,8 @@ class _Carry:
             stacks: Whether lists may grow.
         """
         for _ in range(_MAX_RECORDS):
-            own = len(self.avals)
-            block = lambda *arrays, own=own: turn(arrays[:own], *arrays[own:])
+            count = len(self.avals)
+            block = lambda *arrays, count=count: turn(arrays[:count], *arrays[count:])
             recorded = Recorded(block, self._reached, [*self.avals.values(), *avals])
             if recorded.raised is not None:
                 raise recorded.raised
@@ -254,13 +254,13 @@ class _Carry:
         self, values: Sequence[Value], stacks: bool
     ) -> tuple[list[Any], dict[int, list[Any]]]:
         """Returns the leaves after a turn, and what was appended to each list that grew."""
-        found: list[Any] = []
+        carry: list[Any] = []
         appended: dict[int, list[Any]] = {}
         position = 0
         for k, (name, after, tree) in enumerate(zip(self._names, values, self._trees, strict=True)):
             value, leaves, other = after.value, after.leaves, after.tree
             count = tree.num_leaves
-            own = self._leaves[position : position + count]
+            before = self._leaves[position : position + count]
             length = tree.num_leaves if type(value) is list else 0
             is_longer = type(value) is list and other != tree and len(value) > _length(tree)
             if is_longer and other.children()[: _length(tree)] == tree.children():
@@ -268,7 +268,7 @@ class _Carry:
                 leaves = leaves[:length]
                 appended[k] = more
                 self._check_list(name, stacks)
-            elif len(own) == 1 and is_undefined(own[0]) and not is_unreturned(own[0]):
+            elif len(before) == 1 and is_undefined(before[0]) and not is_unreturned(before[0]):
                 self._check_defined(name, leaves)
             elif other != tree:
                 raise InvalidTypeError(
@@ -276,9 +276,9 @@ class _Carry:
                     f" at {script_line()} than before. Whether there is another turn is known only"
                     " when the step runs, so keep its structure."
                 )
-            found += leaves
+            carry += leaves
             position += count
-        return found, appended
+        return carry, appended
 
     def _check_list(self, name: str, stacks: bool) -> None:
         if not stacks:
@@ -318,16 +318,16 @@ class _Carry:
         if self._returns_several(values):
             return False
         leaves, _ = self._after(values, stacks)
-        found = recorded.avals()
+        avals = recorded.avals()
         inputs = dict(zip(self.avals, recorded.inputs, strict=False))
         changes = False
         for i, (before, after) in enumerate(zip(self._leaves, leaves, strict=True)):
             if i in self.avals:
                 if after is inputs[i] or after is before:
                     continue
-                changes |= self._widen(i, after, found)
+                changes |= self._widen(i, after, avals)
             elif not is_same(before, after) and not (is_unreturned(before) and after is None):
-                self._carry_too(i, before, after, found)
+                self._carry_too(i, before, after, avals)
                 changes = True
         unchanged = [
             i
@@ -341,11 +341,11 @@ class _Carry:
         self.avals = dict(sorted(self.avals.items()))
         return not changes
 
-    def _carry_too(self, i: int, before: Any, after: Any, found: dict[int, Any]) -> None:
+    def _carry_too(self, i: int, before: Any, after: Any, avals: dict[int, Any]) -> None:
         name = self._name_of[i]
         numbers = [is_number(v) or hasattr(v, "__jax_array__") for v in (before, after)]
         if is_unreturned(before) and numbers[1]:
-            self.avals[i] = aval_in(found, after)
+            self.avals[i] = aval_in(avals, after)
             return
         if not all(numbers):
             raise InvalidTypeError(
@@ -355,15 +355,15 @@ class _Carry:
             )
         self.avals[i] = aval_of(plain(before))
 
-    def _widen(self, i: int, after: Any, found: dict[int, Any]) -> bool:
+    def _widen(self, i: int, after: Any, avals: dict[int, Any]) -> bool:
         """Gives an entry of the carry a dtype for the values before and after a turn."""
         name, before = self._name_of[i], self.avals[i]
-        if id(after) not in found and not is_number(after) and not hasattr(after, "__jax_array__"):
+        if id(after) not in avals and not is_number(after) and not hasattr(after, "__jax_array__"):
             raise InvalidTypeError(
                 f"{shown_name(name)} is an array before the `{self._what}` at {script_line()} and"
                 f" {shown(after)} after a turn. Keep it an array."
             )
-        aval = aval_in(found, after)
+        aval = aval_in(avals, after)
         if aval.shape != before.shape:
             raise InvalidValueError(
                 f"{shown_name(name)} has shape {before.shape} before a turn of the `{self._what}`"

@@ -122,8 +122,8 @@ def _choose(
         return run
 
     # malt puts `if not do_return:` around what follows a `return`.
-    own = negated if negation is cond else None
-    chosen = choose(pred, after(body), after(orelse), variables.names, reached, negated=own)
+    opposite = negated if negation is cond else None
+    chosen = choose(pred, after(body), after(orelse), variables.names, reached, negated=opposite)
     variables.set((*chosen, *before[nouts:]))
 
 
@@ -185,9 +185,9 @@ def for_stmt(
             _choose(goes_on, pred, run, nothing, variables, reached)
 
     if is_iterated(iter_):
-        own = guarded if extra_test is not None else None
+        test = guarded if extra_test is not None else None
         reached = Reached(body, *([] if extra_test is None else [extra_test]))
-        for_loop(iter_, body, own, variables, reached)
+        for_loop(iter_, body, test, variables, reached)
         return
     check_advances(iter_)
     if extra_test is None:

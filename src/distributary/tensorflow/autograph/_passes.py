@@ -101,7 +101,7 @@ def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> frozenset[str]:
     The function makes the lists, and uses them only by methods and items, in loops, and as
     arguments of functions that do not keep them.
     """
-    made, uses, allowed = set[str](), list[ast.Name](), set[ast.AST]()
+    lists, uses, allowed = set[str](), list[ast.Name](), set[ast.AST]()
     inner = (ast.FunctionDef, ast.Lambda, ast.GeneratorExp)
     outlive = {
         name
@@ -114,11 +114,11 @@ def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> frozenset[str]:
             case ast.Name():
                 uses.append(part)
             case ast.Assign(targets=[ast.Name() as name], value=ast.List()):
-                made.add(name.id)
+                lists.add(name.id)
                 allowed.add(name)
             case ast.Subscript(value=name) | ast.For(iter=name) | ast.AugAssign(target=name):
                 allowed.add(name)
-            case ast.Call(func=ast.Attribute(value=ast.Name() as name)) if name.id in made:
+            case ast.Call(func=ast.Attribute(value=ast.Name() as name)) if name.id in lists:
                 allowed.add(name)
             case ast.Call(func=function):
                 called = _value_of(function, namespace)
@@ -126,7 +126,7 @@ def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> frozenset[str]:
                 if is_reader or getattr(called, "__module__", None) in _OPERATIONS:
                     allowed.update(part.args)
     wrong = {name.id for name in uses if name not in allowed or name in outlive}
-    return frozenset(made - wrong)
+    return frozenset(lists - wrong)
 
 
 class _Options:
@@ -150,12 +150,12 @@ class _Directives(directives.DirectivesTransformer):
         self._loop_options = loop_options
 
     def visit_Expr(self, node: Any) -> Any:  # noqa: N802
-        made = super().visit_Expr(node)
-        called = getattr(getattr(made, "value", None), "func", None)
+        result = super().visit_Expr(node)
+        called = getattr(getattr(result, "value", None), "func", None)
         known = called and anno.getanno(called, directives.STATIC_VALUE, default=None)
         if known is not self._loop_options:
-            return made
-        self._process_statement_directive(made.value, lang.set_loop_options)
+            return result
+        self._process_statement_directive(result.value, lang.set_loop_options)
         return None
 
 
@@ -185,11 +185,11 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
         live = anno.getanno(node, _STATIC.LIVE_VARS_OUT)
         scopes = [anno.getanno(node, k) for k in (NodeAnno.BODY_SCOPE, NodeAnno.ORELSE_SCOPE)]
         used = scopes[0].referenced | scopes[1].referenced
-        made = super().visit_If(node)
+        result = super().visit_If(node)
         dead = self._private.intersection(map(str, used - live))
         names = ast.Tuple([*map(ast.Constant, sorted(dead))], ast.Load())
-        made[-1].value.keywords.append(ast.keyword("dead", names))
-        return made
+        result[-1].value.keywords.append(ast.keyword("dead", names))
+        return result
 
     def _declared(self) -> Any:
         scope = self.state[control_flow._Function].scope
@@ -233,19 +233,19 @@ class _Statements(ast.NodeTransformer):
                 template = "ag__.contains(values, item)"
                 if isinstance(how, ast.NotIn):
                     template = f"ag__.not_({template})"
-                (made,) = self._parsed(template, node, item=item, values=values)
-                return made.value
+                (statement,) = self._parsed(template, node, item=item, values=values)
+                return statement.value
         return node
 
     def visit_Raise(self, node: ast.Raise) -> Any:
         self.generic_visit(node)
         if node.exc is not None:
-            (made,) = self._parsed("ag__.raised(error)", node, error=node.exc)
-            node.exc = made.value
+            (statement,) = self._parsed("ag__.raised(error)", node, error=node.exc)
+            node.exc = statement.value
         return node
 
     @staticmethod
     def _parsed(template: str, node: ast.AST, **parts: Any) -> Any:
-        made = templates.replace(template, **parts)
-        origin_info.copy_origin(node, made)
-        return made
+        nodes = templates.replace(template, **parts)
+        origin_info.copy_origin(node, nodes)
+        return nodes

@@ -104,8 +104,8 @@ class Reached:
         self._blocks = blocks
         for block in blocks:
             code = block.__code__
-            own = zip(code.co_freevars, block.__closure__ or (), strict=True)
-            for name, cell in own:
+            cells = zip(code.co_freevars, block.__closure__ or (), strict=True)
+            for name, cell in cells:
                 if name != "ag__":
                     value = self._visit_cell(cell, name)
                     if name in dead:
@@ -135,12 +135,12 @@ class Reached:
 
     def changes(self) -> dict[int, Contents]:
         """Returns what is in those things that are not as before."""
-        found = {}
+        changed = {}
         for k, (thing, before) in enumerate(zip(self._things, self.before, strict=True)):
             contents = _contents_of(thing)
             if not contents.is_as(before):
-                found[k] = contents
-        return found
+                changed[k] = contents
+        return changed
 
     def name_of(self, k: int, key: Any) -> str:
         """Returns the name of a value that a thing holds."""
@@ -314,7 +314,7 @@ def _uses_of(code: types.CodeType) -> _Uses:
             names[1 + (instruction.opname == "STORE_DEREF")].add(instruction.argval)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            for own, inner in zip(names, _uses_of(const), strict=True):
-                own.update(inner)
-    _uses[code] = made = _Uses(*(tuple(sorted(own)) for own in names))
-    return made
+            for used, inner in zip(names, _uses_of(const), strict=True):
+                used.update(inner)
+    _uses[code] = uses = _Uses(*(tuple(sorted(used)) for used in names))
+    return uses

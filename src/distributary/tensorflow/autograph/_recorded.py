@@ -58,14 +58,14 @@ def is_unreturned(value: object) -> bool:
 
 def flatten(value: object, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """Returns the leaves of a value and its structure. None and what has no value are leaves."""
-    own = lambda node: node is None or is_undefined(node)
-    return jax.tree.flatten(value, own if is_leaf is None else lambda v: own(v) or is_leaf(v))
+    is_end = lambda node: node is None or is_undefined(node)
+    return jax.tree.flatten(value, is_end if is_leaf is None else lambda v: is_end(v) or is_leaf(v))
 
 
 def aval_of(value: object) -> Any:
     """Returns the shape and dtype of a number or an array."""
-    made = jax.typeof(value if isinstance(value, jax.Array) else jnp.asarray(value))
-    return jax.ShapeDtypeStruct(made.shape, made.dtype, weak_type=getattr(made, "weak_type", False))
+    aval = jax.typeof(value if isinstance(value, jax.Array) else jnp.asarray(value))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def aval_in(avals: dict[int, Any], leaf: object) -> Any:
@@ -228,12 +228,12 @@ class Recorded:
 
     def avals(self) -> dict[int, Any]:
         """Returns shapes and dtypes of the arrays among the values, by identity."""
-        found = {}
+        avals = {}
         for leaf, aval in zip(self._picks, self._closed.out_avals, strict=True):
-            found[id(leaf)] = jax.ShapeDtypeStruct(
+            avals[id(leaf)] = jax.ShapeDtypeStruct(
                 aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
             )
-        return found
+        return avals
 
     def is_like(self, other: "Recorded", values: Sequence[Value], others: Sequence[Value]) -> bool:
         """Returns whether two blocks compute the same values from the inputs that this one has.
@@ -353,12 +353,12 @@ def check_when_run(
     def check(value: object, *known: Any) -> None:
         if value:
             return
-        given = dict(zip(map(id, arrays), known, strict=True))
-        own = (
-            error if isinstance(error, Exception) else error(*(given.get(id(v), v) for v in values))
+        by_id = dict(zip(map(id, arrays), known, strict=True))
+        failure = (
+            error if isinstance(error, Exception) else error(*(by_id.get(id(v), v) for v in values))
         )
-        failed.append(own.with_traceback(None))
-        raise _CheckFailedError(own)
+        failed.append(failure.with_traceback(None))
+        raise _CheckFailedError(failure)
 
     jax.debug.callback(check, holds, *arrays)
 

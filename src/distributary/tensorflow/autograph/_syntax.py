@@ -34,12 +34,12 @@ class Simplified(ast.NodeTransformer):
 
     def visit_While(self, node: ast.While) -> Any:
         self.generic_visit(node)
-        made = self._without_else(node)
+        result = self._without_else(node)
         if any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.test)):
             ends = ast.If(ast.UnaryOp(ast.Not(), node.test), [_like(node, ast.Break())], [])
             node.body.insert(0, _like(node, ends))
             node.test = _like(node, ast.Constant(True))
-        return made
+        return result
 
     def visit_Match(self, node: ast.Match) -> Any:
         self.generic_visit(node)
@@ -126,9 +126,9 @@ class _Noted(ast.NodeTransformer):
         return [_like(node, noted), node]
 
 
-def _like(node: ast.AST, made: Any) -> Any:
+def _like(node: ast.AST, new: Any) -> Any:
     """Gives a new node the place of an old one in the user's code."""
     from malt.pyct import origin_info
 
-    origin_info.copy_origin(node, made)
-    return ast.fix_missing_locations(ast.copy_location(made, node))
+    origin_info.copy_origin(node, new)
+    return ast.fix_missing_locations(ast.copy_location(new, node))
