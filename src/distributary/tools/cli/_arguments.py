@@ -61,9 +61,9 @@ class Parser(argparse.ArgumentParser):
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Returns `" Did you mean ...?"` with the known words that are most like another; or `""`."""
-    found = difflib.get_close_matches(word, known, 2, cutoff=0.65)
-    found = found or [name for name in known if name.startswith(word)][:2]
-    return f" Did you mean {' or '.join(prefix + name for name in found)}?" if found else ""
+    words = difflib.get_close_matches(word, known, 2, cutoff=0.65)
+    words = words or [name for name in known if name.startswith(word)][:2]
+    return f" Did you mean {' or '.join(prefix + name for name in words)}?" if words else ""
 
 
 def whole(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
@@ -214,8 +214,8 @@ def check_topologies(namespace: argparse.Namespace) -> None:
     if namespace.topology is None:
         behind = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         behind.add_argument("--topology", action="append")
-        found, namespace.arguments = behind.parse_known_args(namespace.arguments)
-        namespace.topology = found.topology
+        parsed, namespace.arguments = behind.parse_known_args(namespace.arguments)
+        namespace.topology = parsed.topology
     if namespace.topology is None:
         namespace.parser.error(
             f"--topology says which devices to compile for. Known are {_TOPOLOGIES}."
@@ -271,8 +271,8 @@ def _missing_module(name: str) -> str | None:
 
 
 def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    found = (finder.find_spec(name, path) for finder in sys.meta_path)
-    return next(filter(None, found), None)
+    specs = (finder.find_spec(name, path) for finder in sys.meta_path)
+    return next(filter(None, specs), None)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

@@ -149,13 +149,13 @@ def _network(namespace: argparse.Namespace) -> "scaling.Network":
     """Returns the network of the options; measures the missing values on loopback."""
     latency, rate = namespace.latency_us, namespace.gbit
     options = (latency, "the given latency"), (rate, "the given bandwidth")
-    given = [name for value, name in options if value is not None]
-    if len(given) < 2:
+    sources = [name for value, name in options if value is not None]
+    if len(sources) < 2:
         link = diagnosis.loopback()
-        given.append("this machine's loopback, which is not a network")
+        sources.append("this machine's loopback, which is not a network")
         latency = link.round_trip_seconds / 2 * 1e6 if latency is None else latency
         rate = link.bytes_per_second * 8 / 1e9 if rate is None else rate
-    return scaling.Network(latency / 1e6, rate * 1e9 / 8, " and ".join(given))
+    return scaling.Network(latency / 1e6, rate * 1e9 / 8, " and ".join(sources))
 
 
 def _text(
@@ -223,9 +223,9 @@ def _predicted_line(prediction: "scaling.Prediction") -> str:
 
 
 def _line(
-    number: int, seconds: float, spread: str, found: "scaling.Timing | scaling.Prediction"
+    number: int, seconds: float, spread: str, result: "scaling.Timing | scaling.Prediction"
 ) -> str:
-    rate, efficiency = found.examples_per_second, found.efficiency
+    rate, efficiency = result.examples_per_second, result.efficiency
     return (
         f"{number:>8} {seconds * 1e3:>9.2f} {spread:<16}"
         f" {'?' if rate is None else f'{rate:,.0f}':>11}"

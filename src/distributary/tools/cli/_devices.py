@@ -16,6 +16,6 @@ def run(namespace: argparse.Namespace) -> int:
     """Prints the devices; returns 1 if TF_CONFIG is wrong."""
     from distributary.tools.cli._found_devices import as_text, find_devices
 
-    found = find_devices()
-    print(json.dumps(found, indent=2) if namespace.json else as_text(found))
-    return int("error" in found["strategies"]["MultiWorkerMirroredStrategy"])
+    facts = find_devices()
+    print(json.dumps(facts, indent=2) if namespace.json else as_text(facts))
+    return int("error" in facts["strategies"]["MultiWorkerMirroredStrategy"])

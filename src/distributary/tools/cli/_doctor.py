@@ -65,8 +65,8 @@ def _text(report: "diagnosis.Report") -> str:
         lines += [line for check in shown for line in _lines(check)]
     if report.links:
         lines += ["", *_matrix(report.links, report.tasks)]
-    found = [c.status for checks in report.checks.values() for c in checks]
-    counts = [(found.count("problem"), "problem"), (found.count("warning"), "warning")]
+    statuses = [c.status for checks in report.checks.values() for c in checks]
+    counts = [(statuses.count("problem"), "problem"), (statuses.count("warning"), "warning")]
     lines += ["", ", ".join(f"{n} {what}{'' if n == 1 else 's'}" for n, what in counts)]
     return "\n".join(lines)
 

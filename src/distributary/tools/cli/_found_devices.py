@@ -67,13 +67,13 @@ def _multi_worker(device_platform: str, num_devices: int) -> dict[str, Json]:
     except DistributaryError as error:
         return {"error": str(error)}
     workers = {worker.name: worker.address for worker in place.workers}
-    found = {"task": place.name, "workers": workers}
+    facts = {"task": place.name, "workers": workers}
     if "ps" in spec.jobs:
         text = "the cluster has parameter servers: use ParameterServerStrategy"
-        return {**found, "description": text}
+        return {**facts, "description": text}
     if not place.in_collective_group:
         text = f"this process is {place.name}, which does not train with the workers"
-        return {**found, "description": text}
+        return {**facts, "description": text}
     reduction = default_cross_device_ops(device_platform, place.num_workers)
     num_replicas = num_devices * place.num_workers
     text = (
@@ -82,20 +82,20 @@ def _multi_worker(device_platform: str, num_devices: int) -> dict[str, Json]:
         f" {num_replicas} replicas if every worker has {num_devices} {device_platform.upper()}"
         f" devices; {reduction.describe(device_platform, place.num_workers)}"
     )
-    return {**found, "replicas": num_replicas, "description": text}
+    return {**facts, "replicas": num_replicas, "description": text}
 
 
-def as_text(found: dict[str, Json]) -> str:
+def as_text(facts: dict[str, Json]) -> str:
     """Returns what `find_devices` has found, for people."""
-    lines = [", ".join(f"{name} {version}" for name, version in found["versions"].items()), ""]
-    for device in found["devices"]:
+    lines = [", ".join(f"{name} {version}" for name, version in facts["versions"].items()), ""]
+    for device in facts["devices"]:
         memory = device["memory_bytes"]
         size = "" if memory is None else f", {memory / _GIB:.1f} GiB for JAX"
         lines.append(f"{device['name']:<8}{device['kind']}{size}")
-    cpu = found["cpu"]
+    cpu = facts["cpu"]
     pool = f"XLA's pool for CPU devices has {cpu['threads']} threads on {cpu['cores']} cores"
     verdict = "enough" if cpu["threads_suffice"] else "too few, see the performance guide"
     lines += ["", f"{pool}: {verdict}", ""]
-    for name, use in found["strategies"].items():
+    for name, use in facts["strategies"].items():
         lines += [name, f"  {use.get('error') or use['description']}"]
     return "\n".join(lines)

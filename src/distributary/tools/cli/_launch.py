@@ -136,14 +136,14 @@ def options_of(namespace: argparse.Namespace, environ: Mapping[str, str]) -> Lau
 
 def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> HostOptions | None:
     min_hosts, num_hosts = namespace.nnodes or (None, 1)
-    given = [
+    names = [
         name
         for name in ("node_rank", "master", "token_file", "join_seconds", "address")
         if getattr(namespace, name) not in (None, 0)
     ]
-    if namespace.nnodes is None and given:
+    if namespace.nnodes is None and names:
         raise InvalidValueError(
-            f"launch: --{given[0].replace('_', '-')} is for a job on several hosts, but --nnodes,"
+            f"launch: --{names[0].replace('_', '-')} is for a job on several hosts, but --nnodes,"
             " the number of hosts, is missing."
         )
     if num_hosts == 1 and namespace.node_rank in (None, 0):

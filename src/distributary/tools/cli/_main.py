@@ -80,7 +80,7 @@ def parser() -> Parser:
     for name, command in _COMMANDS.items():
         text = command.__doc__ or ""  # Python -OO leaves it out
         description, heading, examples = text.partition("Examples:\n")
-        own = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=text.partition("\n")[0],
             description=description,
@@ -88,8 +88,8 @@ def parser() -> Parser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        command.add_arguments(own)
-        own.set_defaults(parser=own)
+        command.add_arguments(subparser)
+        subparser.set_defaults(parser=subparser)
     return whole
 
 
@@ -116,11 +116,11 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _versions() -> str:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "is not installed"
-    found["Python"] = platform.python_version()
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+            versions[name] = "is not installed"
+    versions["Python"] = platform.python_version()
+    return ", ".join(f"{name} {version}" for name, version in versions.items())

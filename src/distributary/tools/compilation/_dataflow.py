@@ -55,25 +55,25 @@ def collectives_of(hlo: str, rows: Collection[int] = ()) -> list[Collective]:
     """
     flow = Dataflow(hlo)
     roles = flow.roles(rows) if rows else {}
-    found = []
+    collectives = []
     for one, collective in flow.program.collectives.items():
         role, num_early = roles.get(one, ("", 0))
         is_async = flow.program.is_beside_others(one)
         name, line = flow.place(one) if role == "activations" else ("", "")
         known: Any = dict(role=role, num_early=num_early, is_async=is_async, name=name, line=line)
-        found.append(replace(collective, **known))
-    return found
+        collectives.append(replace(collective, **known))
+    return collectives
 
 
 def moved_activations(collectives: Iterable[Collective]) -> list[str]:
     """Returns text for people on what moves activations, by the lines of the model."""
-    found: dict[tuple[str, str], list[Collective]] = {}
+    by_line: dict[tuple[str, str], list[Collective]] = {}
     for one in collectives:
         if one.role == "activations":
-            found.setdefault((one.kind, one.line), []).append(one)
+            by_line.setdefault((one.kind, one.line), []).append(one)
     return [
         f"{len(of)} {kind}, {format_bytes(total_bytes(of))}, {line}: {of[0].name}"
-        for (kind, line), of in found.items()
+        for (kind, line), of in by_line.items()
     ]
 
 
@@ -159,22 +159,22 @@ class Dataflow:
         elements = range(len(self._operands(root))) if root.kind == "tuple" else [None]
         reads = dict(_walk([(root, element) for element in elements], self._sources))
         readers = _readers(reads)
-        given = [value for value in self._parameters(rows) if value in reads]
-        touched = _reached(given, readers.__getitem__)
+        inputs = [value for value in self._parameters(rows) if value in reads]
+        touched = _reached(inputs, readers.__getitem__)
         computed = _reached((v for v in touched if _combines(v[0])), readers.__getitem__)
         on_rows = _reached(
-            given, readers.__getitem__, lambda v: not (_is_sum(v[0]) and v in computed)
+            inputs, readers.__getitem__, lambda v: not (_is_sum(v[0]) and v in computed)
         )
         combining = [v for v in on_rows if _combines(v[0])]
         # Without the way back of loops: the next round may be the next step.
         forward = lambda v: [s for s in reads[v] if not _is_back(v, s)]
         needed = _reached((s for v in combining for s in forward(v)), forward)
         needed_again = _reached((s for v in combining for s in reads[v]), reads.__getitem__)
-        found = [v for v in reads if v[0].collective and any(s in on_rows for s in reads[v])]
+        exchanges = [v for v in reads if v[0].collective and any(s in on_rows for s in reads[v])]
         # Permutations of what no computation on rows needs pass partial sums on in a ring.
         read = {v for v in on_rows if v[0].collective != "collective-permute"} | needed
-        moving = {v[0] for v in found if v in read}
-        sums = [v for v in found if v[0] not in moving]
+        moving = {v[0] for v in exchanges if v in read}
+        sums = [v for v in exchanges if v[0] not in moving]
         behind = _reached(sums, forward)
         ends = self._ends([v[0] for v in combining if v in behind])
         roles = dict.fromkeys(moving, ("activations", 0))

@@ -163,11 +163,11 @@ class Plan:
         best = self.best
         if best is None:
             return []
-        given = ", ".join(f"{name}={value!r}" for name, value in best.arguments.items())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in best.arguments.items())
         strategy = best.outcome.strategy or "MirroredStrategy"
         if strategy == "MirroredStrategy" and self.num_hosts > 1:
             strategy = "MultiWorkerMirroredStrategy"
-        lines = [f"strategy = dist.{strategy}({given})"]
+        lines = [f"strategy = dist.{strategy}({arguments})"]
         if best.rematerializes:
             lines += _REMATERIALIZED
             for model, names in (best.outcome.blocks or {}).items():
@@ -211,7 +211,7 @@ def plan_script(
         InvalidValueError: for a topology or layout that does not exist.
         CompileError: if the script fails, or its step cannot be compiled.
     """
-    found = [parse_topology(name) for name in topologies]
+    targets = [parse_topology(name) for name in topologies]
     for layout in layouts or ():
         if layout not in _LAYOUTS:
             known = ", ".join(map(repr, _LAYOUTS))
@@ -236,11 +236,11 @@ def plan_script(
 
         started = [
             [pool.submit(rows_of, t, layout) for layout in layouts or _layouts_for(t)]
-            for t in found
+            for t in targets
         ]
         try:
             plans = []
-            for topology, futures in zip(found, started, strict=True):
+            for topology, futures in zip(targets, started, strict=True):
                 rows = [row.result() for both in futures for row in both.result()]
                 best = None if layouts else plan_of(topology, rows).best
                 plans.append(
@@ -252,8 +252,8 @@ def plan_script(
                     ]
                 )
             return [
-                plan_of(t, [row if isinstance(row, Row) else row.result() for row in own])
-                for t, own in zip(found, plans, strict=True)
+                plan_of(t, [row if isinstance(row, Row) else row.result() for row in entries])
+                for t, entries in zip(targets, plans, strict=True)
             ]
         except BaseException:
             pool.shutdown(cancel_futures=True)

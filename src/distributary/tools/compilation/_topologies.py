@@ -134,10 +134,10 @@ def _gpus(name: str, *shape: int) -> Topology:
 
 def _require(module: str, what: str, extra: str) -> None:
     try:
-        found = importlib.util.find_spec(module) is not None
+        exists = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # because its parent does not exist
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         raise MissingPackageError(
             f"The {what} compiler is not installed: there is no module {module!r}. Install it with"
             f" `{pip_install(extra)}`; no {what} is needed."

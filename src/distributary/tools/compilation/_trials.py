@@ -90,11 +90,11 @@ def outcome_of(script: Script, variation: Variation) -> Outcome:
                 f"{script.path} failed with {variation}. It says:\n"
                 f"{process.stderr.decode(errors='replace')}"
             )
-        found = pickle.loads(answer.read_bytes())
-    if isinstance(found, Exception):
-        raise found
-    assert isinstance(found, Outcome)
-    return found
+        outcome = pickle.loads(answer.read_bytes())
+    if isinstance(outcome, Exception):
+        raise outcome
+    assert isinstance(outcome, Outcome)
+    return outcome
 
 
 def answer_trial() -> None:
@@ -102,10 +102,10 @@ def answer_trial() -> None:
     script, variation, answer = pickle.load(sys.stdin.buffer)
     prepare_compilers()
     try:
-        found: Outcome | CompileError = _compiled(script, variation)
+        outcome: Outcome | CompileError = _compiled(script, variation)
     except CompileError as error:
-        found = error
-    answer.write_bytes(pickle.dumps(found))
+        outcome = error
+    answer.write_bytes(pickle.dumps(outcome))
 
 
 def _compiled(script: Script, variation: Variation) -> Outcome:
@@ -157,13 +157,13 @@ def _rematerialize(model: Any) -> dict[str, list[str]]:
     Raises:
         UnsupportedError: if no layer contains others.
     """
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for text, block in _blocks(model, "model"):
-        found.setdefault(text, []).append(block.name)
+        names.setdefault(text, []).append(block.name)
         block.call = _rematerialized(block.call)
-    if not found:
+    if not names:
         raise UnsupportedError("no layer of the model contains layers, which would be a block")
-    return found
+    return names
 
 
 def _blocks(model: Any, text: str) -> Iterator[tuple[str, Any]]:

@@ -99,8 +99,8 @@ def copy_bytes_per_second() -> float:
 def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float], bool]:
     """Returns the seconds of every repetition, and whether the sums are right."""
     replicas = NamedSharding(mesh, P(REPLICA_AXIS))
-    own = jax.process_index()
-    first = next(i for i, device in enumerate(mesh.devices.flat) if device.process_index == own)
+    number = jax.process_index()
+    first = next(i for i, device in enumerate(mesh.devices.flat) if device.process_index == number)
     num_own = num_local_replicas(replicas)
     values = np.arange(first + 1, first + num_own + 1, dtype=np.float32)
     arrays = [

@@ -59,7 +59,7 @@ class Report:
         return {
             "problem": self.has_problem,
             "tasks": list(self.tasks),
-            "checks": {task: [asdict(c) for c in found] for task, found in self.checks.items()},
+            "checks": {task: [asdict(c) for c in checks] for task, checks in self.checks.items()},
             "links": [asdict(link) for link in self.links],
         }
 
@@ -147,9 +147,9 @@ def _together(
             report = failed(error, f"{fix}, and look at its output")
             time.sleep(wait_seconds)  # so that others learn whether they reach this task
             return report
-        found = [*link_checks(links, peers, wait_seconds)]
-        checks += found if number == 0 else ()
-        checks += _after_links(parts, links, found, reduces)
+        results = [*link_checks(links, peers, wait_seconds)]
+        checks += results if number == 0 else ()
+        checks += _after_links(parts, links, results, reduces)
         of_tasks = {place.name: checks}
         reports = meeting.reports([asdict(check) for check in checks])
         if reports is not None:
@@ -162,11 +162,11 @@ def _together(
 
 
 def _after_links(
-    parts: Sequence[str], links: Sequence[Link], found: Sequence[Check], reduces: bool
+    parts: Sequence[str], links: Sequence[Link], results: Sequence[Check], reduces: bool
 ) -> Iterator[Check]:
     """Runs the checks of a cluster's task that need JAX."""
     num_devices = requested_cpu_devices()
-    if reduces and all(check.status != "problem" for check in found):
+    if reduces and all(check.status != "problem" for check in results):
         slowest = min(x.bytes_per_second for x in links if x.source != x.target)
         yield from _with_jax(parts, MultiWorkerMirroredStrategy, num_devices, slowest)
         return

@@ -72,7 +72,7 @@ def slow_links(links: Sequence[Link], peers: Sequence[Peer]) -> list[tuple[Link,
     def within_host(link: Link) -> bool:
         return peers[link.source].host == peers[link.target].host
 
-    found = []
+    pairs = []
     working = [link for link in links if link.error is None]
     for link in working:
         others = [o for o in working if o is not link and within_host(o) == within_host(link)]
@@ -81,10 +81,10 @@ def slow_links(links: Sequence[Link], peers: Sequence[Peer]) -> list[tuple[Link,
         fastest = max(others, key=lambda o: o.bytes_per_second)
         nearest = min(others, key=lambda o: o.round_trip_seconds)
         if link.bytes_per_second * _SLOW_FACTOR < fastest.bytes_per_second:
-            found.append((link, fastest))
+            pairs.append((link, fastest))
         elif link.round_trip_seconds > nearest.round_trip_seconds * _SLOW_FACTOR + _SLOW_SECONDS:
-            found.append((link, nearest))
-    return found
+            pairs.append((link, nearest))
+    return pairs
 
 
 @final
@@ -130,7 +130,7 @@ class Meeting:
         self._stop_listening()  # because JAX is about to listen there
         return links
 
-    def reports(self, own: Json) -> list[Json] | None:
+    def reports(self, report: Json) -> list[Json] | None:
         """Returns at the first task what every task passes, None for tasks that are gone.
 
         Returns None at the other tasks. They stay until the first one leaves, so that its report is
@@ -138,10 +138,10 @@ class Meeting:
         """
         if self.number != 0:
             with contextlib.suppress(OSError):
-                self._channels[0].send("report", own)
+                self._channels[0].send("report", report)
                 self._channels[0].receive(_END_SECONDS)
             return None
-        reports: list[Json] = [own, *(None for _ in self.peers[1:])]
+        reports: list[Json] = [report, *(None for _ in self.peers[1:])]
         for number, channel in self._channels.items():
             with contextlib.suppress(OSError):
                 reports[number] = channel.receive(_REPORT_SECONDS).content
@@ -168,12 +168,12 @@ class Meeting:
         ]
         for again in self._measured(doubtful):
             links[again.source, again.target] = _better(links[again.source, again.target], again)
-        found = [links[pair] for pair in sorted(links)]
+        result = [links[pair] for pair in sorted(links)]
         self._stop_listening()  # before the others connect to JAX at this port
         for channel in self._channels.values():
             with contextlib.suppress(OSError):
-                channel.send("links", [asdict(link) for link in found])
-        return found
+                channel.send("links", [asdict(link) for link in result])
+        return result
 
     def _wait_for_members(self) -> None:
         deadline = time.monotonic() + self.wait_seconds
@@ -256,8 +256,8 @@ class Meeting:
 
 def loopback() -> Link:
     """Returns the link of this machine to itself."""
-    own = Peer("worker", 0, free_addresses("127.0.0.1", 1)[0])
-    with contextlib.closing(Meeting([own], 0, 0.0, any_port=False)) as meeting:
+    peer = Peer("worker", 0, free_addresses("127.0.0.1", 1)[0])
+    with contextlib.closing(Meeting([peer], 0, 0.0, any_port=False)) as meeting:
         return meeting.measure()[0]
 
 
@@ -275,8 +275,8 @@ def _echo(connection: socket.socket) -> None:
     """Answers every message, of any size, with one byte, until no more come."""
     connection.settimeout(_TRANSFER_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    own = connection.getsockname()[0]
-    with socket.create_server((own, 0), family=connection.family) as other:
+    host = connection.getsockname()[0]
+    with socket.create_server((host, 0), family=connection.family) as other:
         other.settimeout(_TRANSFER_SECONDS)
         connection.sendall(_SIZE.pack(other.getsockname()[1]))
         buffer = memoryview(bytearray(len(_BLOCK)))

@@ -34,12 +34,12 @@ _NUM_PORTS = 16  # a job on one machine rarely needs more
 
 def versions() -> Check:
     """Reports the versions of Python and of the packages that take part in training."""
-    found = {"python": platform.python_version(), **package_versions(), "numpy": np.__version__}
-    detail = ", ".join(f"{name} {version}" for name, version in found.items())
+    by_name = {"python": platform.python_version(), **package_versions(), "numpy": np.__version__}
+    detail = ", ".join(f"{name} {version}" for name, version in by_name.items())
     fix = None
-    if found.get("jax") != found.get("jaxlib"):
-        fix = f"jax and jaxlib differ: pip install 'jaxlib=={found.get('jax')}'"
-    return Check("versions", "warning" if fix else "ok", detail, fix, found)
+    if by_name.get("jax") != by_name.get("jaxlib"):
+        fix = f"jax and jaxlib differ: pip install 'jaxlib=={by_name.get('jax')}'"
+    return Check("versions", "warning" if fix else "ok", detail, fix, by_name)
 
 
 def keras(environ: Mapping[str, str]) -> Check:
@@ -100,8 +100,8 @@ def host_name(place: MultiWorker | None) -> Check:
 def _has_other_hosts(place: MultiWorker | None) -> bool:
     if place is None:
         return False
-    own = {peer.host for peer in place.peers if peer.name == place.name}
-    return any(peer.host not in own and not _is_loopback(peer.host) for peer in place.peers)
+    hosts = {peer.host for peer in place.peers if peer.name == place.name}
+    return any(peer.host not in hosts and not _is_loopback(peer.host) for peer in place.peers)
 
 
 def _is_loopback(host: str) -> bool:
@@ -174,8 +174,8 @@ def devices(num_wanted: int) -> Check:
             texts.append(f"{one['name']} {one['kind']}{memory}")
     unused = None if texts else _unused_accelerator()
     num_cpus = len(local_devices_of("CPU"))
-    made = f", {num_cpus} for the checks below" if num_cpus != num_wanted else ""
-    detail = ", ".join([*texts, f"{num_wanted} CPU on {num_cores()} cores{made}"])
+    extra = f", {num_cpus} for the checks below" if num_cpus != num_wanted else ""
+    detail = ", ".join([*texts, f"{num_wanted} CPU on {num_cores()} cores{extra}"])
     if unused is None:
         return Check("devices", "ok", detail, numbers={"devices": numbers})
     problem, fix = unused

@@ -351,8 +351,8 @@ def _product() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:  # run from its sources
         return {"product": "distributary"}
     urls = [text.partition(", ")[2] for text in metadata.get_all("Project-URL") or ()]
-    found = {"product": f"distributary {metadata['Version']}"}
-    return {**found, "link": urls[0]} if urls else found
+    product = {"product": f"distributary {metadata['Version']}"}
+    return {**product, "link": urls[0]} if urls else product
 
 
 @functools.cache

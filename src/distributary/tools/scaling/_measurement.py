@@ -151,14 +151,14 @@ def predict(timing: Timing, network: Network, hosts: Sequence[int]) -> list[Pred
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations" (2009).
     """
-    found = []
+    predictions = []
     for num_hosts in hosts:
         turns = 2 * (num_hosts - 1)
         transfer = turns / num_hosts * timing.reduced_bytes / network.bytes_per_second
         latency = turns * network.latency_seconds * timing.num_reductions
         seconds = timing.seconds + transfer + latency
         examples = timing.examples_per_step
-        found.append(
+        predictions.append(
             Prediction(
                 num_hosts,
                 num_hosts * timing.num_replicas,
@@ -167,4 +167,4 @@ def predict(timing: Timing, network: Network, hosts: Sequence[int]) -> list[Pred
                 timing.seconds / seconds,
             )
         )
-    return found
+    return predictions

@@ -125,9 +125,9 @@ class StepTimer:
         reduction_seconds = 0.0
         if mesh is not None and mesh.size > 1:
             collectives = collectives_of_step(step.call.lower(*step.specs).compile())
-            for found in collectives:
-                share = 1.0 if found.kind == "all-reduce" else 0.5
-                sizes += [round(share * found.num_bytes)] * (found.num_calls or 1)
+            for collective in collectives:
+                share = 1.0 if collective.kind == "all-reduce" else 0.5
+                sizes += [round(share * collective.num_bytes)] * (collective.num_calls or 1)
             activations = moved_activations(collectives)
             if sizes:
                 reduction_seconds = all_reduce_seconds(mesh, sizes, _NUM_REDUCTIONS)
