@@ -33,9 +33,9 @@ def late_names(
         path = modules[name]
         inside = path if path.startswith(f"{__package__}.") else f"{package}.{path}"
         module = importlib.import_module(inside)
-        found = module if path.endswith(f".{name}") else getattr(module, name)
-        setattr(sys.modules[package], name, found)  # the next use does not come here
-        return found
+        value = module if path.endswith(f".{name}") else getattr(module, name)
+        setattr(sys.modules[package], name, value)  # the next use does not come here
+        return value
 
     return __getattr__
 
@@ -145,8 +145,8 @@ def assemble() -> None:
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function whose Python control flow is that of JAX, if a library converts it."""
-    made = (library.converted(function) for library in libraries())
-    return next((one for one in made if one is not None), function)
+    forms = (library.converted(function) for library in libraries())
+    return next((one for one in forms if one is not None), function)
 
 
 def libraries() -> Sequence[Library]:

@@ -28,10 +28,10 @@ def lookup(module: str, name: str) -> Any:
     full = f"{module}.{name}" if module else name
     names = names_of(module) if module in MODULES else {}
     if name in names:
-        found = names[name]
-        if isinstance(found, Operation):
-            return found.function(f"tf.{full}")
-        return found.make() if isinstance(found, Late) else found
+        value = names[name]
+        if isinstance(value, Operation):
+            return value.function(f"tf.{full}")
+        return value.make() if isinstance(value, Late) else value
     if f"{_ROOT}.{full}" in sys.modules:
         # Not from `sys.modules`, where a module is while another thread executes it.
         return importlib.import_module(f"{_ROOT}.{full}")

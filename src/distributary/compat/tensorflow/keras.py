@@ -43,9 +43,9 @@ backend: ModuleType = Namespace("keras.backend")
 sys.modules[f"{__name__}.backend"] = backend
 for _name, _module in vars(_keras).items():
     if type(_module) is ModuleType and f"{__name__}.{_name}" in sys.modules and _name != "backend":
-        _own = globals()[_name] = _Module(f"{__name__}.{_name}")
-        vars(_own).update({k: v for k, v in vars(_module).items() if not k.startswith("__")})
-        sys.modules[_own.__name__] = _own
+        _copy = globals()[_name] = _Module(f"{__name__}.{_name}")
+        vars(_copy).update({k: v for k, v in vars(_module).items() if not k.startswith("__")})
+        sys.modules[_copy.__name__] = _copy
 _layers = named(_text_layers, "Input IntegerLookup StringLookup TextVectorization")
 vars(sys.modules[f"{__name__}.layers"]).update(_layers)
 Input: Any = _text_layers.Input
