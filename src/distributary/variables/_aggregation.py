@@ -32,8 +32,8 @@ def across_replicas(
 def _of_first(value: jax.Array, num_replicas: int, replica_id: Callable[[], Any]) -> jax.Array:
     """Returns replica 0's value on every replica: a sum of this value and zeros."""
     number = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
-    own = jnp.where(replica_id() == 0, number, jnp.zeros_like(number))
-    return _reduce(ReduceOp.SUM, own, num_replicas).astype(value.dtype)
+    summand = jnp.where(replica_id() == 0, number, jnp.zeros_like(number))
+    return _reduce(ReduceOp.SUM, summand, num_replicas).astype(value.dtype)
 
 
 def _reduce(op: ReduceOp, value: _Change, num_replicas: int) -> _Change:

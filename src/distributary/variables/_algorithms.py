@@ -217,7 +217,7 @@ def over_replicas(
         of_each = jax.vmap(function, axis_name=REPLICA_AXIS)
         return lambda stacked: _first(of_each(stacked))
     return jax.shard_map(
-        lambda own: function(_first(own)),
+        lambda stacked: function(_first(stacked)),
         mesh=mesh,
         in_specs=P(REPLICA_AXIS),
         out_specs=P(),

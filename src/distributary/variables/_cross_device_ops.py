@@ -193,7 +193,7 @@ class CrossDeviceOps(abc.ABC):
                 # The first device of every replica, if replicas have several logical devices.
                 ops = self.for_devices(devices[:: num_logical_devices(mesh)])
                 program = algorithms.over_replicas(
-                    lambda own: ops.all_reduce(op, own, num_replicas, options), mesh
+                    lambda nests: ops.all_reduce(op, nests, num_replicas, options), mesh
                 )
             reduced = dispatcher_for(devices).run(
                 lambda: jax.jit(program)(list(stacked.values())), lambda arrays: arrays[0]
@@ -207,7 +207,7 @@ class CrossDeviceOps(abc.ABC):
         """Combines arrays `[replica, *shape]` that lie on one device."""
         num_replicas = rows[0].shape[0]
         return algorithms.over_replicas(
-            lambda own: self.all_reduce(op, own, num_replicas, options), None
+            lambda nests: self.all_reduce(op, nests, num_replicas, options), None
         )(rows)
 
 

@@ -195,8 +195,8 @@ def _rows(stacked: Array, num_replicas: int) -> list[Any]:
     if isinstance(stacked, (jax.core.Tracer, np.ndarray)):
         return [stacked[i] for i in range(num_replicas)]
     if stacked.is_fully_replicated and num_replicas > 1:
-        own = local_copy(stacked)
-        return [own[i] for i in range(num_replicas)]
+        copy = local_copy(stacked)
+        return [copy[i] for i in range(num_replicas)]
     first_copies = [shard for shard in stacked.addressable_shards if shard.replica_id == 0]
     shards = {shard.index[0].start or 0: shard.data for shard in first_copies}
     return [uncommitted(shards[start].reshape(stacked.shape[1:])) for start in sorted(shards)]
@@ -287,11 +287,11 @@ def _where_stacked(arrays: list[Array]) -> list[Array]:
     On a CPU, NumPy can use the memory directly, and JAX would compile a program for each shape.
     Random keys are moved to one device instead.
     """
-    given = [array for array in arrays if isinstance(array, jax.Array)]
-    if any(isinstance(array, jax.core.Tracer) for array in given):
+    jax_arrays = [array for array in arrays if isinstance(array, jax.Array)]
+    if any(isinstance(array, jax.core.Tracer) for array in jax_arrays):
         return arrays
-    devices = {device for array in given for device in array.devices()}
-    if any(jnp.issubdtype(array.dtype, jax.dtypes.extended) for array in given):
+    devices = {device for array in jax_arrays for device in array.devices()}
+    if any(jnp.issubdtype(array.dtype, jax.dtypes.extended) for array in jax_arrays):
         return jax.device_put(arrays, min(devices, key=lambda device: device.id))
     if len(devices) == 1 and devices.pop().platform != "cpu":
         return arrays

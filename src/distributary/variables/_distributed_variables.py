@@ -148,11 +148,11 @@ class SyncOnReadVariable(DistributedVariable):
         return PerReplica.from_stacked(state, self._layout.num_replicas).values
 
     def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
-        own = scope.read(self._handle)
+        value = scope.read(self._handle)
         if scope.kind == "function":
-            return self._copies(own)
+            return self._copies(value)
         num_replicas = scope.num_replicas
-        return (own,) if num_replicas == 1 else PerReplica.from_local(own, num_replicas).values
+        return (value,) if num_replicas == 1 else PerReplica.from_local(value, num_replicas).values
 
     def _read_traced(self, scope: TraceScope) -> jax.Array:
         value = scope.read(self._handle)

@@ -30,5 +30,5 @@ def in_order(nest: Nest, order: Any) -> Any:
         return nest
     if type(nest) is dict:
         return {key: in_order(nest[key], part) for key, part in order.items()}
-    parts = [in_order(part, own) for part, own in zip(nest, order, strict=True)]
+    parts = [in_order(part, keys) for part, keys in zip(nest, order, strict=True)]
     return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)

@@ -103,7 +103,7 @@ def _binary(function: Callable[[Any, Any], Any]) -> Any:
 
 
 def _reflected(function: Callable[[Any, Any], Any]) -> Any:
-    return _binary(lambda own, other: function(other, own))
+    return _binary(lambda value, other: function(other, value))
 
 
 def _attribute(name: str) -> property:

@@ -105,8 +105,8 @@ class ShardedVariable(Assignable):
         return embedding_lookup(self, indices)
 
     def __getitem__(self, index: object) -> Any:
-        for own, size in zip(_dims_of(index), self._shape, strict=False):
-            if isinstance(own, int | np.integer) and not -size <= own < size:
+        for part, size in zip(_dims_of(index), self._shape, strict=False):
+            if isinstance(part, int | np.integer) and not -size <= part < size:
                 raise IndexError(
                     f"ShardedVariable {self._name!r}: index {index!r} is out of range for shape"
                     f" {self._shape}."
@@ -145,8 +145,8 @@ class ShardedVariable(Assignable):
         for shard, start, end in self._ranges():
             is_own = (ids >= start) & (ids < end)
             # Rows of other shards get an index out of range, so that they are dropped.
-            own = IndexedSlices(slices.values, array_module.where(is_own, ids - start, end - start))
-            shard._change(kind, own, True)
+            cut = IndexedSlices(slices.values, array_module.where(is_own, ids - start, end - start))
+            shard._change(kind, cut, True)
         return self
 
     def _ranges(self) -> Iterator[tuple[Variable, int, int]]:
@@ -206,5 +206,5 @@ def embedding_lookup(
 def _dims_of(index: object) -> Sequence[object]:
     """Returns the leading indices that stand for one dim each."""
     indices = index if isinstance(index, tuple) else (index,)
-    known = [isinstance(own, int | np.integer | slice) for own in indices]
+    known = [isinstance(part, int | np.integer | slice) for part in indices]
     return indices[: known.index(False)] if False in known else indices

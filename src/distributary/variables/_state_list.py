@@ -49,10 +49,10 @@ class StateList:
             variable = reference()
             # A variable may be in another list, if Ctrl-C has interrupted `_keep`.
             if variable is not None and variable._slot[0] is self:
-                own = StateList([self.arrays[i]])
+                state = StateList([self.arrays[i]])
                 if i in self.withheld:
-                    own.withheld.add(0)
-                variable._slot = own, 0
+                    state.withheld.add(0)
+                variable._slot = state, 0
 
 
 def joined(variables: Sequence[Any]) -> StateList | None:

@@ -39,10 +39,10 @@ def assign(tree: Any, values: Any) -> None:
         InvalidTypeError: if a leaf of `tree` is not a variable. Nothing is assigned.
     """
     expected: Any = jax.tree.structure(tree)
-    found: Any = jax.tree.structure(values)
-    if found != expected:
+    structure: Any = jax.tree.structure(values)
+    if structure != expected:
         raise InvalidValueError(
-            f"assign got values of another structure than the variables: {found}, expected"
+            f"assign got values of another structure than the variables: {structure}, expected"
             f" {expected}. Pass a tree that has the structure of distributary.values(tree)."
         )
     variables = tree_leaves_with_path(tree)

@@ -271,7 +271,7 @@ class Variable(Assignable):
         """
         wanted = tuple(shape)
         fits = len(wanted) == len(self._shape) and all(
-            size in (None, own) for size, own in zip(wanted, self._shape, strict=True)
+            size in (None, length) for size, length in zip(wanted, self._shape, strict=True)
         )
         if not fits:
             raise InvalidValueError(
