@@ -73,14 +73,14 @@ class HttpServer:
 
             def do_GET(self) -> None:
                 host, _ = split_port(self.headers.get("Host", "").lower())
-                found = self._page() if host in hosts or is_ip(host) else _BAD_HOST
-                self.send_response(found.status)
-                self.send_header("Content-Type", found.content_type)
-                self.send_header("Content-Length", str(len(found.content)))
-                for header in found.headers.items():
+                page = self._page() if host in hosts or is_ip(host) else _BAD_HOST
+                self.send_response(page.status)
+                self.send_header("Content-Type", page.content_type)
+                self.send_header("Content-Length", str(len(page.content)))
+                for header in page.headers.items():
                     self.send_header(*header)
                 self.end_headers()
-                self.wfile.write(found.content)
+                self.wfile.write(page.content)
 
             def _page(self) -> Answer:
                 try:

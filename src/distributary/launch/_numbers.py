@@ -73,10 +73,10 @@ def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: floa
     if not seconds or any(changes.get(name, 0) < 0 for name in ("num_steps", "num_examples")):
         return {}  # the process has been started again in between
     num_steps = changes.get("num_steps", 0)
-    found: Numbers = {}
+    numbers: Numbers = {}
     for name in ("steps", "examples", "runs"):
         if f"num_{name}" in changes and after[f"num_{name}"]:
-            found[f"{name}_per_second"] = changes[f"num_{name}"] / seconds
+            numbers[f"{name}_per_second"] = changes[f"num_{name}"] / seconds
     if num_steps and changes.get("seconds"):
-        found |= {f"step/{name}": changes[name] / num_steps for name in _PER_STEP}
-    return found
+        numbers |= {f"step/{name}": changes[name] / num_steps for name in _PER_STEP}
+    return numbers

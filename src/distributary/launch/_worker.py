@@ -65,8 +65,8 @@ def free_addresses(host: str, count: int) -> list[str]:
         if len(ports) == count:
             break
         port = _PORTS[candidate % len(_PORTS)]
-        with socket.socket(family, socket.SOCK_STREAM) as own, contextlib.suppress(OSError):
-            own.bind((host, port))
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
             ports.append(port)
     if len(ports) < count:
         raise ClusterError(
