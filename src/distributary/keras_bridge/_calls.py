@@ -45,12 +45,12 @@ def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -
     if job_programs.enter is None:
         return
     try:
-        given = inspect.signature(method).bind(model, *args, **kwargs)
+        call = inspect.signature(method).bind(model, *args, **kwargs)
     except TypeError:
         return  # Keras reports the error
-    given.apply_defaults()
+    call.apply_defaults()
 
-    values = given.arguments
+    values = call.arguments
     lines = [f"{name}={values[name]!r}" for name in _NUMBERS if name in values]
     lines += [f"{'no' if values.get(name) is None else 'a'} {name}" for name in _PRESENCE]
     lines += _lines_of(model)

@@ -59,11 +59,11 @@ current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
 def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes Keras accept our datasets, those of Hugging Face, and distributed ones."""
 
-    def get_data_adapter(x: object, **given: Any) -> Any:
+    def get_data_adapter(x: object, **arguments: Any) -> Any:
         if isinstance(x, DistributedInput) and callable(x):  # made where it is needed
             x = x()
         if hasattr(x, "keras_adapter"):  # batches that are read elsewhere
-            return x.keras_adapter(given)
+            return x.keras_adapter(arguments)
         if isinstance(x, Dataset) or is_hugging_face(x):
             extended = get_strategy().extended
             # Several workers read their own rows; with one worker, the step splits the batches.
@@ -83,26 +83,26 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
                 extended.step_counts,
             )
         if not isinstance(x, DistributedDataset):
-            arrays = [x, given.get("y"), given.get("sample_weight")]
+            arrays = [x, arguments.get("y"), arguments.get("sample_weight")]
             require_numbers("fit, evaluate or predict", arrays)
             if isinstance(x, GeneratorType) and has_strategy():
                 x = (kept(batch) for batch in x)  # Keras reads the first ones ahead
-            return _noted(original(x, **given))
-        check_given("dataset", given, "y", "sample_weight")
-        if x.cardinality == INFINITE_CARDINALITY and not given.get("steps_per_epoch"):
+            return _noted(original(x, **arguments))
+        check_given("dataset", arguments, "y", "sample_weight")
+        if x.cardinality == INFINITE_CARDINALITY and not arguments.get("steps_per_epoch"):
             raise InvalidValueError(
                 "The dataset is infinite, so an epoch would never end. Give steps_per_epoch to fit,"
                 " steps to evaluate and predict, or a count to repeat."
             )
-        return _noted(DatasetAdapter(x, given.get("class_weight")))
+        return _noted(DatasetAdapter(x, arguments.get("class_weight")))
 
     return get_data_adapter
 
 
-def check_given(what: str, given: Mapping[str, Any], *names: str) -> None:
+def check_given(what: str, arguments: Mapping[str, Any], *names: str) -> None:
     """Checks that none of these arguments is given next to a dataset, which yields them."""
     for name in names:
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise InvalidValueError(
                 f"x is a {what}, so {name} cannot be given next to it: let the dataset yield"
                 " (x, y) or (x, y, sample_weight)."
@@ -331,20 +331,20 @@ class ArrayBatches:
         return self
 
     def __next__(self) -> Any:
-        return self.next_own(own=False)
+        return self.next_own(is_own=False)
 
-    def next_own(self, own: bool = True) -> Any:
+    def next_own(self, is_own: bool = True) -> Any:
         """Returns the next batch; `OwnRows` if the replicas of several workers split it evenly."""
         if self._start >= self._num_rows:
             raise StopIteration
-        return self._next(min(self._batch_size, self._num_rows - self._start), None, own)
+        return self._next(min(self._batch_size, self._num_rows - self._start), None, is_own)
 
     def take(self, count: int) -> tuple[Any, int]:
         """Returns up to `count` full batches as one nest `[batch, row, ...]`, and their number."""
         count = min(count, (self._num_rows - self._start) // self._batch_size)
         return (self._next(self._batch_size, count, True), count) if count else (None, 0)
 
-    def _next(self, size: int, count: int | None, own: bool) -> Any:
+    def _next(self, size: int, count: int | None, is_own: bool) -> Any:
         """Returns the next batch, of `size` rows; if `count` is given, so many batches, stacked."""
         if self._start == 0:
             self._begin()
@@ -352,8 +352,8 @@ class ArrayBatches:
         self._start = rows.stop
         batches = (count, size) if count else (size,)
         order = None if self._order is None else self._order[rows].reshape(batches)
-        own = own and self._share.num_workers > 1 and self._share.divides(size)
-        kept = self._share.rows(size) if own else slice(None)
+        is_own = is_own and self._share.num_workers > 1 and self._share.divides(size)
+        kept = self._share.rows(size) if is_own else slice(None)
         at = (slice(None), kept) if count else kept
 
         def part(array: Any) -> Any:
@@ -362,10 +362,10 @@ class ArrayBatches:
             part = array[rows]
             if count:
                 part = part.reshape(*batches, *array.shape[1:])
-            return part[at] if own else part
+            return part[at] if is_own else part
 
         batch = jax.tree.unflatten(self._tree, [part(array) for array in self._arrays])
-        return OwnRows(batch) if own else batch
+        return OwnRows(batch) if is_own else batch
 
     def _begin(self) -> None:
         # Only when the first batch is needed, as in `DatasetBatches`.

@@ -29,7 +29,7 @@ from distributary.options import ReduceOp
 from distributary.tracing import current_scope, push
 
 _log = logging.getLogger(__name__)
-_told: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
 
 
 def _combined(gradients: Sequence[Any]) -> list[Any]:
@@ -50,9 +50,9 @@ def _combined(gradients: Sequence[Any]) -> list[Any]:
 def _tell_that_gradients_are_summed() -> None:
     """Says it once to a step that has not asked for the number of replicas, or had a loss do so."""
     context, scope = replica_context(), current_scope()
-    if context is None or scope is None or scope.asked_for_replicas or context.strategy in _told:
+    if context is None or scope is None or scope.asked_for_replicas or context.strategy in _warned:
         return
-    _told.add(context.strategy)
+    _warned.add(context.strategy)
     _log.warning(
         "apply_gradients adds the gradients of %d replicas, as tf.distribute does. The loss of a"
         " replica must be its part of the mean: divide a sum over its rows by the rows of the"
@@ -71,22 +71,22 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        variables = given.get("trainable_variables")
+        arguments = signature.bind(*args, **kwargs).arguments
+        variables = arguments.get("trainable_variables")
         if variables is not None:
-            given["trainable_variables"] = [as_keras(variable) for variable in variables]
-            pairs = zip(given["grads"], given["trainable_variables"], strict=False)
-            given["grads"] = [dense(gradient, variable) for gradient, variable in pairs]
+            arguments["trainable_variables"] = [as_keras(variable) for variable in variables]
+            pairs = zip(arguments["grads"], arguments["trainable_variables"], strict=False)
+            arguments["grads"] = [dense(gradient, variable) for gradient, variable in pairs]
             if not is_for_servers():
-                build_optimizer(args[0], given["trainable_variables"])
+                build_optimizer(args[0], arguments["trainable_variables"])
         if args[0].built:
             settle(args[0])
         of_one = replica_context() is not None or is_for_servers() or is_away_from_variables()
         with in_parts():
             if in_optimizer() or not of_one:
-                return original(**given)
+                return original(**arguments)
             with optimizing():
-                given["grads"] = _combined(given["grads"])
-                return original(**given)
+                arguments["grads"] = _combined(arguments["grads"])
+                return original(**arguments)
 
     return method

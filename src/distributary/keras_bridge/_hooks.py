@@ -104,10 +104,10 @@ def install() -> None:
         hooks = HOOKS if uses_jax else _REFUSALS
         # All are found before the first is replaced.
         targets = [(find(owner, name), name, make) for owner, name, make in hooks]
-        own = METHODS if uses_jax else ()
-        methods = {name: _made(find(owner, name), name, make) for owner, name, make in own}
+        extra = METHODS if uses_jax else ()
+        methods = {name: _hook(find(owner, name), name, make) for owner, name, make in extra}
         for owner, name, make in targets:
-            setattr(owner, name, _made(owner, name, make))
+            setattr(owner, name, _hook(owner, name, make))
         if uses_jax:
             trainer = type("DistributedTrainer", (_models.Distributed,), methods)
             keras.Model.__bases__ = (trainer, *keras.Model.__bases__)
@@ -116,7 +116,7 @@ def install() -> None:
         _installed = True
 
 
-def _made(owner: object, name: str, make: Callable[[Any], Any]) -> Any:
+def _hook(owner: object, name: str, make: Callable[[Any], Any]) -> Any:
     original = vars(owner)[name]
     replacement = make(original)
     if inspect.isfunction(original):

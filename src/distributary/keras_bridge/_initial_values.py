@@ -61,8 +61,8 @@ def first_value(
     if type(initializer) not in _RANDOM or not isinstance(seed, int):
         return None
     kind: Any = type(initializer)
-    own = {k: v for k, v in vars(initializer).items() if k not in ("seed", "_init_seed")}
-    settings = tuple([(k, tuple(v) if isinstance(v, list) else v) for k, v in own.items()])
+    attributes = {k: v for k, v in vars(initializer).items() if k not in ("seed", "_init_seed")}
+    settings = tuple([(k, tuple(v) if isinstance(v, list) else v) for k, v in attributes.items()])
     try:
         program = _program(kind, settings, tuple(shape), dtype, layout)
     except TypeError:  # a setting is an array

@@ -55,8 +55,8 @@ def _of_whole_batch(context: Any, value: Any) -> Any:
     if not _calls.get():
         return value
     loss, *y = _calls.get()[0]
-    y = jax.tree.map(lambda own: keras.ops.convert_to_tensor(own, loss.dtype), y)
-    if any(own.ndim == 0 for own in jax.tree.leaves(y)):
+    y = jax.tree.map(lambda leaf: keras.ops.convert_to_tensor(leaf, loss.dtype), y)
+    if any(leaf.ndim == 0 for leaf in jax.tree.leaves(y)):
         return value
     return loss.call(*context.all_gather(y, axis=0))
 

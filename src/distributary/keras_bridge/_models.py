@@ -130,14 +130,14 @@ def _join(model: Any, what: str) -> None:
     """Checks that model and scope belong together; gives a model without a strategy the scope's."""
     if not has_strategy():
         return
-    own, current = strategy_of(model), get_strategy()
-    if own is None:
+    owner, current = strategy_of(model), get_strategy()
+    if owner is None:
         _give(model, current)
         model.train_function = model.test_function = model.predict_function = None
-    elif own is not current:
+    elif owner is not current:
         raise ContextError(
             f"{model.name}.{what} was called in the scope of {shown(current)}, but the model"
-            f" belongs to {shown(own)}, in whose scope it was created. Leave the scope, or create"
+            f" belongs to {shown(owner)}, in whose scope it was created. Leave the scope, or create"
             " the model again inside it, for example with keras.models.clone_model(model) and"
             " set_weights."
         )
@@ -198,7 +198,7 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             strategy = _give_one_device(self)
         check_same_strategy(strategy, f"{self.name}.{what}")
         args = tuple(map(_native, args))
-        kwargs = {key: _native(own) if key in _DATA else own for key, own in kwargs.items()}
+        kwargs = {key: _native(value) if key in _DATA else value for key, value in kwargs.items()}
         if what in ("fit", "evaluate"):
             warn_of_labels(self, kwargs.get("y", args[1] if len(args) > 1 else None))
         with strategy.scope(), _in_one_thread(self, what):
@@ -226,18 +226,18 @@ def _native(data: Any) -> Any:
         return native(data)
     if type(data) in (tuple, list):
         return type(data)(map(_native, data))
-    return {key: _native(own) for key, own in data.items()} if type(data) is dict else data
+    return {key: _native(value) for key, value in data.items()} if type(data) is dict else data
 
 
 @contextmanager
 def _in_one_thread(model: Any, what: str) -> Iterator[None]:
     """Runs a call of a model; refuses one that would mix its metrics with those of a thread."""
-    own = threading.get_ident(), what
+    call = threading.get_ident(), what
     if what.startswith("predict"):  # has no metrics
         yield
         return
-    outermost = _calls.setdefault(model, own)
-    if outermost[0] != own[0]:
+    outermost = _calls.setdefault(model, call)
+    if outermost[0] != call[0]:
         raise ContextError(
             f"{model.name}.{what} was called while {model.name}.{outermost[1]} runs in another"
             " thread; both change the model's metrics. Call it from a callback, or on a copy of the"
@@ -246,7 +246,7 @@ def _in_one_thread(model: Any, what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if outermost is own:
+        if outermost is call:
             del _calls[model]
 
 
@@ -277,8 +277,8 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, purge_model_variables=purge_model_variables, **parts)
-        own = getattr(getattr(self, "optimizer", None), "variables", ())
-        for variable in (*own, *self.variables, *self.metrics_variables):
+        variables = getattr(getattr(self, "optimizer", None), "variables", ())
+        for variable in (*variables, *self.variables, *self.metrics_variables):
             place(variable, strategy)
         check_rules(self, strategy)
         return ((),) * sum(parts.values())

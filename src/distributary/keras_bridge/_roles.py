@@ -29,14 +29,14 @@ def note_role(variable: Any, name: object, shape: Sequence[int] | None) -> None:
     rules = get_strategy().extended.layout_rules
     layer = keras_private.current_layer()
     if rules.is_auto and rules.num_devices > 1 and isinstance(layer, keras.Layer):
-        made = rules.made.setdefault(keras_private.current_path().rpartition("/")[0], set())
-        dim = _divided_dim(layer, name, tuple(shape), made)
+        sizes = rules.sizes.setdefault(keras_private.current_path().rpartition("/")[0], set())
+        dim = _divided_dim(layer, name, tuple(shape), sizes)
         if dim is not None and shape[dim] % rules.num_devices == 0:
             variable._distributary_dim = dim
 
 
 def _divided_dim(
-    layer: Any, name: object, shape: tuple[int, ...], made: set[tuple[int, ...]]
+    layer: Any, name: object, shape: tuple[int, ...], block_sizes: set[tuple[int, ...]]
 ) -> int | None:
     """Returns the dim of a new variable of a layer that devices divide; None for the whole.
 
@@ -44,8 +44,8 @@ def _divided_dim(
         layer: The layer.
         name: Name of the variable.
         shape: Its shape.
-        made: The sizes of what other layers of the same block make and divide. It gets new ones. A
-            layer that takes something else would divide what comes before the block.
+        block_sizes: The sizes of what other layers of the same block make and divide. It gets new
+            ones. A layer that takes something else would divide what comes before the block.
     """
     if isinstance(layer, keras.layers.Embedding):  # its vocabulary, also where it is reversed
         return {"embeddings": 0, "reverse_embeddings": len(shape) - 1}.get(str(name))
@@ -61,16 +61,16 @@ def _divided_dim(
     if not outer or not inner:
         return None
     # First heads tell, then sizes, and then names.
-    to, of = (tuple([sizes[letter] for letter in own]) for own in (outer, inner))
-    making, taking = ((len(own), math.prod(own)) for own in (to, of))
+    to, of = (tuple([sizes[letter] for letter in side]) for side in (outer, inner))
+    making, taking = ((len(side), math.prod(side)) for side in (to, of))
     makes = making > taking
     if making == taking:
         makes = bool(_MAKES.search(layer.name))
         if makes == bool(_TAKES.search(layer.name)):
             return None
     if name == "kernel":
-        made.update([to] if makes else [])
-        takes = not makes and of in made
+        block_sizes.update([to] if makes else [])
+        takes = not makes and of in block_sizes
         return letters.index(outer[0]) if makes else letters.index(inner[0]) if takes else None
     place = result.index(outer[0]) - len(result) + len(shape)
     return place if makes and place >= 0 else None

@@ -72,8 +72,8 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None or not isinstance(filepath, (str, os.PathLike)):
             with _by_itself(strategy):
                 return original(model, filepath, *args, **kwargs)
-        given = signature.bind(model, filepath, *args, **kwargs).arguments
-        several_files = not given.get("zipped", True) or given.get("max_shard_size") is not None
+        options = signature.bind(model, filepath, *args, **kwargs).arguments
+        several_files = not options.get("zipped", True) or options.get("max_shard_size") is not None
 
         def write() -> None:
             if several_files or file_utils.is_remote_path(filepath):
@@ -187,8 +187,8 @@ def _once(model: Any, strategy: Any, path: str, write: Callable[[], None]) -> No
     place = path if file_utils.is_remote_path(path) else os.path.abspath(path)
     if any(map(is_in_parts_of_workers, saved_variables(model))):
         paths = job.agree(f"saving {model.name}", lambda: place)
-        for worker, own in enumerate(paths):
-            if worker == 0 or own != paths[0]:
+        for worker, worker_path in enumerate(paths):
+            if worker == 0 or worker_path != paths[0]:
                 in_turn(worker, model, strategy, write)
         return
     # The first worker may save files that the others do not. So they ask for files of this
@@ -487,13 +487,13 @@ def _unpack_callbacks(packed: bytes) -> None:
     line, _, data = packed.partition(b"\n")
     states, callbacks, start = json.loads(line or b"[]"), _callbacks(), 0
     names = [name for name, _ in states]
-    own = [type(callback).__name__ for callback, _ in callbacks]
-    if names != own:
+    callback_names = [type(callback).__name__ for callback, _ in callbacks]
+    if names != callback_names:
         _log.warning(
             "BackupAndRestore: the backup was made with %s, and this call has %s. So these"
             " callbacks begin anew, and forget what they have counted and the best they have seen.",
             ", ".join(names) or "no callbacks that have a state",
-            ", ".join(own) or "none of them",
+            ", ".join(callback_names) or "none of them",
         )
         return
     for (callback, _), (_, state) in zip(callbacks, states, strict=True):

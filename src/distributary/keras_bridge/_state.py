@@ -72,9 +72,9 @@ def post_build(original: Callable[..., Any]) -> Callable[..., Any]:
 def _of_layer(layer: Any) -> dict[str, Any]:
     if isinstance(layer, keras.Model):
         sync_state(layer)
-    own = [*layer._trainable_variables, *layer._non_trainable_variables]
-    own += [generator.state for generator in layer._seed_generators]
-    parts = [(_name(part), part) for part in (*own, *layer._layers)]
+    variables = [*layer._trainable_variables, *layer._non_trainable_variables]
+    variables += [generator.state for generator in layer._seed_generators]
+    parts = [(_name(part), part) for part in (*variables, *layer._layers)]
     optimizer = getattr(layer, "optimizer", None) if isinstance(layer, keras.Model) else None
     if optimizer is not None:
         if layer.built and not optimizer.built and not in_stateless_scope():

@@ -28,7 +28,7 @@ def saved_variables(model: Any) -> list[Any]:
 
     Keras follows attributes, such as an optimizer of one's own, and not only `model.variables`.
     """
-    found: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     seen: set[int] = set()
 
     def search(value: Any) -> None:
@@ -36,7 +36,7 @@ def saved_variables(model: Any) -> list[Any]:
             return
         seen.add(id(value))
         if isinstance(value, (keras.Layer, keras.optimizers.Optimizer)):
-            found.update((id(variable), variable) for variable in value.variables)
+            by_id.update((id(variable), variable) for variable in value.variables)
             for _, part in sorted(vars(value).items(), key=lambda item: item[0]):
                 search(part)
         elif isinstance(value, (list, tuple)):
@@ -47,7 +47,7 @@ def saved_variables(model: Any) -> list[Any]:
                 search(part)
 
     search(model)
-    return list(found.values())
+    return list(by_id.values())
 
 
 def is_in_parts_of_workers(variable: Any) -> bool:
@@ -81,7 +81,7 @@ class _Turn:
         Raises:
             InvalidValueError: if they do not know the variable.
         """
-        numbers = (i for i, own in enumerate(self.variables) if own is variable)
+        numbers = (i for i, other in enumerate(self.variables) if other is variable)
         number = next(numbers, None)
         if number is None:
             raise InvalidValueError(
@@ -101,8 +101,8 @@ class _Turn:
             if what == _READ:
                 fetch_whole(variable._value, variable.shape)
             else:
-                own = np.zeros(variable.shape, jnp.dtype(variable._dtype))
-                value = _of_chief(self.extended, variable, own)
+                zeros = np.zeros(variable.shape, jnp.dtype(variable._dtype))
+                value = _of_chief(self.extended, variable, zeros)
                 variable._value = put_sharded(value, variable._layout)
                 variable._shared = False
 
@@ -185,6 +185,6 @@ def before_assign(variable: Any, value: Any) -> Any:
 
 
 def _of_chief(extended: Any, variable: Any, value: Any) -> np.ndarray:
-    own = np.asarray(value, jnp.dtype(variable._dtype))
-    (of_chief,) = extended.from_chief([own], f"the value of {variable.path} that is loaded")
+    array = np.asarray(value, jnp.dtype(variable._dtype))
+    (of_chief,) = extended.from_chief([array], f"the value of {variable.path} that is loaded")
     return np.asarray(of_chief)

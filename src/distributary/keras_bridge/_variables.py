@@ -188,13 +188,13 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def assign(self: Any, value: Any) -> None:
         strategy = _strategy_of_new(self)
-        given = value
+        argument = value
         if current_trial() is not None and not isinstance(value, jax.core.Tracer):
             zeros = without_memory(value.shape, value.dtype)
             value = value if zeros is None else zeros
         elif (strategy is not None or self._layout is not None) and not is_divided(self._layout):
             value = _copied(value)
-        is_own = value is not given
+        is_own = value is not argument
         if strategy is not None:
             value = _initial(self, strategy, value)
         if isinstance(value, ON_SERVERS):
@@ -213,7 +213,7 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
                 if is_divided(layout) and not layout.is_fully_addressable:
                     value = before_assign(self, value)
                 value = _put(value, layout)
-                is_own |= is_divided(layout) and value is not given
+                is_own |= is_divided(layout) and value is not argument
         with latest_program.lock:
             original(self, value)
             self._shared = not is_own  # whoever assigns may keep an array that was not copied
@@ -495,18 +495,18 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def add_variable(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        layout, optimizer = given.get("layout"), given["self"]
+        arguments = signature.bind(*args, **kwargs).arguments
+        layout, optimizer = arguments.get("layout"), arguments["self"]
         if not has_strategy() and not isinstance(layout, ON_SERVERS):
-            variable = original(**given)
+            variable = original(**arguments)
         else:
             if has_strategy() and not isinstance(layout, ON_SERVERS):
                 extended = get_strategy().extended
-                parts = extended.optimizer_layout(given["shape"], layout)
+                parts = extended.optimizer_layout(arguments["shape"], layout)
                 layout = parts or extended.variable_layout().replicated
             # Without a layout, Keras initializes it as a whole, and it is split afterwards.
             with laid_out(layout):
-                variable = original(**{**given, "layout": None})
+                variable = original(**{**arguments, "layout": None})
         variable._distributary_layout = layout  # used if it is created or moved later
         if optimizer.built:
             settle(optimizer, len(optimizer.variables))

@@ -33,7 +33,7 @@ class LayoutRules:
     Attributes:
         num_devices: Number of devices of each replica.
         is_auto: Whether layers say how their variables are divided.
-        made: By the path of a block of layers, the sizes that its layers make and divide.
+        sizes: By the path of a block of layers, the sizes that its layers make and divide.
 
     Raises:
         InvalidTypeError: for arguments of another type.
@@ -65,7 +65,7 @@ class LayoutRules:
             pattern: self._axes_of(pattern, layout, names) for pattern, layout in rules.items()
         }
         self._unused = dict.fromkeys(self._rules)
-        self.made: dict[str, set[tuple[int, ...]]] = {}
+        self.sizes: dict[str, set[tuple[int, ...]]] = {}
         self._has_told = False
 
     def _axes_of(self, pattern: Any, layout: Any, names: Sequence[str]) -> tuple[str | None, ...]:
