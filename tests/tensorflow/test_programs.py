@@ -146,6 +146,49 @@ def test_control_flow():
     assert not tf.is_tensor(np.ones(1))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_while_loops_write_arrays_and_give_gradients(compiled):
+    x = tf.Variable(2.0)
+
+    def written(n):
+        rows = tf.TensorArray(tf.float32, size=3)
+        body = lambda i, rows: (i + 1, rows.write(i, x * tf.cast(i, tf.float32)))
+        return tf.while_loop(lambda i, _: i < n, body, [tf.constant(0), rows])[1].stack()
+
+    def power(n):
+        with tf.GradientTape() as tape:
+            body = lambda i, y: (i + 1, y * x)
+            loop = (lambda i, _: i < n), body, (tf.constant(0), tf.constant(1.0))
+            _, y = tf.while_loop(*loop, maximum_iterations=5)
+        return y, tape.gradient(y, x)
+
+    if compiled:
+        written, power = tf.function(written), tf.function(power)
+    np.testing.assert_array_equal(written(tf.constant(3)), [0, 2, 4])
+    np.testing.assert_array_equal(power(tf.constant(3)), [8, 12])
+    np.testing.assert_array_equal(power(tf.constant(9)), [32, 80])
+
+
+def test_python_functions_by_decorator():
+    @tf.numpy_function(Tout=[tf.float32, tf.int32])
+    def step(action):
+        """Takes a step."""
+        return action.astype(np.float32) / 2, np.int32(1)
+
+    assert step.__doc__ == "Takes a step."
+    state, reward = step(tf.constant([1, 2]))
+    np.testing.assert_array_equal(state.numpy(), [0.5, 1])
+    assert reward.numpy() == 1
+    assert tf.py_function(Tout=tf.float32)(lambda x: x.numpy() * 2)(tf.constant(2.0)) == 4
+
+
+def test_results_of_several_parts_and_shapes_have_their_names():
+    top = tf.math.top_k([1.0, 3.0, 2.0], 2)
+    np.testing.assert_array_equal(top.values, [3, 2])
+    np.testing.assert_array_equal(top.indices, [1, 2])
+    assert tf.shape(tf.ones((2, 3))).numpy().tolist() == [2, 3]
+
+
 @pytest.mark.parametrize(
     "kind", [tf.distribute.MirroredStrategy, tf.distribute.experimental.CentralStorageStrategy]
 )

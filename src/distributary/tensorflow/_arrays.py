@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from distributary.devices import Nest
 from distributary.errors import InvalidValueError
+from distributary.tensorflow._host import host_array
 from distributary.tensorflow._linalg import global_norm
 from distributary.tensorflow._operations import REQUIRED, Axes, Operation, Shape, TensorLike, array
 from distributary.tensorflow.autograph import Range, is_traced
@@ -97,7 +98,8 @@ def range_(
 def shape(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> np.ndarray:
     """`tf.shape`: a NumPy array, since it is known while a step is traced."""
     sizes = np.shape(input)  # those that Keras leaves open while it builds a model are no numbers
-    return np.array(sizes, out_type if all(isinstance(n, int) for n in sizes) else object)
+    is_known = all(isinstance(n, int) for n in sizes)
+    return host_array(sizes, out_type) if is_known else np.array(sizes, object)
 
 
 def size(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> Any:
@@ -372,6 +374,10 @@ def tile(input: ArrayLike, multiples: Sequence[int]) -> Array:
     return jnp.tile(input, multiples)
 
 
+def _repeat(input: Array, repeats: Any, axis: int | None) -> Array:
+    return jnp.repeat(input, repeats if isinstance(repeats, int) else jnp.asarray(repeats), axis)
+
+
 #: Operations with another name or other arguments in JAX.
 ARRAYS: dict[str, Operation] = {
     "broadcast_to": Operation(jnp.broadcast_to, "input", shape=REQUIRED),
@@ -380,7 +386,7 @@ ARRAYS: dict[str, Operation] = {
     "ones": Operation(jnp.ones, shape=REQUIRED, dtype=None),
     "ones_like": Operation(jnp.ones_like, "input", dtype=None),
     "rank": Operation(jnp.ndim, "input"),
-    "repeat": Operation(jnp.repeat, "input", repeats=REQUIRED, axis=None),
+    "repeat": Operation(_repeat, "input", repeats=REQUIRED, axis=None),
     "reshape": Operation(jnp.reshape, "tensor", shape=REQUIRED),
     "reverse": Operation(jnp.flip, "tensor", axis=REQUIRED),
     "roll": Operation(jnp.roll, "input", shift=REQUIRED, axis=REQUIRED),

@@ -1,6 +1,7 @@
 """Control flow and calls of Python under TensorFlow's names: `tf.case`, `tf.py_function`, ..."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -108,6 +109,8 @@ def py_function(
     name: str | None = None,
 ) -> Any:
     """`tf.py_function`: in a step, `Tout` are `tf.TensorSpec`s, which say the shapes."""
+    if func is None:
+        return _decorating(py_function, Tout)
     return _called("py_function", lambda *values: func(*map(_element, values)), inp, Tout)
 
 
@@ -119,7 +122,13 @@ def numpy_function(
     name: str | None = None,
 ) -> Any:
     """`tf.numpy_function`: in a step, `Tout` are `tf.TensorSpec`s, which say the shapes."""
+    if func is None:
+        return _decorating(numpy_function, Tout)
     return _called("numpy_function", func, inp, Tout)
+
+
+def _decorating(call: Callable[..., Any], wanted: Any) -> Callable[..., Any]:
+    return lambda func: functools.wraps(func)(lambda *inp: call(func, inp, wanted))
 
 
 def _element(value: object) -> Any:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from distributary.tensorflow._operations import Axes
+from distributary.tensorflow._operations import Axes, Operation, named, taking
 
 
 def global_norm(t_list: list[Array | None]) -> Array:
@@ -54,3 +54,48 @@ def band_part(input: Array, num_lower: int, num_upper: int) -> Array:
     keeps_lower = (num_lower < 0) | (-above <= num_lower)
     keeps_upper = (num_upper < 0) | (above <= num_upper)
     return jnp.where(keeps_lower & keeps_upper, input, jnp.zeros((), input.dtype))
+
+
+def svd(
+    tensor: Array, full_matrices: bool = False, compute_uv: bool = True
+) -> Array | tuple[Array, Array, Array]:
+    """`tf.linalg.svd`: singular values, and the vectors as columns."""
+    if not compute_uv:
+        return jnp.linalg.svd(tensor, compute_uv=False)
+    u, s, vh = jnp.linalg.svd(tensor, full_matrices)
+    return s, u, vh.mT.conj()
+
+
+def solve(matrix: Array, rhs: Array, adjoint: bool = False) -> Array:
+    """`tf.linalg.solve`."""
+    return jnp.linalg.solve(matrix.mT.conj() if adjoint else matrix, rhs)
+
+
+def inv(input: Array, adjoint: bool = False) -> Array:
+    """`tf.linalg.inv`."""
+    return jnp.linalg.inv(input.mT.conj() if adjoint else input)
+
+
+def diag(diagonal: Array) -> Array:
+    """`tf.linalg.diag`: matrices with these diagonals."""
+    return diagonal[..., None] * jnp.eye(diagonal.shape[-1], dtype=diagonal.dtype)
+
+
+def diag_part(input: Array) -> Array:
+    """`tf.linalg.diag_part`: the main diagonals."""
+    return jnp.diagonal(input, axis1=-2, axis2=-1)
+
+
+def trace(x: Array) -> Array:
+    """`tf.linalg.trace`."""
+    return jnp.trace(x, axis1=-2, axis2=-1)
+
+
+#: Operations with the arguments of JAX.
+OF_JAX = {
+    **taking(named(jnp.linalg, "cholesky det"), "input"),
+    "eigh": Operation(jnp.linalg.eigh, "tensor"),
+    "pinv": Operation(jnp.linalg.pinv, "a"),
+    "qr": Operation(jnp.linalg.qr, "input"),
+    "slogdet": Operation(jnp.linalg.slogdet, "input"),
+}

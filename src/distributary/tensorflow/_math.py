@@ -2,6 +2,8 @@
 
 import functools
 import operator
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,12 +88,57 @@ def squared_difference(x: Array, y: Array) -> Array:
     return (x - y) ** 2
 
 
-def top_k(
-    input: Array, k: int = 1, sorted: bool = True, index_type: DTypeLike = np.int32
-) -> tuple[Array, Array]:
-    """`tf.math.top_k`: values and indices."""
+class TopK(NamedTuple):
+    """The largest values, and their places."""
+
+    values: Array
+    indices: Array
+
+
+def top_k(input: Array, k: int = 1, sorted: bool = True, index_type: DTypeLike = np.int32) -> TopK:
+    """`tf.math.top_k`."""
     values, indices = jax.lax.top_k(input, k)
-    return values, indices.astype(index_type)
+    return TopK(values, indices.astype(index_type))
+
+
+def cumsum(x: Array, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Array:
+    """`tf.cumsum`."""
+    return _accumulated(jnp.cumsum, 0, x, axis, exclusive, reverse)
+
+
+def cumprod(x: Array, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Array:
+    """`tf.math.cumprod`."""
+    return _accumulated(jnp.cumprod, 1, x, axis, exclusive, reverse)
+
+
+def _accumulated(
+    accumulate: Callable[..., Array],
+    start: int,
+    x: Array,
+    axis: int,
+    exclusive: bool,
+    reverse: bool,
+) -> Array:
+    x = jnp.moveaxis(x, axis, 0)
+    x = x[::-1] if reverse else x
+    if exclusive:
+        x = jnp.concatenate([jnp.full_like(x[:1], start), x[:-1]])
+    sums = accumulate(x, 0, dtype=x.dtype)
+    return jnp.moveaxis(sums[::-1] if reverse else sums, 0, axis)
+
+
+def _of_segments(reduce: Callable[..., Array], empty: int | None) -> Callable[..., Array]:
+    """Returns a reduction of segments; those without rows are `empty`, or extreme numbers."""
+
+    def reduced(data: Array, segment_ids: Array, num_segments: int | None = None) -> Array:
+        result = reduce(data, segment_ids, num_segments)
+        rows = jax.ops.segment_sum(jnp.ones_like(segment_ids), segment_ids, num_segments)
+        has_rows = (rows > 0).reshape(-1, *[1] * (result.ndim - 1))
+        # JAX has infinities there.
+        other = jnp.nan_to_num(result) if empty is None else jnp.asarray(empty, result.dtype)
+        return jnp.where(has_rows, result, other)
+
+    return reduced
 
 
 _SEGMENTS = named(jax.ops, "segment_max segment_min segment_sum")
@@ -134,7 +181,7 @@ EVERYWHERE: dict[str, Operation] = {
     "argmax": Operation(argmax),
     "argmin": Operation(argmin),
     "atan2": Operation(jnp.arctan2, "y", "x"),
-    "cumsum": Operation(jnp.cumsum, "x", axis=0),
+    "cumsum": Operation(cumsum),
     "reduce_mean": Operation(reduce_mean),
 }
 
@@ -169,10 +216,10 @@ MATH: dict[str, Operation] = {
     **taking(named(jax.nn, "log_softmax softmax"), "logits", axis=-1),
     "softplus": Operation(jax.nn.softplus, "features"),
     "softsign": Operation(jax.nn.soft_sign, "features"),
-    "cumprod": Operation(jnp.cumprod, "x", axis=0),
-    **taking(_SEGMENTS, "data", "segment_ids"),
+    "cumprod": Operation(cumprod),
+    **taking({n: _of_segments(f, 0) for n, f in _SEGMENTS.items()}, "data", "segment_ids"),
     **taking(
-        {f"unsorted_{name}": function for name, function in _SEGMENTS.items()},
+        {f"unsorted_{n}": _of_segments(f, None) for n, f in _SEGMENTS.items()},
         "data",
         "segment_ids",
         num_segments=REQUIRED,

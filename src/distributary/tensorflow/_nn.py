@@ -134,7 +134,7 @@ def conv2d(
     input: Array,
     filters: Array,
     strides: Sizes,
-    padding: str,
+    padding: str | Sequence[Sequence[int]],
     data_format: str = "NHWC",
     dilations: Sizes | None = None,
 ) -> Array:
@@ -161,7 +161,7 @@ def depthwise_conv2d(
     input: Array,
     filter: Array,
     strides: Sizes,
-    padding: str,
+    padding: str | Sequence[Sequence[int]],
     data_format: str | None = None,
     dilations: Sizes | None = None,
 ) -> Array:
@@ -175,13 +175,16 @@ def _convolved(
     images: Array,
     filters: Array,
     strides: Sizes,
-    padding: str,
+    padding: str | Sequence[Sequence[int]],
     data_format: str,
     dilations: Sizes | None,
 ) -> Array:
     steps = _of_space(strides, data_format)
     rates = _of_space(1 if dilations is None else dilations, data_format)
-    return convolve(images, filters, steps, padding.lower(), _KERAS_FORMATS[data_format], rates)
+    layout = _KERAS_FORMATS[data_format]
+    if not isinstance(padding, str):  # rows to add before and after, by dim
+        images, padding = jnp.pad(images, padding), "valid"
+    return convolve(images, filters, steps, padding.lower(), layout, rates)
 
 
 def _pooled(

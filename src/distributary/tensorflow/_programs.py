@@ -17,6 +17,7 @@ from distributary.devices import Nest, resolve_device
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.tensorflow._control import name_scope
 from distributary.tensorflow._operations import array, plain
+from distributary.tensorflow.autograph import and_, while_stmt
 from distributary.tracing import current_scope
 
 
@@ -71,17 +72,39 @@ class _Shown:
 
 
 def while_loop(
-    cond: Callable[..., Any], body: Callable[..., Any], loop_vars: Sequence[Nest], **options: Any
+    cond: Callable[..., Any],
+    body: Callable[..., Any],
+    loop_vars: Sequence[Nest],
+    shape_invariants: object = None,
+    parallel_iterations: int = 10,
+    back_prop: bool = True,
+    swap_memory: bool = False,
+    maximum_iterations: Any = None,
+    name: str | None = None,
 ) -> Any:
-    """`tf.while_loop`; options such as `shape_invariants` have no effect."""
+    """`tf.while_loop`: a loop of Python until the condition is traced, as that of `tf.function`.
 
-    def next_(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        after = body(*values)
-        return tuple(after) if isinstance(after, (list, tuple)) else (after,)
+    In a step, `maximum_iterations` makes it a loop of that length, through which gradients pass.
+    """
+    number = lambda leaf: array(leaf) if isinstance(leaf, (bool, int, float, np.ndarray)) else leaf
+    state = [0, *(jax.tree.map(number, value) for value in loop_vars)]
+    limit = None if maximum_iterations is None else int(maximum_iterations)
 
-    return jax.lax.while_loop(
-        lambda values: cond(*values), next_, jax.tree.map(array, tuple(loop_vars))
-    )
+    def goes_on() -> Any:
+        below = limit is None or state[0] < limit
+        return cond(*state[1:]) if below is True else and_(lambda: below, lambda: cond(*state[1:]))
+
+    def turn() -> None:
+        after = body(*state[1:])
+        state[:] = state[0] + 1, *(after if isinstance(after, (list, tuple)) else [after])
+
+    def put(values: Sequence[Any]) -> None:
+        state[:] = values
+
+    names = [f"loop_vars[{i}]" for i in range(len(loop_vars))]
+    options = {"maximum_iterations": limit}
+    while_stmt(goes_on, turn, lambda: tuple(state), put, ["the count", *names], options)
+    return state[1:] if isinstance(loop_vars, list) else tuple(state[1:])
 
 
 def executing_eagerly() -> bool:

@@ -341,7 +341,7 @@ MODULES: dict[str, Callable[[], Names]] = {
     },
     "io": lambda: {**public(_examples), **public(_io)},
     "io.gfile": lambda: public(_gfile),
-    "linalg": lambda: operations(_linalg),
+    "linalg": lambda: {**operations(_linalg), **_linalg.OF_JAX},
     "lookup": lambda: named(
         _lookup,
         "KeyValueTensorInitializer StaticHashTable StaticVocabularyTable TextFileIndex"

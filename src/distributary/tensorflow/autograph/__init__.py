@@ -22,8 +22,10 @@ from distributary.tensorflow.autograph._conversion import (
 )
 from distributary.tensorflow.autograph._loops import Range as Range
 from distributary.tensorflow.autograph._operators import (
+    and_ as and_,
     check_when_run as check_when_run,
     is_traced as is_traced,
+    while_stmt as while_stmt,
 )
 from distributary.tensorflow.autograph._recorded import NOT_YET as NOT_YET
 
