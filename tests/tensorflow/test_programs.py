@@ -182,6 +182,23 @@ def test_python_functions_by_decorator():
     assert tf.py_function(Tout=tf.float32)(lambda x: x.numpy() * 2)(tf.constant(2.0)) == 4
 
 
+def test_text_keeps_to_the_host():
+    text = tf.constant(["a", "bc"])
+    assert tf.expand_dims(text, -1).numpy().tolist() == [["a"], ["bc"]]
+    assert tf.concat([text, ["d"]], 0).numpy().tolist() == ["a", "bc", "d"]
+    assert tf.gather(text, [1, 0]).numpy().tolist() == ["bc", "a"]
+    assert tf.stack([text, text]).shape == (2, 2)
+    assert tf.equal(text, "a").numpy().tolist() == [True, False]
+    assert tf.reshape(text, (2, 1))[0, 0] == "a"
+    assert tf.constant("ä").numpy().decode("utf-8") == "ä"
+
+    layer = tf.keras.layers.TextVectorization(max_tokens=9, output_sequence_length=3)
+    dataset = tf.data.Dataset.from_tensor_slices(["hello world", "hello"]).batch(2)
+    layer.adapt(dataset)
+    (rows,) = dataset.map(lambda x: layer(tf.expand_dims(x, -1)))
+    np.testing.assert_array_equal(rows, [[2, 3, 0], [2, 0, 0]])
+
+
 def test_results_of_several_parts_and_shapes_have_their_names():
     top = tf.math.top_k([1.0, 3.0, 2.0], 2)
     np.testing.assert_array_equal(top.values, [3, 2])

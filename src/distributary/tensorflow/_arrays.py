@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from distributary.devices import Nest
 from distributary.errors import InvalidValueError
-from distributary.tensorflow._host import host_array
+from distributary.tensorflow._host import host_array, is_text
 from distributary.tensorflow._linalg import global_norm
 from distributary.tensorflow._operations import REQUIRED, Axes, Operation, Shape, TensorLike, array
 from distributary.tensorflow.autograph import Range, is_traced
@@ -107,9 +107,11 @@ def size(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> Any:
     return np.dtype(out_type).type(np.size(input))
 
 
-def concat(values: Any, axis: int) -> Array:
+def concat(values: Any, axis: int) -> Any:
     """`tf.concat`."""
     # Sizes of arrays, put together while a step is traced, stay numbers that Python can read.
+    if any(map(is_text, values)):
+        return host_array(np.concatenate([array(value) for value in values], axis))
     is_known = not any(map(is_traced, jax.tree.leaves(values)))
     with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():
         return jnp.concatenate([array(value) for value in values], axis)
@@ -134,7 +136,7 @@ def gather(
     validate_indices: None = None,
     axis: int | None = None,
     batch_dims: int = 0,
-) -> Array:
+) -> Any:
     """`tf.gather`: reads only these rows of a variable; their gradient is `IndexedSlices`."""
     dim = batch_dims if axis is None else axis
     if isinstance(params, ShardedVariable):
@@ -147,6 +149,8 @@ def gather(
 
     for _ in range(batch_dims):
         take = jax.vmap(take)
+    if is_text(params):
+        return host_array(np.take(params, np.asarray(indices), dim))
     return take(array(params), indices)
 
 

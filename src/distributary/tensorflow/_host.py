@@ -19,12 +19,22 @@ _Path = str | os.PathLike[str]
 
 
 @final
+class Text(str):
+    """Text, which is bytes in TensorFlow, so that programs decode it."""
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Returns the text."""
+        return str(self)
+
+
+@final
 class Element(np.ndarray):
     """An array on the host, such as one that a loop over a dataset yields."""
 
     def numpy(self) -> Any:
-        """Returns a copy as a NumPy array, or a number for a scalar, as TensorFlow does."""
-        return np.array(self)[()]
+        """Returns a copy as a NumPy array, or a number or text for a scalar, as TensorFlow does."""
+        copy = np.array(self)[()]
+        return Text(copy) if isinstance(copy, str) else copy
 
 
 def as_element(array: object) -> object:

@@ -117,7 +117,11 @@ class Operation:
     def _by_name(self, *values: Any) -> Any:
         count = len(self._tensors)
         options = dict(zip(self._options, values[count:], strict=True))
-        return self._call(*values[:count], **options)
+        call = self._call
+        if any(map(is_text, values[:count])):  # on the host, where NumPy's functions are the same
+            of_numpy = getattr(np, call.__name__, call)
+            call = lambda *args, **options: host_array(of_numpy(*args, **options))
+        return call(*values[:count], **options)
 
 
 _ANYWHERE = inspect.Parameter.POSITIONAL_OR_KEYWORD
