@@ -190,6 +190,7 @@ def test_variables_of_ones_own_are_said_to_be_whole(sharded, caplog):
         state = [dist.Variable(np.zeros(8, np.float32), name="mu") for _ in range(2)]
 
     (record,) = caplog.records
-    assert "Variable 'mu' is whole on every device" in record.getMessage()
+    assert "test_sharded_state.py:" in record.getMessage()
+    assert "variable 'mu' is whole on every device" in record.getMessage()
     assert "Keras optimizer state sharded" in repr(strategy)
     assert all(variable.value().is_fully_replicated for variable in state)

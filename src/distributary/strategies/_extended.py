@@ -69,7 +69,7 @@ from distributary.options import CommunicationOptions, InputOptions, InputReplic
 from distributary.strategies._broadcast import broadcast
 from distributary.strategies._cross_replica import CrossReplica, gather_nest
 from distributary.strategies._layout_rules import LayoutRules
-from distributary.tracing import current_scope, in_role, push
+from distributary.tracing import current_scope, in_role, push, script_line
 from distributary.variables import (
     CrossDeviceOps,
     DistributedValues,
@@ -393,10 +393,11 @@ class StrategyExtended:
         if self._sharded is Sharded.OPTIMIZER_STATE and not self._has_told:
             self._has_told = True
             _log.warning(
-                "Variable %r is whole on every device: divided are %s, not variables that hold"
-                " the state of optax. Keras optimizers take distributary.Variable, too.",
+                "%s: variable %r is whole on every device. experimental_shard_optimizer_state"
+                " divides the state of Keras optimizers, which take distributary.Variable, too. For"
+                " the state of optax, create the strategy with experimental_shard_parameters=True.",
+                script_line(),
                 name,
-                self._sharded.value,
             )
 
     def parameter_layout(
