@@ -231,6 +231,26 @@ def test_numbers_that_python_keeps_outside_of_the_step_are_refused(keep, strateg
         strategy_of(2).run(step, args=(jnp.ones(3),))
 
 
+@pytest.mark.parametrize("keep", ["append", "item", "attribute"])
+def test_arrays_that_python_keeps_outside_of_the_step_are_told_of(keep, strategy_of):
+    losses, record, last = [], {"loss": [1.0]}, _Record()
+
+    def step(x):
+        loss = jnp.mean(x)
+        if keep == "append":
+            losses.append(loss)
+        elif keep == "item":
+            record["loss"] = loss
+        else:
+            last.loss = loss
+        return loss
+
+    with pytest.warns(
+        DistributaryWarning, match=r"step keeps an array in (losses|record|last.loss), which is"
+    ):
+        strategy_of(2).run(step, args=(jnp.ones(3),))
+
+
 def test_numbers_that_python_uses_in_the_step_count(strategy_of):
     def step(x):
         own = []

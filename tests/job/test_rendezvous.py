@@ -174,7 +174,7 @@ def test_a_worker_says_whom_it_waits_for(number, places, monkeypatch, caplog):
 
     this, other = places[number].workers[number], places[number].workers[1 - number]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"{this.name} waits for {other}."
+    assert line.startswith(f"{this.name} waits for {other}, ")
 
 
 def test_a_number_that_the_cluster_does_not_have_is_named(places, first):

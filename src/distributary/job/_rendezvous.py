@@ -196,6 +196,15 @@ def _accept_all(
     return {number: channel for number, (channel, _) in arrived.items()}
 
 
+def _warn(place: MultiWorker, missing: str, deadline_seconds: float) -> None:
+    _log.warning(
+        "%s waits for %s, %g s at most. Start it with the same program and cluster.",
+        place.name,
+        missing,
+        deadline_seconds,
+    )
+
+
 def _problem_of(
     server: socket.socket,
     place: MultiWorker,
@@ -212,11 +221,8 @@ def _problem_of(
             str(peer) for n, peer in enumerate(place.workers) if n and n not in arrived
         )
 
-    def warn() -> None:
-        _log.warning("%s waits for %s.", place.name, missing())
-
     with (
-        call_after(_PATIENCE_SECONDS, warn),
+        call_after(_PATIENCE_SECONDS, lambda: _warn(place, missing(), deadline_seconds)),
         ConnectionAcceptor(server, place.num_workers) as acceptor,
     ):
         for channel, message in acceptor.first_messages(deadline):
@@ -286,9 +292,7 @@ def _register(port: int, place: MultiWorker, deadline_seconds: float, secret: st
     first = place.workers[0]
     deadline = time.monotonic() + deadline_seconds
     try:
-        with call_after(
-            _PATIENCE_SECONDS, lambda: _log.warning("%s waits for %s.", place.name, first)
-        ):
+        with call_after(_PATIENCE_SECONDS, lambda: _warn(place, str(first), deadline_seconds)):
             channel = connected(first.host, port, str(first), deadline_seconds)
     except OSError as error:
         raise ClusterError(

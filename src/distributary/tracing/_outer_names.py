@@ -10,15 +10,18 @@ reads `params`.
 
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
 import numpy as np
 
-from distributary.errors import TracedValueError
+from distributary.errors import DistributaryWarning, TracedValueError
+from distributary.tracing._scope import user_stacklevel
 
 _DEPTH = 8  # a list can contain itself
+_ARRAYS = (jax.Array, np.ndarray)
 
 
 @final
@@ -48,8 +51,6 @@ class OuterNames:
         Raises:
             TracedValueError: naming `step` and the name.
         """
-        if not self._before and not numbers:
-            return
         collected = set(map(id, numbers))
         for name, leaves in _names(self._function):
             if any(id(leaf) in collected for leaf in leaves):
@@ -59,18 +60,24 @@ class OuterNames:
                     f" from the step, and put what run returns into {name}."
                 )
             held = set(map(id, leaves))
-            is_replaced = any(id(array) not in held for array in self._before.get(name, ()))
-            if is_replaced and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+                continue
+            if any(id(array) not in held for array in self._before.get(name, ())):
                 raise TracedValueError(
                     f"{step} assigns {name}, which is outside of it. The step is compiled, so later"
                     f" runs would start from the first value again. Return the new {name} from"
                     " the step, or keep it in a distributary.Variable."
                 )
+            warnings.warn(
+                f"{step} keeps an array in {name}, which is outside of it. Arrays of a step have no"
+                f" values there. Return it, and put what run returns into {name}.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
 
 
 def _is_known(leaf: object) -> bool:
-    is_array = isinstance(leaf, (jax.Array, np.ndarray))
-    return is_array and not isinstance(leaf, jax.core.Tracer)
+    return isinstance(leaf, _ARRAYS) and not isinstance(leaf, jax.core.Tracer)
 
 
 def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, list[Any]]]:
@@ -100,11 +107,14 @@ def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, l
 
 
 def _leaves(value: object, depth: int = 0) -> list[Any]:
-    """Returns the arrays of a container of Python; the keys of its dicts may have no order."""
-    if isinstance(value, (jax.Array, np.ndarray)):
+    """Returns the arrays of a container; the keys of a dict may have no order."""
+    if isinstance(value, _ARRAYS):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    if not isinstance(value, (list, tuple)) or depth > _DEPTH:
+    if depth > _DEPTH:
         return []
+    if not isinstance(value, (list, tuple)):  # such as a module of equinox
+        leaves = jax.tree.leaves(value)
+        return [leaf for leaf in leaves if leaf is not value and isinstance(leaf, _ARRAYS)]
     return [leaf for part in value for leaf in _leaves(part, depth + 1)]
