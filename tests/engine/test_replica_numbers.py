@@ -7,6 +7,7 @@ import pytest
 
 import distributary as dist
 from distributary.errors import (
+    DistributaryWarning,
     ContextError,
     ReplicaDivergenceError,
     ReplicaMismatchError,
