@@ -7,8 +7,8 @@ import pytest
 
 import distributary as dist
 from distributary.errors import (
-    DistributaryWarning,
     ContextError,
+    DistributaryWarning,
     ReplicaDivergenceError,
     ReplicaMismatchError,
     TracedValueError,
