@@ -391,6 +391,10 @@ told_each(
             "object in result['model']",
             lambda s: s.run(lambda batch: {"model": object()}, args=(BATCH,)),
         ),
+        "dict_as_options": (
+            "Strategy.run: options is {'a': 1}, expected distributary.RunOptions or None",
+            lambda s: s.run(train_step, (BATCH,), options={"a": 1}),
+        ),
         "bare_array_as_kwargs": ("kwargs | dict", lambda s: s.run(lambda x: x, (BATCH,), BATCH)),
     }
 )

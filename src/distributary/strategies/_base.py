@@ -20,6 +20,7 @@ from distributary.errors import (
     DistributaryError,
     InvalidTypeError,
     InvalidValueError,
+    check_type,
     shown,
 )
 from distributary.options import InputOptions, ReduceOp, RunOptions
@@ -230,6 +231,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
                 f"Strategy.run: kwargs is {shown(kwargs)}, expected a dict. Positional arguments"
                 f" belong together into one tuple: strategy.run(step, args=(x, y))."
             )
+        expected = "distributary.RunOptions or None"
+        check_type("Strategy.run: options", options, RunOptions | None, expected)
         require_cross_replica(self, "run")
         if is_recording():
             raise ContextError(
