@@ -1,5 +1,6 @@
 """Mistakes that people make in their first hour, and what they are told."""
 
+import pickle
 import re
 import subprocess
 import sys
@@ -695,6 +696,10 @@ told_each(
         ),
         "abstract_strategy": ("Strategy | MirroredStrategy", lambda s: dist.Strategy()),
         "misspelled_strategy": ("MirroredStrategy", lambda s: dist.MirorredStrategy),
+        "pickled_strategy": (
+            "cannot be pickled | each process | distributary.checkpoint.Checkpoint",
+            lambda s: pickle.dumps(s),
+        ),
     }
 )
 

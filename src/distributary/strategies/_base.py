@@ -411,6 +411,12 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         # A strategy is immutable, and the variables of a copied model must keep belonging to it.
         return self
 
+    def __reduce__(self) -> NoReturn:
+        raise InvalidTypeError(
+            f"{shown(self)} cannot be pickled: it belongs to the devices of this process. Create a"
+            " strategy in each process; save variables with distributary.checkpoint.Checkpoint."
+        )
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._extended.describe()}>"
 
