@@ -631,6 +631,31 @@ def if_in_a_layer(strategy):
     model.fit(BATCH, BATCH[:, :1], verbose=0)
 
 
+def _model(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+    return model
+
+
+told_each(
+    {
+        "columns_of_x": (
+            ".fit: x has shape (8, 5) | keras.Input((3,)) takes (rows, 3) | keras.Input((5,))",
+            lambda s: _model(s).fit(np.ones((8, 5)), np.ones((8, 4)), verbose=0),
+        ),
+        "columns_of_x_in_predict": (
+            ".predict: x has shape (8, 5) | keras.Input((3,)) takes (rows, 3)",
+            lambda s: _model(s).predict(np.ones((8, 5)), verbose=0),
+        ),
+        "columns_of_y": (
+            ".evaluate: y has shape (8, 5), but the model returns (8, 4) | units of the last layer",
+            lambda s: _model(s).evaluate(BATCH, np.ones((8, 5)), verbose=0),
+        ),
+    }
+)
+
+
 # Names and arguments of tf.distribute, and of others
 
 
@@ -796,6 +821,19 @@ def test_all_frames_stay_if_jax_shows_its_own(strategy):
     files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert any("/jax/" in file for file in files)
     assert any("/distributary/" in file for file in files)
+
+
+def test_nothing_is_said_of_y_if_a_step_fails_for_another_reason(strategy):
+    def loss(y_true, y_pred):
+        raise ValueError("weights are missing")
+
+    model = _model(strategy)
+    model.compile("sgd", loss)
+
+    with pytest.raises(ValueError, match="weights are missing") as caught:
+        model.fit(BATCH, np.ones((8, 5)), verbose=0)
+
+    assert not getattr(caught.value, "__notes__", [])
 
 
 _OUTSIDE = """

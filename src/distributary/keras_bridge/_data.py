@@ -29,7 +29,7 @@ from distributary.data import (
     kept,
 )
 from distributary.devices import private
-from distributary.errors import InvalidValueError
+from distributary.errors import DistributaryError, InvalidValueError
 from distributary.job import consensus
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._text import require_numbers
@@ -107,6 +107,45 @@ def check_given(what: str, arguments: Mapping[str, Any], *names: str) -> None:
                 f"x is a {what}, so {name} cannot be given next to it: let the dataset yield"
                 " (x, y) or (x, y, sample_weight)."
             )
+
+
+def explained_by_data(model: Any, what: str, error: Exception, x: Any, y: Any) -> Exception:
+    """Returns an error that says what is wrong with the data of a call, or the error itself.
+
+    Args:
+        model: The model.
+        what: Name of the method.
+        error: The error that has ended the call.
+        x: Argument of the call.
+        y: Argument of the call.
+    """
+    name, text = f"{model.name}.{what}", str(error)
+    if isinstance(error, DistributaryError) or not isinstance(error, (TypeError, ValueError)):
+        return error
+    shape: Any = getattr(x, "shape", None)
+    taken: Any = getattr(model, "input_shape", None)
+    if "incompatible with the layer" in text and _misfits(shape, taken):
+        rows = ", ".join(map(str, ("rows", *taken[1:])))
+        return InvalidValueError(
+            f"{name}: x has shape {shape}, but keras.Input({taken[1:]}) takes ({rows}). Give x of"
+            f" that shape, or write keras.Input({shape[1:]})."
+        )
+    shape = getattr(y, "shape", None)
+    returned: Any = getattr(model, "output_shape", None)
+    if "shape" in text and _misfits(shape, returned) and 1 not in (*shape[1:], *returned[1:]):
+        error.add_note(
+            f"{name}: y has shape {shape}, but the model returns {(shape[0], *returned[1:])}."
+            " Change y, or the units of the last layer."
+        )
+    return error
+
+
+def _misfits(shape: Any, expected: Any) -> bool:
+    """Returns whether arrays have as many dims as expected, but with other sizes."""
+    if not isinstance(shape, tuple) or not isinstance(expected, tuple):
+        return False
+    sizes = zip(shape[1:], expected[1:], strict=False)
+    return len(shape) == len(expected) and any(b not in (a, None) for a, b in sizes)
 
 
 def _noted(adapter: Any) -> Any:

@@ -25,7 +25,13 @@ from distributary.engine import mode_of
 from distributary.errors import ContextError, DistributaryWarning, shown
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._calls import begin_call
-from distributary.keras_bridge._data import Call, DatasetAdapter, batches_of, current_call
+from distributary.keras_bridge._data import (
+    Call,
+    DatasetAdapter,
+    batches_of,
+    current_call,
+    explained_by_data,
+)
 from distributary.keras_bridge._losses import warn_of_labels
 from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._roles import check_rules
@@ -199,8 +205,9 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         check_same_strategy(strategy, f"{self.name}.{what}")
         args = tuple(map(_native, args))
         kwargs = {key: _native(value) if key in _DATA else value for key, value in kwargs.items()}
+        x, y = (kwargs.get(key, [*args, None, None][i]) for i, key in enumerate("xy"))
         if what in ("fit", "evaluate"):
-            warn_of_labels(self, kwargs.get("y", args[1] if len(args) > 1 else None))
+            warn_of_labels(self, y)
         with strategy.scope(), _in_one_thread(self, what):
             token = current_call.set(Call(what))
             try:
@@ -208,7 +215,7 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
                     begin_call(self, original, args, kwargs)
                 return original(self, *args, **kwargs)
             except Exception as error:
-                clear = explained(error)
+                clear = explained_by_data(self, what, explained(error), x, y)
                 shorten(clear)
                 raise clear from None
             finally:
