@@ -631,6 +631,13 @@ def if_in_a_layer(strategy):
     model.fit(BATCH, BATCH[:, :1], verbose=0)
 
 
+@told(".fit: x is a list of 2 tuples", "a dataset or a generator", "fit(x, y)")
+def list_of_batches(strategy):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Keras, about the structure of the inputs
+        _model(strategy).fit([(BATCH, np.ones((8, 4)))] * 2, verbose=0)
+
+
 def _model(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])

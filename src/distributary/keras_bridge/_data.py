@@ -122,6 +122,12 @@ def explained_by_data(model: Any, what: str, error: Exception, x: Any, y: Any) -
     name, text = f"{model.name}.{what}", str(error)
     if isinstance(error, DistributaryError) or not isinstance(error, (TypeError, ValueError)):
         return error
+    is_batches = type(x) is list and all(type(item) is tuple for item in x)
+    if is_batches and y is None and "None is not a valid value" in text:
+        return InvalidValueError(
+            f"{name}: x is a list of {len(x)} tuples. For batches, pass a dataset or a generator;"
+            f" for arrays, write {what}(x, y)."
+        )
     shape: Any = getattr(x, "shape", None)
     taken: Any = getattr(model, "input_shape", None)
     if "incompatible with the layer" in text and _misfits(shape, taken):
