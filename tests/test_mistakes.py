@@ -638,6 +638,9 @@ def list_of_batches(strategy):
         _model(strategy).fit([(BATCH, np.ones((8, 4)))] * 2, verbose=0)
 
 
+_EMPTY = dist.data.Dataset.from_tensor_slices((BATCH, BATCH)).batch(16, drop_remainder=True)
+
+
 def _model(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
@@ -658,6 +661,14 @@ told_each(
         "columns_of_y": (
             ".evaluate: y has shape (8, 5), but the model returns (8, 4) | units of the last layer",
             lambda s: _model(s).evaluate(BATCH, np.ones((8, 5)), verbose=0),
+        ),
+        "dataset_without_a_batch": (
+            ".fit: <distributary.data.Dataset: | has no batch | drop_remainder=True",
+            lambda s: _model(s).fit(_EMPTY, verbose=0),
+        ),
+        "predict_of_a_dataset_without_a_batch": (
+            ".predict: <distributary.data.Dataset: | has no batch | drop_remainder=True",
+            lambda s: _model(s).predict(_EMPTY.map(lambda x, y: x), verbose=0),
         ),
     }
 )

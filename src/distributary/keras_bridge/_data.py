@@ -17,6 +17,7 @@ from jax.experimental.sparse import JAXSparse
 from distributary.context import get_strategy, has_strategy
 from distributary.data import (
     INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
     AutoShardPolicy,
     Batches,
     Dataset,
@@ -29,7 +30,7 @@ from distributary.data import (
     kept,
 )
 from distributary.devices import private
-from distributary.errors import DistributaryError, InvalidValueError
+from distributary.errors import DistributaryError, InvalidValueError, OutOfRangeError
 from distributary.job import consensus
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._text import require_numbers
@@ -120,6 +121,12 @@ def explained_by_data(model: Any, what: str, error: Exception, x: Any, y: Any) -
         y: Argument of the call.
     """
     name, text = f"{model.name}.{what}", str(error)
+    is_at_end = isinstance(error, OutOfRangeError) or "'batch_outputs'" in text
+    if is_at_end and isinstance(x, Dataset) and x.cardinality() in (0, UNKNOWN_CARDINALITY):
+        return InvalidValueError(
+            f"{name}: {x!r} has no batch. Give it more rows or a smaller batch size, or leave out"
+            " drop_remainder=True, which drops a batch that is not full."
+        )
     if isinstance(error, DistributaryError) or not isinstance(error, (TypeError, ValueError)):
         return error
     is_batches = type(x) is list and all(type(item) is tuple for item in x)
