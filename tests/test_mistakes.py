@@ -670,6 +670,18 @@ told_each(
             ".predict: <distributary.data.Dataset: | has no batch | drop_remainder=True",
             lambda s: _model(s).predict(_EMPTY.map(lambda x, y: x), verbose=0),
         ),
+        "batch_size_0": (
+            "fit: batch_size is 0, expected a whole number from 1",
+            lambda s: _model(s).fit(BATCH, np.ones((8, 4)), batch_size=0, verbose=0),
+        ),
+        "batch_size_in_quotes": (
+            "evaluate: batch_size is '32', expected a whole number from 1",
+            lambda s: _model(s).evaluate(BATCH, np.ones((8, 4)), batch_size="32", verbose=0),
+        ),
+        "negative_batch_size": (
+            "predict: batch_size is -1, expected a whole number from 1",
+            lambda s: _model(s).predict({"x": BATCH}, batch_size=-1, verbose=0),
+        ),
     }
 )
 

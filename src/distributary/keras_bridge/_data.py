@@ -30,7 +30,7 @@ from distributary.data import (
     kept,
 )
 from distributary.devices import private
-from distributary.errors import DistributaryError, InvalidValueError, OutOfRangeError
+from distributary.errors import DistributaryError, InvalidValueError, OutOfRangeError, shown
 from distributary.job import consensus
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._text import require_numbers
@@ -86,6 +86,7 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(x, DistributedDataset):
             arrays = [x, arguments.get("y"), arguments.get("sample_weight")]
             require_numbers("fit, evaluate or predict", arrays)
+            _check_batch_size(x, arguments.get("batch_size"))
             if isinstance(x, GeneratorType) and has_strategy():
                 x = (kept(batch) for batch in x)  # Keras reads the first ones ahead
             return _noted(original(x, **arguments))
@@ -98,6 +99,18 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         return _noted(DatasetAdapter(x, arguments.get("class_weight")))
 
     return get_data_adapter
+
+
+def _check_batch_size(x: object, batch_size: Any) -> None:
+    """Checks the batch size of arrays; Keras takes 0 for 32."""
+    if batch_size is None or not (hasattr(x, "shape") or isinstance(x, (list, tuple, dict))):
+        return
+    if isinstance(batch_size, str) or batch_size < 1:
+        call = current_call.get()
+        raise InvalidValueError(
+            f"{'fit, evaluate or predict' if call is None else call.method}: batch_size is"
+            f" {shown(batch_size)}, expected a whole number from 1."
+        )
 
 
 def check_given(what: str, arguments: Mapping[str, Any], *names: str) -> None:
