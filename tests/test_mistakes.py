@@ -682,6 +682,12 @@ told_each(
             "predict: batch_size is -1, expected a whole number from 1",
             lambda s: _model(s).predict({"x": BATCH}, batch_size=-1, verbose=0),
         ),
+        "class_as_callback": (
+            "fit: callbacks has the class EarlyStopping | EarlyStopping()",
+            lambda s: _model(s).fit(
+                BATCH, np.ones((8, 4)), callbacks=[keras.callbacks.EarlyStopping], verbose=0
+            ),
+        ),
     }
 )
 

@@ -11,6 +11,7 @@ import keras
 
 from distributary.context import get_strategy
 from distributary.devices import Fit, JobEvent, job_programs, progress
+from distributary.errors import InvalidTypeError
 from distributary.job import consensus, copies
 from distributary.keras_bridge._data import current_call
 from distributary.keras_bridge._models import strategy_of
@@ -75,6 +76,13 @@ class LeanCallbackList(keras.callbacks.CallbackList):
         call = current_call.get()
         assert call is not None
         callbacks = keras.tree.flatten(callbacks) if callbacks else []
+        for callback in callbacks:
+            if isinstance(callback, type):
+                name = callback.__name__
+                raise InvalidTypeError(
+                    f"{call.method}: callbacks has the class {name}. Write {name}() with its"
+                    " arguments, an object of the class."
+                )
         # Last, as it saves what the others decide, and restores them after they have begun.
         callbacks.sort(key=is_backup)
         call.callbacks = [c for c in callbacks if not (is_backup(c) or _is_of_chief(c))]
