@@ -688,6 +688,12 @@ told_each(
                 BATCH, np.ones((8, 4)), callbacks=[keras.callbacks.EarlyStopping], verbose=0
             ),
         ),
+        "metric_made_in_a_step": (
+            "A step makes the variable 'new_metric/total' | before, in strategy.scope()",
+            lambda s: s.run(
+                lambda batch: keras.metrics.Mean("new_metric").update_state(batch), args=(BATCH,)
+            ),
+        ),
     }
 )
 

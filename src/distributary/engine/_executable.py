@@ -33,6 +33,7 @@ from distributary.engine._arguments import inside_jax, placed_struct_of, traced
 from distributary.engine._collectives import collective_bytes
 from distributary.engine._placement import Placement
 from distributary.engine._staged import StagedProgram
+from distributary.errors import ContextError
 from distributary.job import copies
 from distributary.programs import TracedProgram
 from distributary.programs.xla_cpu import with_cpu_rewrites
@@ -393,7 +394,13 @@ def _last_output(result: Any) -> Any:
 
 
 def _sharding_of(handle: Handle) -> Any:
-    layout = handle.cell()._layout
+    variable = handle.cell()
+    if variable is None:
+        raise ContextError(
+            f"A step makes the variable {handle.name!r}, which is gone when the step ends. Make"
+            " metrics and variables before, in strategy.scope(), and use them in the step."
+        )
+    layout = variable._layout
     mesh = layout.strategy.extended.mesh
     if mesh is None or mesh.size == 1:
         return None
