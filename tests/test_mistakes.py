@@ -763,6 +763,10 @@ told_each(
         ),
         "abstract_strategy": ("Strategy | MirroredStrategy", lambda s: dist.Strategy()),
         "misspelled_strategy": ("MirroredStrategy", lambda s: dist.MirorredStrategy),
+        "argument_without_experimental": (
+            "'shard_optimizer_state' | Did you mean 'experimental_shard_optimizer_state'?",
+            lambda s: dist.MirroredStrategy(shard_optimizer_state=True),
+        ),
         "pickled_strategy": (
             "cannot be pickled | each process | distributary.checkpoint.Checkpoint",
             lambda s: pickle.dumps(s),

@@ -1,6 +1,7 @@
 """The interface of every strategy."""
 
 import abc
+import difflib
 import functools
 import html
 import inspect
@@ -95,10 +96,14 @@ def _advised(init: Callable[..., None]) -> Callable[..., None]:
         except TypeError as error:
             called = error.__traceback__ and error.__traceback__.tb_next
             if called is None:  # Python cannot call it with these arguments
+                text = f"{type(self).__name__}: {str(error).rpartition('() ')[2]}."
                 for names, remedy in OF_ARGUMENTS.items():
                     if any(f"'{name}'" in str(error) for name in names.split()):
-                        text = f"{type(self).__name__}: {str(error).rpartition('() ')[2]}. {remedy}"
-                        raise InvalidTypeError(text) from None
+                        raise InvalidTypeError(f"{text} {remedy}") from None
+                known = [*signature.parameters][1:]
+                for name in kwargs.keys() - known if "unexpected" in text else ():
+                    for close in difflib.get_close_matches(name, known, 1, 0.75):
+                        raise InvalidTypeError(f"{text} Did you mean {close!r}?") from None
             raise
 
     return __init__
