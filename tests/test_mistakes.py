@@ -788,6 +788,10 @@ told_each(
             "the function <lambda> | Expected an iterable of batches",
             lambda s: s.experimental_distribute_dataset(lambda context: [BATCH]),
         ),
+        "dataset_function_without_a_context": (
+            "distribute_datasets_from_function | the function <lambda> | def dataset_fn(context):",
+            lambda s: s.distribute_datasets_from_function(lambda: [BATCH]),
+        ),
         "string_of_devices": (
             "'gpus' is not a device | GPU:0",
             lambda s: dist.MirroredStrategy("gpus"),

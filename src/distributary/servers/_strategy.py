@@ -36,7 +36,13 @@ from distributary.servers._per_worker import closure_number
 from distributary.servers._processes import cluster_of
 from distributary.servers._rows import SparseUpdate
 from distributary.servers._sources import DistributedSource
-from distributary.strategies import MISSING, RemoteSteps, Strategy, StrategyExtended
+from distributary.strategies import (
+    MISSING,
+    RemoteSteps,
+    Strategy,
+    StrategyExtended,
+    check_dataset_fn,
+)
 from distributary.tracing import push, user_stacklevel
 from distributary.variables import (
     AggregatedVariable,
@@ -209,11 +215,7 @@ class ParameterServerStrategy(Strategy):
 
         Source: `tf.distribute.ParameterServerStrategy.distribute_datasets_from_function`.
         """
-        if not callable(dataset_fn):
-            raise InvalidTypeError(
-                f"distribute_datasets_from_function: dataset_fn is {shown(dataset_fn)}, expected a"
-                " function from an InputContext to an iterable of batches."
-            )
+        check_dataset_fn(dataset_fn)
         return self._distributed(dataset_fn, True, options)
 
     def _distributed(

@@ -109,6 +109,27 @@ def _advised(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def check_dataset_fn(dataset_fn: object) -> None:
+    """Checks the argument of `distribute_datasets_from_function`."""
+    what = "distribute_datasets_from_function"
+    if not callable(dataset_fn):
+        raise InvalidTypeError(
+            f"{what}: dataset_fn is {shown(dataset_fn)}, expected a function from an InputContext"
+            " to an iterable of batches."
+        )
+    try:
+        signature = inspect.signature(dataset_fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(InputContext())
+    except TypeError as error:
+        raise InvalidTypeError(
+            f"{what} calls {shown(dataset_fn)} with an InputContext: {error}. Write def"
+            " dataset_fn(context):"
+        ) from None
+
+
 MISSING: Any = object()
 """Default of an argument that is required, but whose absence needs a message of its own."""
 
@@ -371,11 +392,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
         Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
         """
-        if not callable(dataset_fn):
-            raise InvalidTypeError(
-                f"distribute_datasets_from_function: dataset_fn is {shown(dataset_fn)}, expected a"
-                " function from an InputContext to an iterable of batches."
-            )
+        check_dataset_fn(dataset_fn)
         return self._extended.distribute_datasets_from_function(dataset_fn, options)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
