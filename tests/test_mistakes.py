@@ -763,6 +763,11 @@ told_each(
         ),
         "abstract_strategy": ("Strategy | MirroredStrategy", lambda s: dist.Strategy()),
         "misspelled_strategy": ("MirroredStrategy", lambda s: dist.MirorredStrategy),
+        "average_of_reduce_op": (
+            "ReduceOp has no attribute 'AVG'. Write ReduceOp.MEAN.",
+            lambda s: dist.ReduceOp.AVG,
+        ),
+        "case_of_reduce_op": ("ReduceOp.SUM", lambda s: dist.ReduceOp.Sum),
         "argument_without_experimental": (
             "'shard_optimizer_state' | Did you mean 'experimental_shard_optimizer_state'?",
             lambda s: dist.MirroredStrategy(shard_optimizer_state=True),

@@ -3,14 +3,30 @@
 import enum
 import math
 from dataclasses import dataclass, fields, replace
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
+from distributary._late import no_attribute
 from distributary.errors import InvalidTypeError, InvalidValueError, check_type
 
 _MIN_HEARTBEAT_TIMEOUT_SECONDS = 3
 
 
-class VariableAggregation(enum.Enum):
+class _Choice(enum.EnumMeta):
+    """The type of choices that people look up under other names."""
+
+    if not TYPE_CHECKING:  # or type checkers accept any name
+
+        def __getattr__(cls, name: str) -> Any:
+            members = vars(cls).get("_member_map_", {})
+            if name in members:  # up to Python 3.11
+                return members[name]
+            advice = {"AVG AVERAGE avg average": f"Write {cls.__name__}.MEAN."}
+            if name.upper() in members:
+                advice[name] = f"Write {cls.__name__}.{name.upper()}."
+            raise no_attribute(cls.__name__, name, advice, members)
+
+
+class VariableAggregation(enum.Enum, metaclass=_Choice):
     """The way in which values that replicas assign, or copies that are read, become one value.
 
     * `NONE`: they are not combined.
@@ -44,7 +60,7 @@ class VariableSynchronization(enum.Enum):
     ON_READ = 3
 
 
-class ReduceOp(enum.Enum):
+class ReduceOp(enum.Enum, metaclass=_Choice):
     """The way in which values of the replicas are combined.
 
     * `SUM`: their sum.
