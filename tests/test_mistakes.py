@@ -18,6 +18,7 @@ import scipy.sparse
 from flax import nnx
 
 import distributary as dist
+import distributary.compat.tensorflow as tf
 
 BATCH = np.arange(24, dtype=np.float32).reshape(8, 3)
 AS_IT_IS = dist.RunOptions(autograph=False)  # otherwise the control flow is converted
@@ -763,6 +764,10 @@ told_each(
         ),
         "abstract_strategy": ("Strategy | MirroredStrategy", lambda s: dist.Strategy()),
         "misspelled_strategy": ("MirroredStrategy", lambda s: dist.MirorredStrategy),
+        "misspelled_strategy_of_tensorflow": (
+            "tf.distribute.MirrorStrategy | Did you mean 'MirroredStrategy'?",
+            lambda s: tf.distribute.MirrorStrategy,
+        ),
         "average_of_reduce_op": (
             "ReduceOp has no attribute 'AVG'. Write ReduceOp.MEAN.",
             lambda s: dist.ReduceOp.AVG,

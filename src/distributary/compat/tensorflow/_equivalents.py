@@ -170,6 +170,9 @@ EQUIVALENTS: dict[str, str] = {
     name: advice for names, advice in _ADVICE.items() for name in names.split()
 }
 
+#: The advice for a name about which nothing is known.
+ANYTHING = "jax.numpy, jax.lax, keras.ops or distributary; docs/api/tensorflow.md has a table"
+
 # Modules in which a function of the same name usually has the same meaning.
 _SEARCHED = ("numpy", "nn", "lax", "scipy.special", "numpy.linalg", "scipy.linalg", "numpy.fft")
 
@@ -189,4 +192,4 @@ def equivalent(name: str) -> str:
         if space in EQUIVALENTS:
             return EQUIVALENTS[space]
         space = space.rpartition(".")[0]
-    return "jax.numpy, jax.lax, keras.ops or distributary; docs/api/tensorflow.md has a table"
+    return ANYTHING

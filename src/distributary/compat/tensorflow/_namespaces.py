@@ -1,11 +1,12 @@
 """The modules `tf`, `tf.distribute`, `tf.nn`, ..., and the errors for names that they lack."""
 
+import difflib
 import importlib
 import sys
 from types import ModuleType
 from typing import Any
 
-from distributary.compat.tensorflow._equivalents import equivalent
+from distributary.compat.tensorflow._equivalents import ANYTHING, equivalent
 from distributary.compat.tensorflow._names import MODULES, Late, names_of
 from distributary.tensorflow._operations import Operation
 
@@ -37,7 +38,11 @@ def lookup(module: str, name: str) -> Any:
         return importlib.import_module(f"{_ROOT}.{full}")
     message = f"tf.{full} is not among the names that {_ROOT} has."
     if not name.startswith("_"):
-        message = f"{message} Use in its place: {equivalent(full)}."
+        remedy = equivalent(full)
+        is_unknown = remedy == ANYTHING and module in MODULES
+        close = difflib.get_close_matches(name, names_in(module) if is_unknown else (), 1, 0.85)
+        advice = f"Did you mean {close[0]!r}?" if close else f"Use in its place: {remedy}."
+        message = f"{message} {advice}"
     raise AttributeError(message, name=name)
 
 
