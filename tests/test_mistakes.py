@@ -1,5 +1,6 @@
 """Mistakes that people make in their first hour, and what they are told."""
 
+import os
 import pickle
 import re
 import subprocess
@@ -923,6 +924,21 @@ def test_a_model_outside_of_the_scope_is_told_so_once(tmp_path):
     assert line.startswith(f"{script} sequential.fit runs on one device")
     assert "with strategy.scope():" in line
     _check_short(line.removeprefix(str(script)))
+
+
+@pytest.mark.parametrize(("backend", "is_told"), [("Jax", True), ("torch", False), ("jax", False)])
+def test_a_misspelled_backend_of_keras_is_told(backend, is_told):
+    ended = subprocess.run(
+        [sys.executable, "-c", "import distributary"],
+        env={**os.environ, "KERAS_BACKEND": backend},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+
+    expected = "KERAS_BACKEND is 'Jax', which Keras does not know: write KERAS_BACKEND=jax."
+    assert (expected in ended.stderr) == is_told
+    assert is_told or not ended.stderr
 
 
 def test_a_second_model_on_one_device_is_no_mistake(strategy):

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
 from distributary import errors
@@ -186,7 +187,13 @@ _ELSEWHERE = {
 
 # The one effect of an import: Keras reads this when it is imported, and would look for TensorFlow.
 if "keras" not in sys.modules:
-    os.environ.setdefault("KERAS_BACKEND", "jax")
+    _backend = os.environ.setdefault("KERAS_BACKEND", "jax")
+    if _backend != "jax" and _backend.strip().lower() == "jax":
+        warnings.warn(
+            f"KERAS_BACKEND is {_backend!r}, which Keras does not know: write KERAS_BACKEND=jax.",
+            errors.DistributaryWarning,
+            stacklevel=2,
+        )
 
 # Imported on first use: importing jax takes a second, which the command line does without.
 if not TYPE_CHECKING:  # or type checkers accept any name
