@@ -643,3 +643,5 @@ def test_a_step_that_does_not_divide_is_told_that_gradients_are_summed(
 
     told = [one for one in caplog.messages if one.startswith("apply_gradients adds")]
     assert len(told) == count
+    assert all("divided by the rows of the global batch" in one for one in told)
+    assert all("ignore this" in one and "2 times as large" in one for one in told)

@@ -54,10 +54,10 @@ def _tell_that_gradients_are_summed() -> None:
         return
     _warned.add(context.strategy)
     _log.warning(
-        "apply_gradients adds the gradients of %d replicas, as tf.distribute does. The loss of a"
-        " replica must be its part of the mean: divide a sum over its rows by the rows of the"
-        " global batch, as tf.nn.compute_average_loss does, or take a loss of Keras. A jnp.mean"
-        " over its own rows makes the step %d times as large.",
+        "apply_gradients adds the gradients of %d replicas, as tf.distribute does. If the loss is a"
+        " sum divided by the rows of the global batch, as of tf.nn.compute_average_loss, ignore"
+        " this. A jnp.mean over the replica's own rows makes the step %d times as large: divide its"
+        " sum by the rows of the global batch, or take a loss of Keras.",
         context.strategy.extended.num_replicas,
         context.strategy.extended.num_replicas,
     )
