@@ -9,17 +9,17 @@ reads `params`.
 """
 
 import inspect
+import logging
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
 import numpy as np
 
-from distributary.errors import DistributaryWarning, TracedValueError
-from distributary.tracing._scope import user_stacklevel
+from distributary.errors import TracedValueError
 
+_log = logging.getLogger(__name__)
 _DEPTH = 8  # a list can contain itself
 _ARRAYS = (jax.Array, np.ndarray)
 
@@ -68,11 +68,13 @@ class OuterNames:
                     f" runs would start from the first value again. Return the new {name} from"
                     " the step, or keep it in a distributary.Variable."
                 )
-            warnings.warn(
-                f"{step} keeps an array in {name}, which is outside of it. Arrays of a step have no"
-                f" values there. Return it, and put what run returns into {name}.",
-                DistributaryWarning,
-                stacklevel=user_stacklevel(),
+            # It may only count traces, so there is no warning that a program can make an error.
+            _log.warning(
+                "%s keeps an array in %s, which is outside of it. Arrays of a step have no values"
+                " there. Return it, and put what run returns into %s.",
+                step,
+                name,
+                name,
             )
 
 
