@@ -47,6 +47,7 @@ def test_a_job_that_cannot_start_with_all_workers_goes_on_with_fewer(launch):
     script = """
 put(f"{restart}.{name}", len(config["cluster"]["worker"]))
 if restart == 0 and name == "worker2":
+    wait_for("0.worker0"), wait_for("0.worker1")
     os.kill(os.getpid(), signal.SIGKILL)
 if restart == 1 and name == "worker0":
     os.write(int(os.environ["DISTRIBUTARY_STATUS_FD"]), b'{"step": 1}\\n')
