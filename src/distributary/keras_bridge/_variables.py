@@ -305,21 +305,26 @@ def _in_scope(scope: Any) -> Iterator[None]:
         keras_private.set_global_attribute("stateless_scope", inner)
 
 
+def _outside_of_keras(scope: Any) -> Any:
+    """Returns the trace around scopes of Keras, or None."""
+    while type(scope) is keras.StatelessScope:
+        scope = scope.original_scope
+    return scope
+
+
 def scope_that_knows(variable: Any) -> AbstractContextManager[None]:
     """Runs the block in the innermost scope that has a value of a variable, see `model_step`."""
-    scope = inner = keras_private.get_stateless_scope()
-    step = _model_step.get()
-    is_step = step is not None or current_scope() is not None
-    if inner is None or not is_step or keras_private.in_symbolic_scope():
+    scope, step = (inner := keras_private.get_stateless_scope()), _model_step.get()
+    is_step = inner is not None and (step is not None or current_scope() is not None)
+    if not is_step or keras_private.in_symbolic_scope():
         return nullcontext()
-    is_kept = step is not None and id(variable) in step.kept
-    while type(scope) is keras.StatelessScope:
-        if not is_kept and scope.get_current_value(variable) is not None:
-            break
-        scope = scope.original_scope
+    if step is not None and id(variable) in step.kept:
+        scope = _outside_of_keras(inner)
     else:
-        if step is not None and step.applied.get_current_value(variable) is not None:
-            scope = scope if is_kept else step.applied
+        while type(scope) is keras.StatelessScope and scope.get_current_value(variable) is None:
+            scope = scope.original_scope
+        if step is not None and type(scope) is not keras.StatelessScope:
+            scope = step.applied if step.applied.get_current_value(variable) is not None else scope
     return nullcontext() if scope is inner else _in_scope(scope)
 
 
@@ -329,19 +334,17 @@ def add_update(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_update(self: Any, update: tuple[Any, Any]) -> None:
         variable, value = update
         step = _model_step.get()
-        is_known = id(variable) in self.state_mapping
-        if step is None or is_known or self is step.applied:
-            original(self, update)
         if step is None:
+            original(self, update)
             return
-        if is_known and _in_parts.get():  # by an optimizer
-            original(step.applied, update)
-        if is_known and id(variable) not in step.kept:
-            return
+        if id(variable) in self.state_mapping:
+            original(self, update)
+            if _in_parts.get():  # by an optimizer
+                original(step.applied, update)
+            if id(variable) not in step.kept:
+                return
         step.kept.add(id(variable))
-        scope = self
-        while type(scope) is keras.StatelessScope:
-            scope = scope.original_scope
+        scope = _outside_of_keras(self)
         if scope is None:
             value = computed(f"Keras variable {variable.path!r}: assign", value)
         with _in_scope(scope):

@@ -109,9 +109,9 @@ def size(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> Any:
 
 def concat(values: Any, axis: int) -> Any:
     """`tf.concat`."""
-    # Sizes of arrays, put together while a step is traced, stay numbers that Python can read.
     if any(map(is_text, values)):
         return host_array(np.concatenate([array(value) for value in values], axis))
+    # Sizes of arrays, put together while a step is traced, stay numbers that Python can read.
     is_known = not any(map(is_traced, jax.tree.leaves(values)))
     with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():
         return jnp.concatenate([array(value) for value in values], axis)

@@ -112,28 +112,24 @@ def cumprod(x: Array, axis: int = 0, exclusive: bool = False, reverse: bool = Fa
 
 
 def _accumulated(
-    accumulate: Callable[..., Array],
-    start: int,
-    x: Array,
-    axis: int,
-    exclusive: bool,
-    reverse: bool,
+    combine: Callable[..., Array], start: int, x: Array, axis: int, exclusive: bool, reverse: bool
 ) -> Array:
-    x = jnp.moveaxis(x, axis, 0)
-    x = x[::-1] if reverse else x
+    x = jnp.moveaxis(x, axis, 0)[:: -1 if reverse else 1]
     if exclusive:
         x = jnp.concatenate([jnp.full_like(x[:1], start), x[:-1]])
-    sums = accumulate(x, 0, dtype=x.dtype)
-    return jnp.moveaxis(sums[::-1] if reverse else sums, 0, axis)
+    sums = combine(x, 0, dtype=x.dtype)
+    return jnp.moveaxis(sums[:: -1 if reverse else 1], 0, axis)
 
 
 def _of_segments(reduce: Callable[..., Array], empty: int | None) -> Callable[..., Array]:
     """Returns a reduction of segments; those without rows are `empty`, or extreme numbers."""
+    if reduce is jax.ops.segment_sum:  # which is 0 there
+        return reduce
 
     def reduced(data: Array, segment_ids: Array, num_segments: int | None = None) -> Array:
         result = reduce(data, segment_ids, num_segments)
         rows = jax.ops.segment_sum(jnp.ones_like(segment_ids), segment_ids, num_segments)
-        has_rows = (rows > 0).reshape(-1, *[1] * (result.ndim - 1))
+        has_rows = jnp.expand_dims(rows > 0, range(1, result.ndim))
         # JAX has infinities there.
         other = jnp.nan_to_num(result) if empty is None else jnp.asarray(empty, result.dtype)
         return jnp.where(has_rows, result, other)
