@@ -19,6 +19,10 @@ from distributary.checkpoint._commit import (
     read as read,
     read_arrays as read_arrays,
 )
+from distributary.checkpoint._compiled import (
+    keep_programs as keep_programs,
+    remove_programs as remove_programs,
+)
 from distributary.checkpoint._deferred import settle as settle
 from distributary.checkpoint._manager import CheckpointManager
 from distributary.checkpoint._preemption import PreemptionCheckpointHandler, TerminationConfig

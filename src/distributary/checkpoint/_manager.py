@@ -13,6 +13,7 @@ import numpy as np
 
 from distributary.checkpoint._checkpoint import Checkpoint
 from distributary.checkpoint._commit import Saved, numbered, remove
+from distributary.checkpoint._compiled import keep_programs
 from distributary.checkpoint._save_locks import wait_for_writers
 from distributary.checkpoint._saving import Save
 from distributary.checkpoint._workers import agree
@@ -34,6 +35,10 @@ class CheckpointManager:
     the thread fails, the next call that saves, waits or asks for checkpoints raises the error.
 
     With several workers, all of them create the manager and call its methods, in the same order.
+
+    JAX keeps compiled programs in the directory, too, in the folder `compiled`, for the next start.
+    `JAX_COMPILATION_CACHE_DIR` names another folder; `JAX_ENABLE_COMPILATION_CACHE=false` keeps
+    none.
 
     Args:
         checkpoint: The checkpoint to save.
@@ -104,6 +109,7 @@ class CheckpointManager:
         #: The checkpoint that is saved.
         self.checkpoint = checkpoint
         self._directory = Path(directory).absolute()
+        keep_programs(self._directory)
         #: Directory of the checkpoints.
         self.directory = str(self._directory)
         self._max_to_keep = max_to_keep

@@ -158,9 +158,12 @@ class Progress:
 def _say_slow() -> None:
     _log.warning(
         "Compiling a step for more than %g s. This comes once for each shape of a batch, and takes"
-        " longer for larger models. JAX_COMPILATION_CACHE_DIR keeps what is compiled for the next"
-        " start.",
+        " longer for larger models.%s",
         _PATIENCE_SECONDS,
+        ""
+        if jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+        else " A CheckpointManager, BackupAndRestore, or JAX_COMPILATION_CACHE_DIR keeps what is"
+        " compiled for the next start.",
     )
 
 

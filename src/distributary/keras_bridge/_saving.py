@@ -23,7 +23,13 @@ import h5py  # type: ignore[import-untyped]
 import keras
 import numpy as np
 
-from distributary.checkpoint import hold, of_tensorflow, release
+from distributary.checkpoint import (
+    hold,
+    keep_programs,
+    of_tensorflow,
+    release,
+    remove_programs,
+)
 from distributary.context import default_mode, entered, get_strategy, has_strategy
 from distributary.devices import job_programs, progress
 from distributary.errors import CheckpointError, ClusterError, InvalidValueError
@@ -271,6 +277,8 @@ def distribute(callback: keras.callbacks.BackupAndRestore) -> None:
     for name, function in (("_save_model", _backup), ("_load_model", _restore)):
         original = vars(find("keras.callbacks.BackupAndRestore", name))[name]
         setattr(callback, name, functools.partial(function, callback, original))
+    if not file_utils.is_remote_path(callback.backup_dir):
+        keep_programs(Path(callback.backup_dir).absolute())
 
 
 def _backup(callback: Any, original: Callable[[Any], None]) -> None:
@@ -534,8 +542,10 @@ def ending(callbacks: Sequence[Any]) -> Iterator[None]:
     finally:
         for callback, deletes in backups:
             callback.delete_checkpoint = deletes
-    if get_strategy().extended.worker_number == 0:
-        for callback, deletes in backups:
+    for callback, deletes in backups:
+        if deletes:
+            remove_programs(Path(callback.backup_dir).absolute())
+        if get_strategy().extended.worker_number == 0:
             _end_backup(callback, deletes)
 
 
