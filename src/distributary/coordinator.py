@@ -14,6 +14,7 @@ from distributary.servers import (
     WorkerStatistics,
     experimental_get_current_worker_index,
     local_cluster,
+    ray,
     ray_cluster,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "WorkerStatistics",
     "experimental_get_current_worker_index",
     "local_cluster",
+    "ray",
     "ray_cluster",
 ]
 

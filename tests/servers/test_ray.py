@@ -1,7 +1,9 @@
 """Workers and servers that a Ray on this machine starts, and starts again."""
 
+import concurrent.futures
 import os
 import sys
+import threading
 import types
 
 import numpy as np
@@ -18,6 +20,7 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 
 _SECONDS = 60.0  # more than anything takes
+_HALF = {"worker_options": {"num_cpus": 0.5}}
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +162,88 @@ def test_several_machines_need_certificates(machines, certificates, new_job, mon
 
         assert job.counts() == [10, 10]
     machines.remove_node(node)
+
+
+def _train(x, w):
+    """Returns the rank, the number of workers, and w after a step with the gradient of x."""
+    strategy = dist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        weight = dist.Variable(np.float32(w), aggregation=dist.VariableAggregation.SUM)
+
+    def step(x):
+        weight.assign_sub(x.sum())
+
+    data = dist.data.Dataset.from_tensor_slices(x).batch(len(x))
+    for row in strategy.experimental_distribute_dataset(data):
+        strategy.run(step, (row,))
+    extended = strategy.extended
+    return extended.worker_number, extended.num_workers, float(weight.numpy())
+
+
+def test_workers_on_ray_train_together_and_return_their_results(machines):
+    x = np.arange(6, dtype=np.float32)
+
+    results = dist.experimental.ray(_train, x, 100.0, workers=2, **_HALF)
+
+    assert results == [(rank, 2, 100.0 - x.sum()) for rank in range(2)]
+
+
+def test_parameter_servers_on_ray_train_in_this_process(machines):
+    def train(cluster, number):
+        job = _Job(cluster)
+        job.run(number)
+        job.coordinator.join()
+        return os.getpid(), job.counts()
+
+    assert dist.experimental.ray(train, 5, workers=1, ps=2, **_HALF) == (os.getpid(), [5, 5])
+
+
+def test_workers_start_again_when_one_is_lost(machines, tmp_path):
+    def train():
+        (tmp_path / f"{os.environ['TF_CONFIG'][-3]} {os.environ['DISTRIBUTARY_RESTART']}").touch()
+        strategy = dist.MultiWorkerMirroredStrategy()
+        if os.environ["DISTRIBUTARY_RESTART"] == "0" and not strategy.is_chief:
+            os.kill(os.getpid(), 9)
+        return float(strategy.reduce("SUM", strategy.run(lambda: np.float32(2)), axis=None))
+
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        dist.experimental.ray(train, workers=2, **_HALF)
+    assert dist.experimental.ray(train, workers=2, max_restarts=1, **_HALF) == [4.0, 4.0]
+    assert {path.name for path in tmp_path.iterdir()} == {"0 0", "1 0", "0 1", "1 1"}
+
+
+def test_the_error_of_a_worker_is_raised_here(machines):
+    def train():
+        if not dist.MultiWorkerMirroredStrategy().is_chief:
+            raise KeyError("no such column")
+
+    with pytest.raises(KeyError, match="no such column"):
+        dist.experimental.ray(train, workers=2, **_HALF)
+
+
+def test_a_training_grows_when_there_is_a_place(machines, tmp_path):
+    def train():
+        num_workers = dist.MultiWorkerMirroredStrategy().extended.num_workers
+        (tmp_path / str(num_workers)).touch()
+        while num_workers == 1:
+            threading.Event().wait(0.1)
+        return num_workers
+
+    nodes = [machines.add_node(num_cpus=1, resources={"place": 1})]
+    with concurrent.futures.ThreadPoolExecutor() as executor:
+        options = {"workers": (1, 2), "worker_options": {"resources": {"place": 1}}}
+        training = executor.submit(dist.experimental.ray, train, **options)
+        while not (tmp_path / "1").exists() and not training.done():
+            threading.Event().wait(0.1)
+        nodes.append(machines.add_node(num_cpus=1, resources={"place": 1}))
+        results = training.result()
+    for node in nodes:
+        machines.remove_node(node)
+
+    assert results == [2, 2]
+
+
+@pytest.mark.parametrize("workers", [0, (2, 1), (0, 2), "2"])
+def test_numbers_of_workers_are_checked(workers):
+    with pytest.raises((ValueError, TypeError), match=r"^ray: workers is .*, expected"):
+        dist.experimental.ray(_train, workers=workers)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from distributary.checkpoint import PreemptionCheckpointHandler, TerminationConfig
     from distributary.data import Optional
     from distributary.experimental import partitioners
-    from distributary.servers import ParameterServerStrategy, local_cluster, ray_cluster
+    from distributary.servers import ParameterServerStrategy, local_cluster, ray, ray_cluster
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
     from distributary.tools.monitoring import StatisticsLogger, dashboard, profile
 
@@ -33,6 +33,7 @@ __all__ = [
     "local_cluster",
     "partitioners",
     "profile",
+    "ray",
     "ray_cluster",
 ]
 
@@ -51,7 +52,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
         {
             "distributary.checkpoint": "PreemptionCheckpointHandler TerminationConfig",
             "distributary.coordinator": (
-                "ParameterServerStrategy coordinator local_cluster ray_cluster"
+                "ParameterServerStrategy coordinator local_cluster ray ray_cluster"
             ),
             "distributary.data": "Optional",
             "distributary.experimental.partitioners": "partitioners",

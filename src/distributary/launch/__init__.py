@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from distributary.launch._numbers import Numbers, finite, numbers_of, rates
     from distributary.launch._status import refuse_job, report, report_progress, size_of_job
     from distributary.launch._supervisor import run
-    from distributary.launch._worker import ALLOCATOR_SETTINGS, free_addresses
+    from distributary.launch._worker import ALLOCATOR_SETTINGS, RESTART_VARIABLE, free_addresses
 
 __all__ = [
     "ALLOCATOR_SETTINGS",
+    "RESTART_VARIABLE",
     "Answer",
     "HostOptions",
     "HttpServer",
@@ -43,6 +44,6 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "_numbers": "Numbers finite numbers_of rates",
             "_status": "refuse_job report report_progress size_of_job",
             "_supervisor": "run",
-            "_worker": "ALLOCATOR_SETTINGS free_addresses",
+            "_worker": "ALLOCATOR_SETTINGS RESTART_VARIABLE free_addresses",
         },
     )

@@ -10,6 +10,7 @@ from distributary.servers._per_worker import (
 )
 from distributary.servers._queue import RemoteValue
 from distributary.servers._ray import ray_cluster
+from distributary.servers._ray_training import ray
 from distributary.servers._server import Server
 from distributary.servers._statistics import (
     CoordinatorStatistics,
@@ -31,5 +32,6 @@ __all__ = [
     "WorkerStatistics",
     "experimental_get_current_worker_index",
     "local_cluster",
+    "ray",
     "ray_cluster",
 ]

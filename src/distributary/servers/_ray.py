@@ -7,7 +7,7 @@ import functools
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Final, final
 
@@ -35,7 +35,7 @@ class RayCluster(Cluster):
     def __init__(
         self, numbers: Mapping[str, int], overrides: Mapping[str, Mapping[str, Any]], insecure: bool
     ) -> None:
-        self._ray = ray = _import_ray()
+        self._ray = ray = import_ray()
         environ = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         is_local = not (insecure or CERTIFICATES_VARIABLE in environ)
         if is_local:
@@ -90,11 +90,7 @@ class RayCluster(Cluster):
         _, late = self._ray.wait([*calls.values()], num_returns=len(calls), timeout=seconds)
         if late:
             names = [f"{task_type} {i}" for (task_type, i), call in calls.items() if call in late]
-            raise ClusterError(
-                f"ray_cluster: after {seconds:g} s, Ray has not started {', '.join(names)}. Free"
-                f" are {self._ray.available_resources()}; worker_options and ps_options say what"
-                " every task asks for."
-            )
+            raise not_started("ray_cluster", self._ray, seconds, names)
         addresses: dict[str, dict[int, str]] = {"ps": {}, "worker": {}}
         for (task_type, i), call in calls.items():
             try:
@@ -149,6 +145,17 @@ def ray_cluster(
     return RayCluster({"ps": ps, "worker": workers}, options, insecure)
 
 
+def not_started(
+    caller: str, library: ModuleType, seconds: float, names: Sequence[str]
+) -> ClusterError:
+    """Returns the error for actors that Ray has no place for."""
+    return ClusterError(
+        f"{caller}: after {seconds:g} s, Ray has not started {', '.join(names)}. Free are"
+        f" {library.available_resources()}; worker_options and ps_options say what every task asks"
+        " for."
+    )
+
+
 class RayTask:
     """A worker or server in a Ray actor."""
 
@@ -157,7 +164,7 @@ class RayTask:
 
     def address(self, host: str | None) -> str:
         """Returns a free address of a host; None stands for the machine."""
-        (address,) = free_addresses(host or _import_ray().util.get_node_ip_address(), 1)
+        (address,) = free_addresses(host or import_ray().util.get_node_ip_address(), 1)
         return address
 
     def run(
@@ -173,6 +180,11 @@ class RayTask:
         server._find = functools.partial(_find, makers)
         server.start()
         threading.Event().wait()
+
+    def call(self, environ: Mapping[str, str], train: Callable[..., Any], args: Any) -> Any:
+        """Calls a function, which finds the other workers in the environment."""
+        os.environ.update(environ)
+        return train(*args)
 
     def __repr__(self) -> str:
         return "{} {}".format(*self._task)
@@ -200,7 +212,7 @@ def _describe(makers: Any, maker: object) -> JSON:
     Raises:
         UnknownMakerError: if it cannot be serialized.
     """
-    ray = _import_ray()
+    ray = import_ray()
     try:
         content = ray.cloudpickle.dumps(maker)
     except Exception as error:  # pickling runs code of its parts, which can raise anything
@@ -210,7 +222,7 @@ def _describe(makers: Any, maker: object) -> JSON:
 
 def _find(name: str, number: JSON) -> Callable[[], Any]:
     """Returns the function with a number, from the actor with this name."""
-    ray = _import_ray()
+    ray = import_ray()
     content = ray.get(ray.get_actor(name).get.remote(number))
     try:
         return as_maker(ray.cloudpickle.loads(content))
@@ -233,5 +245,6 @@ def _here(ray: ModuleType) -> Any:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def _import_ray() -> ModuleType:
-    return import_extra("ray", "ray_cluster needs Ray", "ray")
+def import_ray() -> ModuleType:
+    """Imports Ray when it is needed."""
+    return import_extra("ray", "A job on Ray needs it", "ray")
