@@ -28,13 +28,15 @@ def test_sum_and_mean_of_every_dtype(on_replicas):
     num_replicas = 3
     host = {d: np.arange(6).reshape(2, 3) for d in DTYPES}
     components = [
-        {d: jnp.asarray(value + r, d) for d, value in host.items()} for r in range(num_replicas)
+        {d: jnp.asarray(value + r, d) for d, value in host.items()} | {"empty": jnp.zeros((0, 2))}
+        for r in range(num_replicas)
     ]
 
     results = on_replicas(lambda x: (_all_reduce("SUM", x), _all_reduce("MEAN", x)), components)
 
     total = np.arange(6).reshape(2, 3) * num_replicas + sum(range(num_replicas))
     for sums, means in results:
+        assert sums["empty"].shape == means["empty"].shape == (0, 2)
         for dtype in DTYPES:
             assert sums[dtype].dtype == dtype
             np.testing.assert_array_equal(np.asarray(sums[dtype], np.complex64), total)
@@ -58,12 +60,6 @@ def test_nests_keep_their_structure_and_operations_have_names(strategy_of):
         assert component == [jax.tree.map(lambda leaf: 2 * leaf, value)] * 4
 
 
-def test_replica_order_does_not_matter_for_the_result_every_replica_gets(on_replicas):
-    results = on_replicas(lambda x: _all_reduce("SUM", x), [jnp.float32(0.1 * r) for r in range(8)])
-
-    assert len({float(result) for result in results}) == 1
-
-
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_values_that_all_replicas_share_count_once_per_replica(num_replicas, strategy_of):
     strategy = strategy_of(num_replicas)
@@ -79,14 +75,6 @@ def test_values_that_all_replicas_share_count_once_per_replica(num_replicas, str
 
     for value, once in zip(values, [constant, 2, 3, 1.5, 5.0, 4], strict=True):
         np.testing.assert_array_equal(value, np.asarray(once) * num_replicas)
-
-
-def test_several_in_a_row_and_of_results(on_replicas):
-    def step(x):
-        total = _all_reduce("SUM", x)
-        return _all_reduce("MEAN", x * total), _all_reduce("SUM", total)
-
-    assert on_replicas(step, [1.0, 2.0])[1] == (4.5, 6.0)
 
 
 _HIGH = {
@@ -128,10 +116,8 @@ def test_means_neither_overflow_nor_get_lost(on_replicas):
     ("value", "message"),
     [
         ("text", "all_reduce: got 'text', expected an array of numbers"),
-        (b"text", "all_reduce: got b'text'"),
         (object(), "an object; expected an array of numbers"),
         (True, "got a boolean array of shape"),
-        (np.array([True]), r"got a boolean array of shape \(1,\)"),
         (np.array([None]), "expected an array of numbers"),
         (jax.random.key(0), r"all_reduce: got an array key<fry>\[\]"),
     ],
@@ -146,10 +132,7 @@ def test_what_is_no_number_is_refused(value, message, strategy_of):
     ("op", "error", "message"),
     [
         ("MAX", InvalidValueError, "reduce_op is 'MAX', which is not a valid ReduceOp"),
-        ("", InvalidValueError, "reduce_op is '', which is not a valid ReduceOp"),
         (None, InvalidTypeError, r"reduce_op is None, expected ReduceOp\.SUM or ReduceOp\.MEAN"),
-        (1, InvalidTypeError, "reduce_op is 1, expected"),
-        ([], InvalidTypeError, r"reduce_op is \[\], .* There are only these two"),
     ],
 )
 def test_unknown_operations(op, error, message, strategy_of):

@@ -11,7 +11,6 @@ import pytest
 
 import distributary as dist
 from distributary.tools.compilation import collectives_of
-from distributary.variables import CollectiveAllReduce
 
 _SHAPES = [(3,), (4, 2), (), (17,)]
 
@@ -243,30 +242,3 @@ def test_all_gradients_of_a_step_travel_in_one_all_reduce():
     text = strategy.extended.lower(step, (x,)).compile().as_text()
 
     assert [kind for kind, _ in _collectives(text)] == ["all-reduce"]
-
-
-def test_one_vector_per_dtype_gives_back_every_array():
-    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=CollectiveAllReduce())
-    nest = {
-        "bias": np.arange(3, dtype=np.float32),
-        "kernel": np.arange(12, dtype=np.float32).reshape(4, 3),
-        "count": np.int32(7),
-        "empty": np.zeros((0, 2), np.float32),
-        "loss": np.float32(0.5),
-    }
-
-    def step():
-        context = dist.get_replica_context()
-        scale = 1 + context.replica_id_in_sync_group
-        own = jax.tree.map(lambda x: x * scale.astype(x.dtype), nest)
-        return context.all_reduce("SUM", own)
-
-    result = strategy.run(step)
-
-    for name, value in nest.items():
-        for component in result[name].values:
-            np.testing.assert_array_equal(component, 3 * value, err_msg=name)
-            assert component.dtype == value.dtype
-    # The order of the arrays in the vector does not matter, so one collective per dtype is left.
-    text = strategy.extended.lower(step, ()).compile().as_text()
-    assert len(re.findall(r" all-reduce\(", text)) <= 2

@@ -1,6 +1,5 @@
 """What a merged function does with values of replicas; the call itself is in tests/context/."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,20 +18,6 @@ def test_gather_inside(on_replicas):
     )
 
     np.testing.assert_array_equal(results[0], [1, 1, 3, 3])
-
-
-def test_inside_control_flow_and_jit(on_replicas):
-    def total(x):
-        return _merge(lambda s, x: s.reduce("SUM", x, None), x)
-
-    def step(x):
-        scanned = jax.lax.scan(lambda c, row: (c + total(row), None), 0.0, x)[0]
-        return scanned, jax.jit(total)(x)
-
-    scanned, summed = on_replicas(step, [np.array([1.0, 2.0]), np.array([3.0, 4.0])])[0]
-
-    assert scanned == 10.0
-    np.testing.assert_array_equal(summed, [4, 6])
 
 
 def test_gradient_through_merge_call(on_replicas):

@@ -192,15 +192,6 @@ def test_constants_may_be_returned(sizes):
         assert np.array_equal(own, expected)
 
 
-def test_variables_show_their_only_copy():
-    strategy = dist.CentralStorageStrategy(["CPU:1", "CPU:2"])
-    with strategy.scope():
-        v = dist.Variable(1.0, name="w")
-
-    text = "<dist.Variable 'w:0' shape=() dtype=float32, numpy=1.0>"
-    assert (repr(v), str(v)) == (text, text)
-
-
 def test_other_kinds_of_memory_are_refused():
     sharding = SingleDeviceSharding(jax.devices()[1], memory_kind="unpinned_host")
     with pytest.raises(DeviceError, match="expected memory_kind='pinned_host'"):

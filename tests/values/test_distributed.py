@@ -86,9 +86,14 @@ def _replica_id():
 
 
 @pytest.mark.parametrize(
-    "make", [_of_a_step, _of_a_dataset, _of_a_function_per_replica, _of_an_on_read_variable]
+    ("make", "kind"),
+    [
+        (_of_a_step, dist.experimental.CentralStorageStrategy),
+        (_of_a_dataset, dist.MirroredStrategy),
+        (_of_a_function_per_replica, dist.MirroredStrategy),
+        (_of_an_on_read_variable, dist.experimental.CentralStorageStrategy),
+    ],
 )
-@pytest.mark.parametrize("kind", [dist.MirroredStrategy, dist.experimental.CentralStorageStrategy])
 def test_components_mix_in_arithmetic(make, kind):
     strategy = kind(["CPU:1", "CPU:2"])
     with strategy.scope():

@@ -244,16 +244,6 @@ def test_dtype_is_kept(strategy, variable):
         )
 
 
-def test_rows_on_another_device_are_brought_to_the_variable(strategy_of):
-    strategy = strategy_of(2)
-    v = _create(strategy, ["w"])["w"]
-    component = strategy_of(4).run(lambda: jnp.ones((1, WIDTH))).values[3]
-
-    v.scatter_add(dist.IndexedSlices(component, jnp.zeros(1, int)))
-
-    np.testing.assert_array_equal(v.numpy()[0], _initial()[0] + 1)
-
-
 @pytest.mark.parametrize("synchronization", [dist.VariableSynchronization.ON_WRITE, ON_READ])
 @pytest.mark.parametrize("indices", [[1, 1, 0], [[2, 3], [4, 0]], 3], ids=str)
 def test_rows_are_read(synchronization, indices, strategy):
@@ -264,17 +254,6 @@ def test_rows_are_read(synchronization, indices, strategy):
 
     for result in (read(), *strategy.run(read).values, dist.function(read)()):
         np.testing.assert_array_equal(result, _initial()[np.asarray(indices)])
-
-
-def test_replicas_read_their_own_rows(strategy_of):
-    strategy = strategy_of(4)
-    v = _create(strategy, ["w"])["w"]
-
-    rows = strategy.run(
-        lambda: v.sparse_read(dist.get_replica_context().replica_id_in_sync_group[None])
-    )
-
-    np.testing.assert_array_equal(np.concatenate(rows.values), _initial()[:4])
 
 
 def test_rows_are_read_by_integers():

@@ -153,24 +153,6 @@ def test_arrays_of_the_user_survive_donation(kind, strategy_of):
     np.testing.assert_array_equal(w.numpy(), np.full(4, 2))
 
 
-def test_results_of_a_step_survive_the_next_steps(strategy_of):
-    for strategy in (strategy_of(2), dist.OneDeviceStrategy("CPU:0"), dist.get_strategy()):
-        with strategy.scope():
-            v = dist.Variable([1.0, 2.0])
-
-        def double(v=v):
-            return v.value(), v.assign_add(v.value()), v.value()
-
-        outside = dist.function(double)
-        results = [strategy.run(double), strategy.run(double), outside(), outside()]
-
-        for step, result in enumerate(results):
-            before, assigned, after = (strategy.experimental_local_results(r)[0] for r in result)
-            np.testing.assert_array_equal(before, np.array([1.0, 2.0]) * 2**step)
-            np.testing.assert_array_equal(assigned, np.array([1.0, 2.0]) * 2 ** (step + 1))
-            np.testing.assert_array_equal(after, assigned)
-
-
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
