@@ -34,22 +34,6 @@ def test_input_signature_converts_and_checks_arguments():
         tf.function(lambda x: x, input_signature=[])(1)
 
 
-def test_elements_of_a_dataset_have_numpy():
-    images = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
-    dataset = tf.data.Dataset.from_tensor_slices((images, [5, 6, 7]))
-
-    for image, label in dataset.skip(1).take(1):
-        assert type(image.numpy()) is np.ndarray
-        np.testing.assert_array_equal(image.numpy(), images[1])
-        assert label.numpy() == 6
-        assert isinstance(label.numpy(), np.integer)
-        assert isinstance(tf.reduce_sum(image), jax.Array)
-    batch = next(iter(dataset.batch(3)))
-    np.testing.assert_array_equal((batch[1] * 2).numpy(), [10, 12, 14])
-    image, _ = next(dataset.as_numpy_iterator())
-    assert type(image) is np.ndarray
-
-
 def test_input_signature_of_a_method_is_without_self():
     class Model:
         factor = 2

@@ -284,10 +284,3 @@ def test_folders_that_are_not_saved_models_are_refused(tmp_path):
     with pytest.raises(OSError, match=r"there is no saved model at .*nowhere"):
         tf.saved_model.load(tmp_path / "nowhere")
     assert not tf.saved_model.contains_saved_model(tmp_path)
-
-
-def test_a_concrete_function_takes_arguments_in_the_order_of_its_parameters():
-    divide = tf.function(lambda x, by: x / by).get_concrete_function(OPEN, OPEN)
-
-    np.testing.assert_array_equal(divide(ROWS, 2 * np.ones_like(ROWS)), ROWS / 2)
-    assert [spec.shape for spec in divide.structured_input_signature[0]] == [(None, 2)] * 2

@@ -23,7 +23,6 @@ numbers, rows, counts = (
     for of_kind in FUNCTIONS.values()
 )
 calls = 0
-history = [0.0]
 
 
 class Record:
@@ -46,14 +45,6 @@ class Slots:
 
 
 @numbers
-def item_of_a_dict(x):
-    found = {"a": 1.0}
-    if x > 0:
-        found["a"] = x
-    return found["a"]
-
-
-@numbers
 def new_key_in_both_branches(x):
     found = {}
     if x > 0:
@@ -64,48 +55,12 @@ def new_key_in_both_branches(x):
 
 
 @numbers
-def pop_of_a_dict(x):
-    found = {"a": 1.0, "b": x}
-    y = found.pop("b") if x > 0 else found.pop("b") * 2
-    return y, len(found)
-
-
-@numbers
-def insert_and_pop(x):
-    found = [1.0, 2.0]
-    if x > 0:
-        found.insert(0, x)
-        found.pop()
-    else:
-        found[1] = -x
-    return found
-
-
-@numbers
 def another_name_for_a_list(x):
     found = [1.0]
     other = found
     if x > 0:
         other[0] = x
     return found[0]
-
-
-@numbers
-def a_list_of_lists(x):
-    table = [[1.0], [2.0]]
-    if x > 0:
-        table[0][0] = x
-        table[1].append(x)
-    else:
-        table[1].append(0.0)
-    return table
-
-
-@numbers
-def append_in_expressions(x):
-    found = [1.0]
-    _ = found.append(x) if x > 0 else found.append(2 * x)
-    return found
 
 
 @numbers
@@ -147,15 +102,6 @@ def a_name_of_the_module(x):
 
 
 @numbers
-def a_list_of_the_module(x):
-    history[0] = 0.0
-    if x > 0:
-        history[0] = x
-    found, history[0] = history[0], 0.0
-    return found
-
-
-@numbers
 def an_attribute(x):
     record = Record()
     if x > 0:
@@ -175,15 +121,6 @@ def an_attribute_in_slots(x):
 
     if x > 0:
         change()
-    return record.value
-
-
-@numbers
-def a_method_as_a_value(x):
-    record = Record()
-    add = record.add
-    if x > 0:
-        add(x)
     return record.value
 
 
@@ -296,22 +233,6 @@ def a_sum_of_all_before(xs):
 
 
 @rows
-def the_length_of_a_list_that_grows(xs):
-    found = []
-    for x in xs:
-        found.append(x * len(found))
-    return found
-
-
-@rows
-def a_list_that_only_grows(xs):
-    found = []
-    for x in xs:
-        found.append(jax.nn.relu(x) * 2)
-    return found
-
-
-@rows
 def an_object_in_a_loop(xs):
     record = Record()
     for x in xs:
@@ -366,20 +287,6 @@ def else_of_for(xs):
         total += x
     else:
         total += 100
-    return total
-
-
-@rows
-def else_of_for_in_for(xs):
-    total = 0.0
-    for x in xs:
-        for y in xs:
-            if y > x:
-                break
-            total += y
-        else:
-            break
-        total += 10
     return total
 
 

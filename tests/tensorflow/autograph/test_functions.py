@@ -36,14 +36,6 @@ def return_of_a_nest(x):
 
 
 @case(*NUMBERS)
-def bare_return(x):
-    found = []
-    if x > 1:
-        return
-    found.append(1)
-
-
-@case(*NUMBERS)
 def logic_with_python_values(x, flag=True, other=None):
     if flag and x > 0:
         x = x + 1
@@ -55,13 +47,6 @@ def logic_with_python_values(x, flag=True, other=None):
 
 
 @case(*NUMBERS)
-def python_decides(x, mode="double"):
-    if mode == "double":
-        return x * 2
-    raise ValueError(mode)
-
-
-@case(*NUMBERS)
 def a_number_takes_the_dtype_of_the_loop(x):
     total = 0
     for _ in range(3):
@@ -70,23 +55,6 @@ def a_number_takes_the_dtype_of_the_loop(x):
         x = x - 1
         total += x
     return total
-
-
-@case(*ROWS)
-def for_with_return_of_several(xs):
-    before = 0.0
-    for x in xs:
-        before += x
-        if x > 2:
-            return x, before
-    return 0.0, -1.0
-
-
-@case(*ROWS)
-def the_last_row_stays(xs):
-    for x in xs:
-        y = 2 * x
-    return x, y
 
 
 @case((2, 9, 3), (5, 1, -2), (0, 3, 1), (3, 0, 1))
@@ -217,17 +185,6 @@ class _Derived(_Base):
 def methods_and_objects(x):
     made = _Derived()
     return made(x), made.scale(x), made.clipped(x) * made.half
-
-
-@case((3.0,))
-def deleted_names(x):
-    y = x
-    if y > 0:
-        z = y
-    else:
-        z = -y
-    del y
-    return z
 
 
 @case(*NUMBERS)

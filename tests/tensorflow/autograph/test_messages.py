@@ -160,24 +160,6 @@ def a_list_that_grows_in_one_branch(x):
     return len(rows)
 
 
-@told(TypeError, "`rows` has 1 items after one branch of the `if` at", "0 items after the other")
-def a_list_that_is_read_by_another_name(x):
-    rows = []
-    same = rows
-    if x > 0:
-        rows.append(x)
-    return len(same)
-
-
-@told(TypeError, "`rows` has 2 items after one branch of the `if` at", "1 items after the other")
-def a_list_that_an_iterator_reads(x):
-    rows = [1.0]
-    items = iter(rows)
-    if x > 0:
-        rows.append(x)
-    return sum(items)
-
-
 @told(TypeError, "`found` has the keys ['a', 'b'] after one branch", "the keys ['a'] after")
 def keys_of_one_branch(x):
     found = {"a": 1.0}

@@ -22,13 +22,6 @@ def flow(function):
 
 
 @flow
-def if_alone(x, n, step, test):
-    if test(x):
-        x = step(x)
-    return x
-
-
-@flow
 def if_else(x, n, step, test):
     if test(x):
         y = step(x)
@@ -75,17 +68,6 @@ def while_with_break(x, n, step, test):
         x = step(x)
         i += 1
     return x, i
-
-
-@flow
-def while_with_continue_and_else(x, n, step, test):
-    i = 0
-    while i < n:
-        i += 1
-        if i == 2:
-            continue
-        x = step(x)
-    return x
 
 
 @flow
@@ -160,10 +142,8 @@ def _is_small(x):
 
 KINDS = {
     "float32": np.float32(1.5),
-    "int32": np.int32(3),
     "bfloat16": np.asarray(0.5, jnp.bfloat16),
     "complex64": np.complex64(1 + 2j),
-    "vector": np.array([1.0, -2.0, 0.5], np.float32),
     "empty": np.zeros((0, 2), np.float32),
     "tuple": (np.float32(1.0), np.int32(-4)),
     "dict": {"a": np.ones((2, 2), np.float32), "b": [np.float32(2.0)]},
