@@ -241,30 +241,6 @@ def test_what_is_dropped_is_collected(strategy_of):
     assert [r() for r in references] == [None] * 3
 
 
-def test_dropped_model_is_collected(strategy):
-    class Model:
-        def __init__(self):
-            with strategy.scope():
-                self.v = dist.Variable(0.0)
-
-        def step(self, x):
-            return self.v.assign_add(x)
-
-        @dist.function
-        def compiled(self, x):
-            return strategy.run(self.step, (x,))
-
-    model = Model()
-    strategy.run(model.step, (jnp.float32(1.0),))
-    model.compiled(jnp.float32(1.0))
-    references = [weakref.ref(model), weakref.ref(model.v)]
-
-    del model
-    gc.collect()
-
-    assert [r() for r in references] == [None, None]
-
-
 def test_static_argument_is_collected(traced):
     call, traces = traced
     config = Config()

@@ -82,16 +82,6 @@ def test_collectives_variables_and_gradients(strategy, variable):
     assert float(steps.value()) == 14.0
 
 
-def test_an_uneven_batch(strategy):
-    def step(x):
-        return jnp.sum(x) * (1 + int(_number()))
-
-    batch = dist.PerReplica([_ROWS[:2], _ROWS[2:3]])
-    results = strategy.experimental_local_results(strategy.run(step, args=(batch,)))
-
-    np.testing.assert_allclose(results, [_ROWS[:2].sum(), 2 * _ROWS[2:3].sum()])
-
-
 def test_inside_a_function_and_compiled_once(strategy):
     traces = []
 

@@ -23,18 +23,6 @@ def test_a_new_function_object_in_every_call_is_named_as_the_cause(strategy_of):
     assert "new function object" in str(warning.message)
 
 
-@pytest.mark.parametrize(
-    ("step", "args", "message"),
-    [
-        *((lambda x: x, args, r"args=\(value,\)") for args in (3.0, np.ones(2), "ab", {1: 2})),
-        (3, (), "fn is 3"),
-    ],
-)
-def test_what_is_no_function_or_no_tuple_of_arguments_is_refused(step, args, message, strategy):
-    with pytest.raises((TypeError, ValueError), match=message):
-        strategy.run(step, args=args)
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_what_a_step_has_left_outside_is_named(num_replicas, strategy_of):
     strategy = strategy_of(num_replicas)

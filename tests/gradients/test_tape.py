@@ -59,14 +59,6 @@ def _values_computed_before_and_inside_the_tape(v, w, u, f, x, n):
     return tape.gradient(loss, [before, inside, w])
 
 
-@_gives(3.0, 27.0)
-def _an_intermediate_and_what_it_was_computed_from(v, w, u, f, x, n):
-    with dist.GradientTape() as tape:
-        square = w * w
-        cube = square * w
-    return tape.gradient(cube, [square, w])
-
-
 @_gives(12.0)
 def _several_reads_add_up(v, w, u, f, x, n):
     with dist.GradientTape() as tape:
@@ -103,13 +95,6 @@ def _sources_may_be_any_nest(v, w, u, f, x, n):
     with dist.GradientTape() as tape:
         loss = v * v * w
     return [tape.gradient(loss, {"v": v, "rest": (w, [v])})]
-
-
-@_gives(1.0, 1.0, jnp.ones(3))
-def _a_value_is_a_target_of_itself(v, w, u, f, x, n):
-    with dist.GradientTape() as tape:
-        value = v.value()
-    return tape.gradient([value, x], [v, value, x])
 
 
 @_gives(14.0 + 4.0)
