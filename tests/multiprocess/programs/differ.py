@@ -211,14 +211,6 @@ def a_step_after_the_others_have_ended():
 
 
 @case
-def an_argument_that_changes():
-    for i in range(10):
-        result = summed(0.2 if odd and i == 6 else 0.1)
-        float(strategy.experimental_local_results(result)[0])
-    print("trained", flush=True)
-
-
-@case
 def a_variable_that_only_the_chief_reads():
     with strategy.scope():
         seen = dist.Variable(
