@@ -534,12 +534,6 @@ def test_repeat_jumps_over_whole_epochs():
     assert sorted(second) == list(range(7))
 
 
-def test_one_element_is_repeated_within_a_batch():
-    (batch,) = Dataset.from_tensors(np.arange(2)).repeat(3).batch(3)
-
-    np.testing.assert_array_equal(batch, [[0, 1]] * 3)
-
-
 def test_looking_ahead_loses_no_element_of_an_iterator(strategy_of):
     slices = lambda row: Dataset.from_tensor_slices(row).batch(1)
     mapped = Dataset.from_source(iter([1.0, 2.0])).shuffle(2, seed=0).map(lambda x: x + 1)
@@ -550,17 +544,6 @@ def test_looking_ahead_loses_no_element_of_an_iterator(strategy_of):
     assert interleaved.element_spec == TensorSpec((1,), np.int64)
     distributed = strategy_of(1).experimental_distribute_dataset(interleaved)
     assert [int(batch[0]) for batch in distributed] == [0, 1, 2, 3]
-
-
-def test_arrays_of_interleaved_datasets_may_change():
-    batches = np.zeros((2, 3))
-    made = Dataset.from_source([1, 2]).flat_map(lambda _: Dataset.from_tensor_slices(batches))
-    copied = Dataset.from_source([1, 2]).flat_map(
-        lambda _: Dataset.from_tensor_slices([1]).batch(1)
-    )
-
-    assert not made.node.trait("own_arrays")
-    assert copied.node.trait("own_arrays")
 
 
 @given(

@@ -20,14 +20,6 @@ def test_every_row_of_an_uneven_dataset_arrives_once_and_in_order(strategy_of):
     np.testing.assert_array_equal(strategy.gather(seen[0][0], axis=0), np.arange(10))
 
 
-def test_parts_lie_on_the_devices_of_their_replicas(strategy_of):
-    strategy = strategy_of(2)
-
-    (batch,) = strategy.experimental_distribute_dataset([np.arange(4)])
-
-    assert [next(iter(part.devices())).id for part in batch.values] == [0, 1]
-
-
 def test_one_replica_receives_plain_arrays():
     strategy = dist.OneDeviceStrategy("CPU:0")
 
