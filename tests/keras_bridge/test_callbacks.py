@@ -193,18 +193,6 @@ def test_terminate_on_nan_stops_at_the_batch_that_has_one(strategy_of):
 # Callbacks that write files.
 
 
-def test_model_checkpoint_saves_the_model_of_every_epoch(strategy_of, tmp_path):
-    path = str(tmp_path / "{epoch}.keras")
-
-    small.fit(small.model(strategy_of(2)), callbacks=[keras.callbacks.ModelCheckpoint(path)])
-
-    for epoch in (1, 2):
-        saved = keras.models.load_model(path.format(epoch=epoch))
-        small.assert_equal_weights(saved, small.weights_after(4 * epoch))
-        assert int(saved.optimizer.iterations) == 4 * epoch
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_model_checkpoint_in_an_epoch_saves_the_weights_of_exactly_that_step(
     steps_per_execution, strategy_of, tmp_path

@@ -61,18 +61,6 @@ def test_datasets_train_models_without_a_strategy_too(steps_per_execution):
     assert model.predict(_dataset().map(lambda x, y: x), verbose=0).shape == (14, 1)
 
 
-def test_class_weights_equal_those_of_arrays(strategy_of):
-    model, reference = small.model(strategy_of(2)), small.model(None)
-    x, y = small.data(14)
-    y = (y > 0).astype(np.int32)
-    weights = {0: 1.0, 1: 2.5}
-
-    dataset = Dataset.from_tensor_slices((x, y)).batch(4)
-    model.fit(dataset, class_weight=weights, verbose=0)
-    reference.fit(x, y, batch_size=4, class_weight=weights, shuffle=False, verbose=0)
-    small.assert_equal_weights(model, reference)
-
-
 def test_endless_datasets_need_a_number_of_steps(strategy_of):
     model = small.model(strategy_of(2))
     endless = _dataset().repeat()

@@ -543,38 +543,7 @@ def test_models_travel_to_a_process_without_distributary_and_back(strategy_of, t
     small.assert_equal_weights(back, reference)
 
 
-def test_a_clone_in_the_scope_of_another_strategy_is_a_model_of_its_own(strategy_of):
-    model = small.model(strategy_of(2))
-    small.fit(model, epochs=1)
-    with strategy_of(4).scope():
-        clone = keras.models.clone_model(model)
-        clone.set_weights(model.get_weights())
-        small.compiled(clone)
-
-    history = small.fit(clone, epochs=1)
-
-    reference = small.build()
-    reference.set_weights(small.weights_after(4))
-    _assert_equal_history(history, small.fit(small.compiled(reference), epochs=1))
-    small.assert_equal_weights(clone, reference)
-    _assert_one_copy_on_each_device(clone.variables, 4)
-    _assert_one_copy_on_each_device(model.variables, 2)
-
-
 # State and programs.
-
-
-def test_after_fit_every_device_has_an_equal_copy_of_every_variable(strategy_of):
-    with strategy_of(4).scope():
-        normalization, dropout = keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)
-        model = small.compiled(keras.Sequential([*small.layers(), normalization, dropout]))
-    small.fit(model, *small.data(13), epochs=1, validation_data=small.data(4))
-
-    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-    assert len({id(v) for v in variables}) >= 2 + 4 + 1 + 2
-    _assert_one_copy_on_each_device(variables, 4)
-    before = [np.asarray(v.value) for v in model.optimizer.variables]
-    assert any(np.any(v != 0) for v in before)
 
 
 def test_repeated_calls_compile_nothing_new(strategy, compilations):

@@ -229,13 +229,3 @@ def test_a_model_that_has_changed_is_compiled_again(change, strategy):
     np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=1e-5, atol=1e-6)
     error = np.mean((expected - Y) ** 2)
     np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), error, rtol=1e-5)
-
-
-def test_a_layer_that_is_frozen_needs_another_optimizer(strategy):
-    with strategy.scope():
-        model = _model(layers=[lambda: keras.layers.Dense(2)])
-    _losses(model)
-    model.layers[1].trainable = False
-
-    with pytest.raises(ValueError, match="corresponding 1:1 to the trainable variables"):
-        _losses(model)

@@ -100,10 +100,6 @@ def test_this_version_of_keras_has_every_name():
     assert not gone, "\n".join(gone)
 
 
-def test_no_place_is_listed_twice():
-    assert len(set(_PLACES)) == len(_PLACES)
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "missing"),
     [

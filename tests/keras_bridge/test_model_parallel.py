@@ -5,7 +5,6 @@ import re
 import keras
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 from keras import layers as kl, ops, optimizers as ko
 
 import distributary as dist
@@ -254,11 +253,3 @@ def test_devices_that_do_not_make_replicas_are_refused():
         _strategy(2, experimental_model_parallel="2")
     with pytest.raises(dist.errors.InvalidTypeError, match="a dict of rules"):
         _strategy(2, ["up"], experimental_model_parallel=2)
-
-
-def test_a_whole_layout_is_that_of_one_device_per_replica():
-    assert _strategy(2).num_replicas_in_sync == 2
-    with _strategy(2).scope():
-        kernel = kl.Dense(4)
-        kernel.build((None, 3))
-    assert kernel.kernel.value.sharding.spec == P()

@@ -44,9 +44,14 @@ def two_replicas(request, strategy_of):
     return dist.MirroredStrategy(["cpu:0", "cpu:1"], **_LAYOUTS[request.param])
 
 
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("make", [_functional, _sequential])
-@pytest.mark.parametrize("variable", [keras.Variable, dist.Variable])
+@pytest.mark.parametrize(
+    ("variable", "make", "eager"),
+    [
+        (keras.Variable, _functional, False),
+        (keras.Variable, _sequential, True),
+        (dist.Variable, _sequential, False),
+    ],
+)
 def test_what_a_layer_assigns_stays(variable, make, eager, two_replicas):
     with two_replicas.scope():
         total = variable(np.zeros(2, np.float32), trainable=False)
@@ -96,8 +101,7 @@ def test_statistics_of_a_layer_that_the_model_does_not_have(strategy):
     np.testing.assert_allclose(normalization.moving_mean, X.sum(1).mean() * np.ones(2) / 2)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
-@pytest.mark.parametrize("make", [_functional, _sequential])
+@pytest.mark.parametrize(("make", "steps_per_execution"), [(_functional, 1), (_sequential, 2)])
 def test_random_numbers_of_tensorflow_differ_in_every_step(make, steps_per_execution, strategy):
     tf.random.set_seed(1)
     with strategy.scope():

@@ -107,8 +107,8 @@ def _wrapped(function):
 
 @pytest.mark.parametrize(
     "decorate",
-    [tf.function, tf.function(jit_compile=True), dist.function, lambda f: tf.function(_wrapped(f))],
-    ids=["tf.function", "with arguments", "dist.function", "another decorator"],
+    [tf.function, tf.function(jit_compile=True), lambda f: dist.function(_wrapped(f))],
+    ids=["tf.function", "with arguments", "another decorator"],
 )
 def test_what_is_behind_a_decorator_says_what_the_step_takes(decorate, strategy_of):
     steps = {name: decorate(getattr(Stateful, name)) for name in ("train_step", "test_step")}

@@ -151,28 +151,6 @@ def test_workers_come_back_with_all_that_they_need(new_job):
     assert 4 <= len(started) <= 8  # once for each worker that has been there
 
 
-def test_workers_are_killed_while_others_work(new_job):
-    job = new_job(workers=3, max_closure_losses=1000)
-    ended = threading.Event()
-
-    def kill():
-        for name in itertools.cycle(("worker 0", "worker 1", "worker 2")):
-            job.cluster.kill(name)
-            if ended.wait(0.03):
-                return
-            job.cluster.restart(name)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        job.run(300)
-    finally:
-        ended.set()
-        thread.join()
-
-    assert job.counts() == [300, 300]
-
-
 def test_a_closure_that_ends_its_workers_is_an_error(new_job):
     job = new_job()
     job.run()
