@@ -1,8 +1,11 @@
 """Jobs that the files in examples/cluster really start, with fakes of what this machine lacks."""
 
+import getpass
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from distributary.launch._worker import free_addresses
+from distributary.launch import free_addresses
 from tests.launch.conftest import wait_until
 
 _FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
@@ -113,6 +116,80 @@ def test_the_slurm_script_starts_a_launcher_in_a_container_of_every_machine(tmp_
     mounts = f"--container-mounts={tmp_path}:{tmp_path}"
     common = ["--cpus-per-task=16", "--kill-on-bad-exit=1"]
     assert options == [*common, f"--container-image={image}", mounts]
+
+
+_CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+StateSaveLocation={folder}
+SlurmdSpoolDir={folder}/spool-%n
+NodeName=127.0.0.1 NodeHostname=127.0.0.1 Port={ports[1]} CPUs=16 Gres=gpu:8
+NodeName=127.0.0.2 NodeHostname=127.0.0.2 Port={ports[2]} CPUs=16 Gres=gpu:8
+PartitionName=all Nodes=ALL Default=YES State=UP
+SlurmdParameters=config_overrides
+"""  # without checks of passwords, and with more CPUs than there are
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """The environment of a real Slurm with two machines, whose addresses are of loopback."""
+    if shutil.which("slurmctld") is None or getpass.getuser() != "root":
+        pytest.skip("starts slurmctld and slurmd, as root")
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    addresses = free_addresses("127.0.0.1", 3)
+    ports = [address.rpartition(":")[2] for address in addresses]
+    values = dict(host=socket.gethostname(), ports=ports, user="root", folder=folder)
+    (folder / "slurm.conf").write_text(_CONFIG.format(**values))
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+    for number in range(8):
+        (folder / f"gpu{number}").touch()
+    environ = _ENVIRON | {"SLURM_CONF": str(folder / "slurm.conf")}
+    daemons = [
+        ["slurmctld", "-D"],
+        ["slurmd", "-D", "-N127.0.0.1"],
+        ["slurmd", "-D", "-N127.0.0.2"],
+    ]
+    with open(folder / "output", "wb") as output:
+        started = [
+            subprocess.Popen(daemon, env=environ, stdout=output, stderr=output)
+            for daemon in daemons
+        ]
+    yield environ
+    for daemon in reversed(started):
+        daemon.terminate()
+        daemon.wait(_SECONDS)
+
+
+def test_slurm_runs_the_script(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(_STUB)
+
+    subprocess.run(
+        ["sbatch", "--wait", "--nodes=2", "--output=output", _FOLDER / "slurm.sh"],
+        env=slurm,
+        cwd=tmp_path,
+        timeout=_SECONDS,
+        check=True,
+    )
+
+    output = (tmp_path / "output").read_text()
+    places = sorted(line.partition("] ")[2] for line in output.splitlines())
+    arguments = f"16 --checkpoints {tmp_path}/checkpoints"
+    assert places == [f"0 2 0 {arguments}", f"1 2 1 {arguments}"], output
 
 
 _GCLOUD = """#!/bin/bash
