@@ -275,7 +275,7 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
         # Arrays of nonzero elements do not have rows that could be split over the replicas.
         iterator = map(_with_dense, iterator)
     if extended.num_workers > 1 and not isinstance(adapter, DatasetAdapter):
-        return _same_everywhere(iterator, extended)
+        return _same_everywhere(iterator)
     return iterator
 
 
@@ -336,15 +336,15 @@ def next_own(batches: Any) -> Any:
     return batches.next_own() if hasattr(batches, "next_own") else next(batches)
 
 
-def _same_everywhere(batches: Iterator[Any], extended: Any) -> Iterator[Any]:
+def _same_everywhere(batches: Iterator[Any]) -> Iterator[Any]:
     for number, batch in enumerate(batches):
         if number == 0:
-            check_same(batch, extended)
+            check_same(batch)
         yield batch
 
 
-def check_same(batch: object, extended: Any) -> None:
-    """Compares the first batch of a pass on all workers.
+def check_same(batch: object) -> None:
+    """Compares the first batch of a pass, or the batch of a call, on all workers.
 
     Raises:
         InvalidValueError: on all workers, if the batches differ.
@@ -439,7 +439,7 @@ class ArrayBatches:
         if self._share.num_workers > 1:
             first: Any = slice(self._batch_size)
             first = first if self._order is None else self._order[first]
-            check_same([self._num_rows, *(a[first] for a in self._arrays)], self._extended)
+            check_same([self._num_rows, *(a[first] for a in self._arrays)])
 
 
 def _permutation(num_rows: int, adapter: Any, extended: Any) -> Any:

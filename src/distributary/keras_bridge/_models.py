@@ -29,6 +29,7 @@ from distributary.keras_bridge._data import (
     Call,
     DatasetAdapter,
     batches_of,
+    check_same,
     current_call,
     explained_by_data,
 )
@@ -211,8 +212,11 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         with strategy.scope(), _in_one_thread(self, what):
             token = current_call.set(Call(what))
             try:
-                if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
-                    begin_call(self, original, args, kwargs)
+                if strategy.extended.num_workers > 1:
+                    if what.endswith("_on_batch"):
+                        check_same((args, kwargs))
+                    else:
+                        begin_call(self, original, args, kwargs)
                 return original(self, *args, **kwargs)
             except Exception as error:
                 clear = explained_by_data(self, what, explained(error), x, y)
