@@ -99,6 +99,9 @@ class Executable:
         self._dispatcher = placement.dispatcher
         self._written = list(map(_holder_of, program.written))
         self._read_only = list(map(_holder_of, program.read_only))
+        # In a job, the variables made outside of the scope, of which each worker has its own: 0 if
+        # they are written, else 1, and their position among these.
+        self._outside: list[tuple[int, int, Handle]] = []
         self._has_own_variables = any(isinstance(h.cell(), Variable) for h in program.written)
         # The list in which the written variables keep their arrays together, if they do.
         self._states: Callable[[], StateList | None] = _no_states
@@ -117,6 +120,13 @@ class Executable:
         ]
         written_shardings = [_sharding_of(handle) for handle in program.written]
         read_shardings = [_sharding_of(handle) for handle in program.read_only]
+        if self._is_of_job:
+            self._outside = [
+                (k, i, handle)
+                for k, handles in enumerate((program.written, program.read_only))
+                for i, handle in enumerate(handles)
+                if handle.cell()._layout.strategy.extended.is_default
+            ]
         # The bounded dispatcher needs an output on every device to see when the program has
         # finished: the first result if it is small, else one that is made for this.
         has_token = self._dispatcher.bounded and not _has_small_first_output(program)
@@ -219,7 +229,7 @@ class Executable:
             if variables:
                 written = self._own_arrays(variables, written)
             if self._is_of_job:
-                self._begin(args)
+                self._begin(args, written, read_only)
             if latest_program.timer is not None:
                 latest_program.begin()
             results: list[Any] = []
@@ -311,8 +321,13 @@ class Executable:
             if copies.num_left <= 0:
                 self._compare_copies(new)
 
-    def _begin(self, args: Sequence[Any]) -> None:
-        """Checks that all workers run this program now, with the same numbers."""
+    def _begin(self, args: Sequence[Any], *states: list[Any]) -> None:
+        """Checks that all workers run this program now, with the same numbers.
+
+        Args:
+            args: The arguments.
+            *states: The values of the variables that it writes, and of those that it only reads.
+        """
         event = self._event
         if event is None:
             arrays = [
@@ -324,7 +339,17 @@ class Executable:
             ]
             event = self._event = JobEvent(self._title, lambda: arrays + self._describe())
             self._numbers = [i for i, arg in enumerate(args) if _is_number(arg)]
-        job_programs.begin(event, tuple([args[i] for i in self._numbers]))
+        values: list[Any] = [args[i] for i in self._numbers]
+        own = [(states[k], i, handle) for k, i, handle in self._outside]
+        for state, i, handle in own:
+            # What a step has written is the same on all workers.
+            is_local = state[i].is_fully_addressable
+            value = describe_value(state[i]) if is_local else "as a step has left it"
+            values.append(f"variable {handle.name!r}, made outside of the scope, {value}")
+        job_programs.begin(event, tuple(values))
+        for state, i, handle in own:
+            if state[i].is_fully_addressable:
+                state[i] = handle.cell()._value = self._place_constant(np.array(state[i]))
 
     def _compare_copies(self, new: Sequence[Any]) -> None:
         """Compares the values that the workers have written to mirrored variables."""

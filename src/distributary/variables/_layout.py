@@ -69,7 +69,8 @@ class VariableLayout:
     def whole(self, stored: jax.Array, shape: Sequence[int]) -> jax.Array:
         """Returns a stored value, put together if it is in parts; all workers call this then."""
         if self.parts is None:
-            return stored
+            # What a step of a job has written is computed with on this worker alone.
+            return stored if self.replicated is not None else local_copy(stored)
         with jax.ensure_compile_time_eval():
             return put_replicated(fetch_whole(stored, shape), self.replicated)
 

@@ -26,7 +26,13 @@ strategy = dist.MultiWorkerMirroredStrategy(
 worker, num_workers = strategy.extended.worker_number, strategy.extended.num_workers
 odd = worker == num_workers - 1
 SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.MEAN
-_IN_KERAS = {"the_activation_of_a_layer", "fit_and_evaluate", "validation"}
+_IN_KERAS = {
+    "the_activation_of_a_layer",
+    "fit_and_evaluate",
+    "validation",
+    "a_batch",
+    "a_variable_made_outside_of_the_scope_and_assigned",
+}
 _OURS = os.path.dirname(dist.__file__)
 cases = {}
 
@@ -114,6 +120,7 @@ cases |= {
     "the_learning_rate": lambda: fit(model(optimizer=keras.optimizers.SGD(0.2 if odd else 0.1))),
     "the_number_of_epochs": lambda: fit(model(), epochs=3 if odd else 2),
     "validation": lambda: fit(model(), validation_data=(x, y) if odd else None),
+    "a_batch": lambda: model().train_on_batch(x, y + odd),
     "fit_and_evaluate": lambda: (
         model().evaluate(x, y, batch_size=8, verbose=0) if odd else fit(model())
     ),
@@ -150,6 +157,32 @@ def garbage():
     gc.disable()
     strategy.run(step, args=(per_worker(np.ones(9, np.float32)),))
     gc.enable()
+
+
+@case
+def a_variable_made_outside_of_the_scope():
+    plain = dist.Variable(np.full(3, float(odd), np.float32), name="plain")
+    total(plain)
+
+
+@case
+def a_variable_made_outside_of_the_scope_and_assigned():
+    plain, same = (dist.Variable(np.zeros(3, np.float32), name=name) for name in ("plain", "same"))
+    built = model()
+
+    def loss(y, p):
+        plain.assign(plain.value() + 1)
+        return keras.ops.mean((y - p) ** 2) * keras.ops.sum(plain.value() * same.value())
+
+    built.compile("sgd", loss)
+    fit(built)  # 4 steps
+    for variable in (plain, same):
+        variable.assign_add(np.ones(3, np.float32))
+    fit(built)
+    np.testing.assert_array_equal(plain.numpy(), np.full(3, 9.0))
+    np.testing.assert_array_equal(same.value(), np.ones(3))
+    plain.assign_add(np.full(3, float(odd), np.float32))
+    fit(built)
 
 
 @case
