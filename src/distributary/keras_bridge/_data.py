@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
@@ -89,6 +91,8 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
             _check_batch_size(x, arguments.get("batch_size"))
             if isinstance(x, GeneratorType) and has_strategy():
                 x = (kept(batch) for batch in x)  # Keras reads the first ones ahead
+            if isinstance(x, keras.utils.PyDataset) and arguments.get("shuffle"):
+                _share_order()
             return _noted(original(x, **arguments))
         check_given("dataset", arguments, "y", "sample_weight")
         if x.cardinality == INFINITE_CARDINALITY and not arguments.get("steps_per_epoch"):
@@ -462,6 +466,15 @@ def _permutation(num_rows: int, adapter: Any, extended: Any) -> Any:
     if extended.worker_number == 0:
         np.random.set_state(generator.get_state())
     return order
+
+
+def _share_order() -> None:
+    """Lets all workers shuffle the batches of a `PyDataset` as the chief does."""
+    extended = get_strategy().extended
+    if extended.num_workers > 1:
+        version, state, _ = random.getstate()  # Keras shuffles with it, perhaps in a thread
+        (of_chief,) = extended.from_chief([np.array(state)], "the order of the batches")
+        random.setstate((version, tuple(of_chief.tolist()), None))
 
 
 def epoch_of(adapter: Any) -> int | None:

@@ -7,6 +7,7 @@ keras_contract.py FOLDER [sharded | host]
 
 import json
 import os
+import random as random_of_python
 import sys
 from pathlib import Path
 
@@ -233,6 +234,24 @@ with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
 result["eager"] = rounded(model.fit(batches(), verbose=0).history)
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        rows = slice(12 * index, 12 * index + 12)
+        return x[rows], y[rows]
+
+
+# Batches that Keras shuffles, in a thread or not; the seeds of the workers differ.
+with strategy.scope():
+    model = make_model()
+for threads in (1, 2):
+    random_of_python.seed(threads + worker)
+    history = model.fit(Batches(workers=threads), epochs=2, verbose=0)
+    result[f"shuffled with {threads} threads"] = summary(model, history)
 
 # Workers that are given different data end with a sentence, all of them.
 try:
