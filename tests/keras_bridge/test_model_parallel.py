@@ -125,6 +125,27 @@ def test_training_ends_where_it_does_on_one_device(name, train, assert_same_trai
     np.testing.assert_allclose(model(_IDS), alone.model(_IDS), atol=1e-4)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_kernels_of_grouped_convolutions_have_their_gradient_once(
+    steps, train, assert_same_training
+):
+    images = _RANDOM.normal(size=(21, 5, 5, 4)).astype(np.float32)  # batches of 8, 8 and 5
+
+    def build():
+        convolutions = [kl.DepthwiseConv2D(2), kl.Conv2D(8, 2, groups=2), kl.SeparableConv2D(4, 2)]
+        model = keras.Sequential(
+            [keras.Input((5, 5, 4)), *convolutions, kl.Flatten(), kl.Dense(64), kl.Dense(3)]
+        )
+        model.compile(ko.SGD(0.05), "mse", steps_per_execution=steps)
+        return model
+
+    alone = train(build, images, images[:, 0, 0, :3])
+    strategy = _strategy(experimental_model_parallel=2)
+    divided = train(build, images, images[:, 0, 0, :3], strategy=strategy)
+
+    assert_same_training(alone, divided)
+
+
 def test_a_step_has_two_sums_per_block_and_pass_and_gathers_no_weight():
     strategy = _strategy(2, experimental_model_parallel=2)
     with strategy.scope():

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, num_logical_devices, shard_dim, shard_spec
@@ -35,6 +35,7 @@ from distributary.tracing import (
     purify,
     trace,
     variables_of,
+    walk,
 )
 
 #: Returns a function that evaluates a jaxpr in a form that its devices run fast, given for every
@@ -82,6 +83,7 @@ class GlobalProgram(TracedProgram):
         super().__init__([pure])
         self._rewrite = rewrite
         self._mesh = None if mesh is None or (mesh.size == 1 and data is None) else mesh
+        self._divides_rows = self._mesh is None or not _is_miscounted(pure.jaxpr, self._mesh)
         self._keeps_rows = keeps_rows
         self._is_staged = data is not None
         self._avals = list(avals)
@@ -132,6 +134,8 @@ class GlobalProgram(TracedProgram):
     def _rows(self, value: Array, aval: Any, dim: int | None) -> Array:
         if dim is None or self._mesh is None:
             return value
+        if not self._divides_rows:
+            return laid_out(lax.slice_in_dim(value, 0, aval.shape[dim], axis=dim), self._mesh, P())
         if value.shape != aval.shape:
             value = lax.slice_in_dim(value, 0, aval.shape[dim], axis=dim)
             if num_logical_devices(self._mesh) > 1:
@@ -159,6 +163,17 @@ class GlobalProgram(TracedProgram):
         # What the step gathers is whole.
         eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive is not gather_p]
         return set(computed_from(eqns, parts)) if parts else set()
+
+
+def _is_miscounted(jaxpr: Jaxpr, mesh: Any) -> bool:
+    """Returns whether XLA would add up a gradient of a step wrongly, if rows were divided.
+
+    If several devices have the same rows, XLA (jaxlib 0.10.2) counts the gradient of the kernel of
+    a grouped convolution once for each of them.
+    """
+    return num_logical_devices(mesh) > 1 and any(
+        eqn.params.get("batch_group_count", 1) > 1 for eqn in walk(jaxpr.eqns)
+    )
 
 
 def _read(handle: Handle, stored: Array) -> Array:
