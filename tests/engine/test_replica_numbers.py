@@ -1,5 +1,7 @@
 """Steps whose Python code looks at the number of the replica."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -240,6 +242,58 @@ def test_arrays_that_python_keeps_outside_of_the_step_are_told_of(keep, strategy
     (record_of_log,) = caplog.records
     name = {"append": "losses", "item": "record", "attribute": "last.loss"}[keep]
     assert f"step keeps an array in {name}, which is outside" in record_of_log.getMessage()
+
+
+class _Counter:
+    number = 0
+
+
+_GENERATOR = np.random.default_rng(0)
+_DRAWS = {
+    "np.random": lambda: np.random.normal(),
+    "random": lambda: random.random(),
+    "_GENERATOR": lambda: _GENERATOR.normal(),
+}
+
+
+@pytest.mark.parametrize("name", _DRAWS)
+def test_random_numbers_that_python_draws_in_the_step_are_told_of(name, strategy_of, caplog):
+    draw = _DRAWS[name]
+
+    def step(x):
+        return x + draw()
+
+    strategy_of(2).run(step, args=(jnp.ones(3),))
+
+    (record,) = caplog.records
+    assert f"step draws random numbers from {name} while" in record.getMessage()
+
+
+def test_numbers_that_python_counts_in_the_step_are_told_of(strategy_of, caplog):
+    count, counter = 0, _Counter()
+
+    def step(x):
+        nonlocal count
+        count += 1
+        counter.number += 1
+        return x
+
+    strategy_of(2).run(step, args=(jnp.ones(3),))
+
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(",")[0] for text in told] == [
+        "step changes the number count",
+        "step changes the number counter.number",
+    ]
+
+
+def test_generators_that_the_step_does_not_draw_from_are_not_told_of(strategy_of, caplog):
+    def step(x):
+        return jax.random.normal(jax.random.key(0)) + x * np.float32(2), random, _GENERATOR
+
+    strategy_of(2).run(lambda x: step(x)[0], args=(jnp.ones(3),))
+
+    assert not caplog.records
 
 
 def test_numbers_that_python_uses_in_the_step_count(strategy_of):

@@ -8,8 +8,11 @@ The compiled step would start from the first parameters each time, and raise no 
 reads `params`.
 """
 
+import collections
 import inspect
 import logging
+import pickle
+import random
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -22,6 +25,16 @@ from distributary.errors import TracedValueError
 _log = logging.getLogger(__name__)
 _DEPTH = 8  # a list can contain itself
 _ARRAYS = (jax.Array, np.ndarray)
+_NUMBERS = (int, float)
+_CHANGED = (
+    "%s changes the number %s, which is outside of it, while it is traced. Its Python runs once, so"
+    " later runs do not. Count outside of the step, or in a distributary.Variable; ignore this if"
+    " it counts traces."
+)
+_DRAWN = (
+    "%s draws random numbers from %s while it is traced. Its Python runs once, so every run has the"
+    " same ones. Draw them outside and pass them in args, or with jax.random and a key from args."
+)
 
 
 @final
@@ -35,11 +48,10 @@ class OuterNames:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._before = {
-            name: [leaf for leaf in leaves if _is_known(leaf)]
-            for name, leaves in _names(function)
-            if any(map(_is_known, leaves))
-        }
+        self._before, self._states = {}, {}
+        for name, value in _names(function):
+            self._before[name] = [leaf for leaf in _leaves(value) if _is_known(leaf)]
+            self._states[name] = _state(value)
 
     def check(self, step: str, numbers: Sequence[Any] = ()) -> None:
         """Checks that no name holds a traced value in the place of an array or number.
@@ -52,7 +64,11 @@ class OuterNames:
             TracedValueError: naming `step` and the name.
         """
         collected = set(map(id, numbers))
-        for name, leaves in _names(self._function):
+        for name, value in _names(self._function):
+            leaves = _leaves(value)
+            before, state = self._states.get(name), _state(value)
+            if before not in (None, state):
+                _log.warning(_CHANGED if type(state) in _NUMBERS else _DRAWN, step, name)
             if any(id(leaf) in collected for leaf in leaves):
                 raise TracedValueError(
                     f"{step} keeps a number in {name}, which is outside of it. The step is"
@@ -82,8 +98,20 @@ def _is_known(leaf: object) -> bool:
     return isinstance(leaf, _ARRAYS) and not isinstance(leaf, jax.core.Tracer)
 
 
-def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, list[Any]]]:
-    """Yields the names outside of a function and the leaves of what they hold."""
+def _state(value: object) -> Any:
+    """Returns a number, or the state of a generator of random numbers; None for other objects."""
+    owner = getattr(value, "__self__", value)  # such as that of `from random import gauss`
+    if isinstance(owner, np.random.Generator):
+        return pickle.dumps(owner.bit_generator.state)
+    if owner is np.random or isinstance(owner, np.random.RandomState):
+        return pickle.dumps(owner.get_state())
+    if owner is random or isinstance(owner, random.Random):
+        return owner.getstate()
+    return value if type(value) in _NUMBERS else None
+
+
+def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yields the names outside of a function and what they hold."""
     seen = set() if seen is None else seen
     function = inspect.unwrap(function)
     if not hasattr(function, "__code__"):  # an object that can be called
@@ -100,12 +128,14 @@ def _names(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, l
     if inspect.ismethod(function):
         outer[(*code.co_varnames, "self")[0]] = function.__self__
     for name, value in outer.items():
-        yield name, _leaves(value)
+        yield name, value
+        if value is np and "random" in code.co_names:
+            yield f"{name}.random", np.random
         if inspect.isfunction(value) and value.__code__.co_filename == code.co_filename:
             yield from _names(value, seen)
         elif not inspect.isclass(value) and not inspect.ismodule(value):
-            held = getattr(value, "__dict__", {})
-            yield from [(f"{name}.{k}", _leaves(held[k])) for k in code.co_names if k in held]
+            held = {**vars(type(value)), **getattr(value, "__dict__", {})}
+            yield from [(f"{name}.{k}", held[k]) for k in code.co_names if k in held]
 
 
 def _leaves(value: object, depth: int = 0) -> list[Any]:
@@ -116,7 +146,7 @@ def _leaves(value: object, depth: int = 0) -> list[Any]:
         value = list(value.values())
     if depth > _DEPTH:
         return []
-    if not isinstance(value, (list, tuple)):  # such as a module of equinox
+    if not isinstance(value, (list, tuple, collections.deque)):  # such as a module of equinox
         leaves = jax.tree.leaves(value)
         return [leaf for leaf in leaves if leaf is not value and isinstance(leaf, _ARRAYS)]
     return [leaf for part in value for leaf in _leaves(part, depth + 1)]
