@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+import optax
 import pytest
 import scipy.sparse
 from flax import nnx
@@ -472,9 +473,14 @@ told_each(
         ),
         "float_of_a_result": (_PER_REPLICA, lambda s: float(_sums(s))),
         "method_of_a_result": (_PER_REPLICA, lambda s: _rows(s).mean()),
+        "length_of_a_result": (_PER_REPLICA, lambda s: len(_rows(s))),
         "item_of_a_result": (_PER_REPLICA, lambda s: _rows(s)[0]),
         "if_of_a_result": (_PER_REPLICA, lambda s: 1 if _sums(s) else 2),
         "loop_over_a_result": (_PER_REPLICA, lambda s: list(_sums(s))),
+        "axis_of_a_number": (
+            "reduce: axis 0 is out of range | axis=None",
+            lambda s: s.reduce("SUM", _sums(s), axis=0),
+        ),
         "jnp_of_a_result": ("PerReplica | strategy.reduce", lambda s: jnp.mean(_sums(s))),
         "gather_without_axis": ("gather | axis=0", lambda s: s.gather(_rows(s))),
         "rank_of_a_replica": (
@@ -527,6 +533,79 @@ def gradient_that_is_not_called(strategy):
         w.assign_sub(dist.grad(lambda: (batch @ w).sum(), w))
 
     strategy.run(train_step, args=(BATCH,))
+
+
+@told("'w' does not take +=", "v.assign_add(x)")
+def variable_plus_equals(strategy):
+    with strategy.scope():
+        w = dist.Variable(np.ones(3), name="w")
+    w += 1
+
+
+@told("'w' does not take", "items", ".at[i].set(x)")
+def item_of_a_variable(strategy):
+    with strategy.scope():
+        w = dist.Variable(np.ones(3), name="w")
+
+    def train_step(batch):
+        w[0] = batch.sum()
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "dist.value_and_grad(loss, variables)()")
+def value_and_gradient_that_are_not_called(strategy):
+    with strategy.scope():
+        w = dist.Variable(np.ones(3, np.float32), name="w")
+
+    def train_step(batch):
+        value, gradient = dist.value_and_grad(lambda: (batch @ w).sum(), w)
+        return value, gradient
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("a function that computes the loss", "an array float32[]", "def loss(): return")
+def gradient_of_a_value(strategy):
+    with strategy.scope():
+        w = dist.Variable(np.ones(3, np.float32), name="w")
+
+    strategy.run(lambda batch: dist.grad((batch @ w).sum(), w)(), args=(BATCH,))
+
+
+def _apply(strategy, apply):
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD()
+        w = keras.Variable(np.ones(3, np.float32))
+
+    def train_step(batch):
+        apply(optimizer, [batch.mean(0)], [w])
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+_ZIP = "apply_gradients(zip(gradients, variables))"
+told_each(
+    {
+        "variables_before_gradients": (
+            f"an array float32[3] | in the place of a variable | {_ZIP}",
+            lambda s: _apply(
+                s,
+                lambda opt, grads, vs: opt.apply_gradients(
+                    [*map(tuple, zip(vs, grads, strict=True))]
+                ),
+            ),
+        ),
+        "gradients_without_zip": (
+            f"train_step: test_mistakes.py | {_ZIP}",
+            lambda s: _apply(s, lambda opt, grads, vs: opt.apply_gradients(grads, vs)),
+        ),
+        "misspelled_synchronization": (
+            "synchronization is 'on_reed' | VariableSynchronization: | ON_WRITE, ON_READ",
+            lambda s: dist.Variable(1.0, synchronization="on_reed"),
+        ),
+    }
+)
 
 
 @told("train_step", "variable", "dist.grad", ".value()")

@@ -41,6 +41,11 @@ def value_and_grad(
 
     Source: `jax.value_and_grad`.
     """
+    if not callable(fn):
+        raise InvalidTypeError(
+            f"grad and value_and_grad take a function that computes the loss, got {shown(fn)}."
+            " Write def loss(): return ..., and dist.value_and_grad(loss, variables)()."
+        )
     _check_variables(variables)
 
     def traced(*args: Any, **kwargs: Any) -> Any:

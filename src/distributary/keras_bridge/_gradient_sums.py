@@ -15,6 +15,7 @@ from jax import lax
 from distributary.checkpoint import settle
 from distributary.context import current_mode, get_strategy
 from distributary.devices import REPLICA_AXIS
+from distributary.errors import InvalidTypeError, shown
 from distributary.keras_bridge._custom_loops import build_optimizer
 from distributary.keras_bridge._optimizers import as_keras, dense
 from distributary.keras_bridge._replica import (
@@ -74,6 +75,12 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         variables = arguments.get("trainable_variables")
         if variables is not None:
+            for variable in variables:
+                if not hasattr(variable, "assign"):
+                    raise InvalidTypeError(
+                        f"An optimizer got {shown(variable)} in the place of a variable. Write"
+                        " optimizer.apply_gradients(zip(gradients, variables))."
+                    )
             arguments["trainable_variables"] = [as_keras(variable) for variable in variables]
             pairs = zip(arguments["grads"], arguments["trainable_variables"], strict=False)
             arguments["grads"] = [dense(gradient, variable) for gradient, variable in pairs]

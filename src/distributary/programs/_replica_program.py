@@ -98,10 +98,9 @@ def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_repli
                     f"Variable {handle.name!r} is mirrored, but the value assigned to it at"
                     f" {pure.where[handle]} can differ between replicas: its copies would drift"
                     " apart. Combine the replicas first, value ="
-                    " get_replica_context().all_reduce(ReduceOp.SUM or MEAN, value), or create the"
-                    " variable with an aggregation (VariableAggregation.SUM, MEAN or"
-                    " ONLY_FIRST_REPLICA), or with synchronization=VariableSynchronization.ON_READ"
-                    " if every replica is to keep a value of its own."
+                    ' dist.get_replica_context().all_reduce("SUM" or "MEAN", value), or create the'
+                    " variable with an aggregation=dist.VariableAggregation.MEAN, or with"
+                    " synchronization=dist.VariableSynchronization.ON_READ for a value per replica."
                 )
 
 

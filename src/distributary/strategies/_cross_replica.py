@@ -271,7 +271,8 @@ def _summed(op: ReduceOp, axes: tuple[int, ...], value: Any) -> tuple[Any, int, 
     for axis in axes:
         if not -array.ndim <= axis < array.ndim:
             raise InvalidValueError(
-                f"reduce: axis {axis} is out of range for a component of shape {array.shape}."
+                f"reduce: axis {axis} is out of range for a component of shape {array.shape}. Write"
+                " axis=None to combine the replicas' values element by element."
             )
     dims = tuple([axis % array.ndim for axis in axes])
     dtype = array.dtype

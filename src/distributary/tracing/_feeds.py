@@ -254,7 +254,9 @@ class Feeds:
 
 def at_end() -> OutOfRangeError:
     """Returns the error of an iterator that has no more elements."""
-    return OutOfRangeError("The dataset has no more elements.")
+    return OutOfRangeError(
+        "The dataset has no more elements. Call iter(dataset) again for another pass."
+    )
 
 
 def _begun(origin: Origin, dataset: Iterated) -> _Event:

@@ -318,8 +318,29 @@ _MISTAKES = [
         ValueError,
         "Triggering __jax_array__",
         "{where} passes a variable to a function of JAX that takes arrays.",
-        "Write dist.grad(loss_function, variable)() or dist.value_and_grad for gradients, and"
-        " variable.value() for the array.",
+        "Write variable.value() for the array, and for gradients dist.grad(loss_function,"
+        " variable)() or dist.value_and_grad.",
+        InvalidTypeError,
+    ),
+    _Mistake(
+        TypeError,
+        r"apply_gradients\(\) takes",
+        "{where} calls apply_gradients with several arguments, and it takes pairs.",
+        "Write optimizer.apply_gradients(zip(gradients, variables)).",
+        InvalidTypeError,
+    ),
+    _Mistake(
+        TypeError,
+        "cannot unpack non-iterable function",
+        "{where} takes the parts of a function, as of dist.value_and_grad.",
+        "Call it for the value and the gradients: dist.value_and_grad(loss, variables)().",
+        InvalidTypeError,
+    ),
+    _Mistake(
+        TypeError,
+        "string indexing; got idx=(.+)",
+        "{where} takes the part {1} of an array, which has no names.",
+        "Let the dataset yield dicts, or give the step its parts by position, args=batch.",
         InvalidTypeError,
     ),
     *(

@@ -1,10 +1,11 @@
 """The methods that whole variables and variables in shards share."""
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
+from distributary.errors import InvalidTypeError
 from distributary.variables._distributed import ArrayInput
 from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._operators import ArrayOperators
@@ -30,6 +31,15 @@ class Assignable(ArrayOperators):
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self._shape)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise InvalidTypeError(
+            f"Variable {self._name!r} does not take +=, -=, *=, /= and items, which would leave its"
+            " value. Write v.assign_add(x) or v.assign_sub(x), v.assign(v * x), and"
+            " v.assign(v.value().at[i].set(x)) for an item."
+        )
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __setitem__ = _refuse
 
     def read_value(self) -> jax.Array:
         """Returns the same as `value()`."""

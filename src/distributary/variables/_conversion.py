@@ -1,5 +1,6 @@
 """Conversion of the values that variables get, and operations that combine them with the old."""
 
+import enum
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -113,9 +114,10 @@ def _is_traced(value: object) -> bool:
     return any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(value))
 
 
-def check_member(what: str, field: str, value: object, kind: type) -> None:
+def check_member(what: str, field: str, value: object, kind: type[enum.Enum]) -> None:
     """Checks that a value is a member of the enumeration `kind`."""
     if not isinstance(value, kind):
         raise InvalidValueError(
-            f"{what}: {field} is {shown(value)}, expected a member of distributary.{kind.__name__}."
+            f"{what}: {field} is {shown(value)}, expected a member of distributary.{kind.__name__}:"
+            f" {', '.join(member.name for member in kind)}."
         )

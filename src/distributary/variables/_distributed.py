@@ -147,7 +147,7 @@ class PerReplica(DistributedValues):
         raise InvalidValueError(f"A PerReplica cannot be converted to one array: {self._advice()}")
 
     __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __iter__ = __getitem__ = _refuse_number
-    __round__ = __neg__ = __abs__ = __pow__ = __floordiv__ = __mod__ = _refuse_number
+    __len__ = __round__ = __neg__ = __abs__ = __pow__ = __floordiv__ = __mod__ = _refuse_number
     __array__ = __jax_array__ = _refuse_array
 
     if not TYPE_CHECKING:  # or type checkers accept any name
