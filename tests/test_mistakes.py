@@ -871,6 +871,29 @@ def test_all_frames_stay_if_jax_shows_its_own(strategy):
     try:
         with pytest.raises(dist.errors.TracedValueError) as caught:
             strategy.run(train_step, args=(BATCH,))
+        "value_function_without_a_context": (
+            "experimental_distribute_values_from_function | def value_fn(context):",
+            lambda s: s.experimental_distribute_values_from_function(lambda: 1),
+        ),
+        "value_in_place_of_a_function": (
+            "got 3, expected a function value_fn(context)",
+            lambda s: s.experimental_distribute_values_from_function(3),
+        ),
+        "merge_function_without_a_strategy": (
+            "merge_call calls the function <lambda> as merge_fn(strategy, value)",
+            lambda s: s.run(
+                lambda x: dist.get_replica_context().merge_call(lambda x: x, args=(x,)),
+                args=(BATCH,),
+            ),
+        ),
+        "past_the_end_of_a_dataset": (
+            "no more elements | iter(dataset)",
+            lambda s: [next(it) for it in [iter(s.experimental_distribute_dataset([]))]],
+        ),
+        "part_of_an_array": (
+            "the part 'image' of an array | yield dicts",
+            lambda s: s.run(lambda batch: batch["image"], args=(BATCH,)),
+        ),
     finally:
         jax.config.update("jax_traceback_filtering", before)
 

@@ -29,6 +29,7 @@ same situation. `except ValueError` and the like keep working:
 Warnings are `DistributaryWarning`, a `UserWarning`.
 """
 
+import inspect
 import re
 import types
 from typing import Any, Final
@@ -196,6 +197,28 @@ def check_type(what: str, value: object, kind: Any, expected: str) -> None:
     """
     if not isinstance(value, kind):
         raise InvalidTypeError(f"{what} is {shown(value)}, expected {expected}.")
+
+
+def check_takes(what: str, function: Any, call: str) -> None:
+    """Raises `InvalidTypeError` if a function cannot be called with as many arguments as it is.
+
+    Args:
+        what: Who calls it.
+        function: The argument.
+        call: How it is called, such as "dataset_fn(context)".
+    """
+    if not callable(function):
+        raise InvalidTypeError(f"{what}: got {shown(function)}, expected a function {call}.")
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*call.split(","))
+    except TypeError as error:
+        raise InvalidTypeError(
+            f"{what} calls {shown(function)} as {call}: {error}. Write def {call}:"
+        ) from None
 
 
 def shown(value: Any) -> str:

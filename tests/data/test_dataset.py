@@ -20,7 +20,7 @@ from distributary.data import (
     Options,
     TensorSpec,
 )
-from distributary.errors import OutOfRangeError
+from distributary.errors import InvalidTypeError, OutOfRangeError
 
 
 def _values(dataset):
@@ -640,3 +640,22 @@ def test_options_without_effect_are_taken_and_others_refused():
     assert _values(Dataset.range(3).with_options(options)) == [0, 1, 2]
     with pytest.raises(AttributeError, match=r"no option 'determinism'; it has .*deterministic"):
         options.determinism = True
+
+
+@pytest.mark.parametrize("fn", [lambda pair: pair[0], lambda x, y, z: x])
+def test_a_function_that_does_not_take_the_parts_of_an_element_is_refused(fn):
+    pairs = Dataset.from_tensor_slices((np.ones(3), np.ones(3)))
+
+    with pytest.raises(
+        InvalidTypeError, match=r"as fn\(x, y\): .* argument.*Write def fn\(x, y\):"
+    ):
+        _values(pairs.map(fn))
+
+
+def test_an_error_of_a_function_of_a_dataset_stays():
+    with pytest.raises(TypeError, match="of the user"):
+        _values(Dataset.range(3).map(lambda x: _raise(TypeError("of the user"))))
+
+
+def _raise(error):
+    raise error

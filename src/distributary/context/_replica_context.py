@@ -8,7 +8,7 @@ import numpy as np
 from distributary._late import no_attribute
 from distributary.context._stack import current_mode, in_default_context
 from distributary.devices import Nest
-from distributary.errors import ContextError, InvalidTypeError, shown
+from distributary.errors import ContextError, InvalidTypeError, check_takes, shown
 from distributary.options import CommunicationOptions, ReduceOp
 
 # What people look for in a replica context, and its name here.
@@ -107,6 +107,9 @@ class ReplicaContext:
                 f"merge_call: args is {shown(args)}, expected a list or tuple; for one argument"
                 " write args=(value,)."
             )
+        takes = ", ".join(["strategy", *(f"value{i or ''}" for i in range(len(args)))])
+        if not kwargs:
+            check_takes("merge_call", merge_fn, f"merge_fn({takes})")
         return self._strategy.extended._merge_call(merge_fn, tuple(args), dict(kwargs or {}))
 
     def all_reduce(

@@ -15,6 +15,7 @@ from distributary.data._options import UNKNOWN_CARDINALITY
 from distributary.data._streams import IteratedStream, MadeRows, Path, Rows, Stream, is_peek
 from distributary.data._structure import TensorSpec, flatten, num_rows, spec_of
 from distributary.devices import Nest
+from distributary.errors import check_takes
 
 # The key of a cache for the elements of a complete pass; otherwise it holds rows by number.
 _ALL = "all"
@@ -96,9 +97,13 @@ def _name(fn: Callable[..., Any]) -> str:
 
 def call(fn: Callable[..., Any], element: Nest) -> Any:
     """Calls a user's function; the items of a tuple become its arguments, as in tf.data."""
-    if type(element) is tuple:
-        return fn(*element)
-    return fn(element)
+    args = element if type(element) is tuple else (element,)
+    try:
+        return fn(*args)
+    except TypeError:  # perhaps because it takes other arguments
+        names = "x, y" if len(args) == 2 else ", ".join(f"x{i or ''}" for i in range(len(args)))
+        check_takes("The dataset", fn, f"fn({names})")
+        raise
 
 
 def mapped(fn: Callable[..., Any], element: Nest) -> Nest:

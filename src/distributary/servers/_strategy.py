@@ -20,6 +20,7 @@ from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
+    check_takes,
     shown,
 )
 from distributary.options import (
@@ -41,7 +42,6 @@ from distributary.strategies import (
     RemoteSteps,
     Strategy,
     StrategyExtended,
-    check_dataset_fn,
 )
 from distributary.tracing import push, user_stacklevel
 from distributary.variables import (
@@ -215,7 +215,7 @@ class ParameterServerStrategy(Strategy):
 
         Source: `tf.distribute.ParameterServerStrategy.distribute_datasets_from_function`.
         """
-        check_dataset_fn(dataset_fn)
+        check_takes("distribute_datasets_from_function", dataset_fn, "dataset_fn(context)")
         return self._distributed(dataset_fn, True, options)
 
     def _distributed(

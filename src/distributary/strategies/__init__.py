@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
-from distributary.strategies._base import MISSING, Strategy, check_dataset_fn
+from distributary.strategies._base import MISSING, Strategy
 from distributary.strategies._central_storage import CentralStorageStrategy
 from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import RemoteSteps, StrategyExtended, unused_strategies

@@ -21,6 +21,7 @@ from distributary.errors import (
     DistributaryError,
     InvalidTypeError,
     InvalidValueError,
+    check_takes,
     check_type,
     shown,
 )
@@ -107,27 +108,6 @@ def _advised(init: Callable[..., None]) -> Callable[..., None]:
             raise
 
     return __init__
-
-
-def check_dataset_fn(dataset_fn: object) -> None:
-    """Checks the argument of `distribute_datasets_from_function`."""
-    what = "distribute_datasets_from_function"
-    if not callable(dataset_fn):
-        raise InvalidTypeError(
-            f"{what}: dataset_fn is {shown(dataset_fn)}, expected a function from an InputContext"
-            " to an iterable of batches."
-        )
-    try:
-        signature = inspect.signature(dataset_fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # written in C
-        return
-    try:
-        signature.bind(InputContext())
-    except TypeError as error:
-        raise InvalidTypeError(
-            f"{what} calls {shown(dataset_fn)} with an InputContext: {error}. Write def"
-            " dataset_fn(context):"
-        ) from None
 
 
 MISSING: Any = object()
@@ -392,7 +372,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
         Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
         """
-        check_dataset_fn(dataset_fn)
+        check_takes("distribute_datasets_from_function", dataset_fn, "dataset_fn(context)")
         return self._extended.distribute_datasets_from_function(dataset_fn, options)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
@@ -410,6 +390,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
         Source: `tf.distribute.Strategy.experimental_distribute_values_from_function`.
         """
+        check_takes("experimental_distribute_values_from_function", value_fn, "value_fn(context)")
         return self._extended.distribute_values(value_fn)
 
     if not TYPE_CHECKING:  # or type checkers accept any name
