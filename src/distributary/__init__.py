@@ -188,9 +188,11 @@ _ELSEWHERE = {
 # The one effect of an import: Keras reads this when it is imported, and would look for TensorFlow.
 if "keras" not in sys.modules:
     _backend = os.environ.setdefault("KERAS_BACKEND", "jax")
-    if _backend != "jax" and _backend.strip().lower() == "jax":
+    _is_lost = _backend == "tensorflow" and importlib.util.find_spec("tensorflow") is None
+    if _is_lost or (_backend != "jax" and _backend.strip().lower() == "jax"):
+        _why = "is not installed" if _is_lost else "Keras does not know"
         warnings.warn(
-            f"KERAS_BACKEND is {_backend!r}, which Keras does not know: write KERAS_BACKEND=jax.",
+            f"KERAS_BACKEND is {_backend!r}, which {_why}: write KERAS_BACKEND=jax.",
             errors.DistributaryWarning,
             stacklevel=2,
         )

@@ -3,6 +3,7 @@
 import enum
 import math
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, final
 
 from distributary._late import no_attribute
@@ -151,6 +152,9 @@ class CommunicationOptions:
                 f"CommunicationOptions: bytes_per_pack is {self.bytes_per_pack}, expected a number"
                 " of bytes >= 0; 0 sends all tensors in one collective."
             )
+        for name in ("timeout_seconds", "heartbeat_timeout_seconds"):
+            seconds = getattr(self, name)
+            check_type(f"CommunicationOptions: {name}", seconds, Real | None, "a number of seconds")
         if self.timeout_seconds is not None and self.timeout_seconds < 0:
             raise InvalidValueError(
                 f"CommunicationOptions: timeout_seconds is {self.timeout_seconds}, expected None or"

@@ -123,6 +123,7 @@ def test_an_evaluator_need_not_be_listed(set_config):
             InvalidValueError,
             r'the key "Worker".*types are chief',
         ),
+        ({"clster": {"worker": ["a:1"]}}, InvalidValueError, r"the key 'clster'.*'cluster'"),
         ("[1]", InvalidTypeError, r"^TF_CONFIG is \[1\], expected an object"),
         (
             {"cluster": ["a:1"]},

@@ -1,5 +1,6 @@
 """Reads the environment variable TF_CONFIG, as TensorFlow does."""
 
+import difflib
 import json
 import os
 from typing import Any, final
@@ -111,6 +112,12 @@ def _load() -> _Json:
             " alone."
         ) from None
     check_type("TF_CONFIG", config, dict, f"an object such as {_EXAMPLE}")
+    for key in config.keys() - {"cluster", "task"}:  # others have no meaning here
+        for meant in difflib.get_close_matches(key, ("cluster", "task"), 1, 0.75):
+            raise InvalidValueError(
+                f"TF_CONFIG has the key {key!r}, which has no meaning. Write {meant!r}, as in"
+                f" {_EXAMPLE}."
+            )
     return config
 
 

@@ -220,10 +220,12 @@ class Liveness:
             return
         for worker in awaited:
             if worker.has_finished:
-                self._lose(
+                reason = (
                     f"{worker.name} has ended after {min(positions)} programs of all workers, and"
                     f" another one has begun program {max(positions)}, which needs all of them"
                 )
+                others = [one for one in self._workers if one.report.position == max(positions)]
+                self._lose(_with_positions(reason, others[:1]))
                 return
         if min(positions) != self._stuck_at or not self._stuck_beats:
             self._stuck_at, self._stuck_beats = min(positions), 0

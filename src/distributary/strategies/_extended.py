@@ -121,15 +121,20 @@ class Sharded(enum.Enum):
         """Returns the member for the arguments `experimental_shard_...` of strategies.
 
         Raises:
-            InvalidValueError: if the parameters are neither a bool nor "host".
+            InvalidValueError: if one is neither a bool nor, for the parameters, "host".
         """
-        if isinstance(parameters, str):
-            if parameters != "host":
-                raise InvalidValueError(
-                    f"experimental_shard_parameters is {parameters!r}, expected True, False or"
-                    ' "host", which divides variables over the devices of each host.'
-                )
+        if not isinstance(optimizer_state, bool | None):
+            raise InvalidValueError(
+                f"experimental_shard_optimizer_state is {optimizer_state!r}, expected True or"
+                ' False. Only experimental_shard_parameters takes "host".'
+            )
+        if parameters == "host":
             return cls.IN_HOST
+        if not isinstance(parameters, bool | None):
+            raise InvalidValueError(
+                f"experimental_shard_parameters is {parameters!r}, expected True, False or"
+                ' "host", which divides variables over the devices of each host.'
+            )
         return (
             cls.PARAMETERS
             if parameters

@@ -44,7 +44,7 @@ class LayoutRules:
 
     def __init__(self, who: str, layouts: Any = None, model_parallel: Any = None) -> None:
         what = f"{who}: experimental_layout_map"
-        self._what = what
+        self._who, self._what = who, what
         self.is_auto = layouts == "auto" if isinstance(layouts, str) else False
         if layouts is not None and not self.is_auto:
             expected = 'a keras.distribution.LayoutMap, a dict of rules, or "auto"'
@@ -64,6 +64,12 @@ class LayoutRules:
         self._rules = {
             pattern: self._axes_of(pattern, layout, names) for pattern, layout in rules.items()
         }
+        has_number = model_parallel is not None or device_mesh is not None
+        if not has_number and any("model" in axes for axes in self._rules.values()):
+            raise InvalidValueError(
+                f"{what} divides dims over the devices of a replica, but it has one. Write"
+                " experimental_model_parallel=k as well, for k devices per replica."
+            )
         self._unused = dict.fromkeys(self._rules)
         self.sizes: dict[str, set[tuple[int, ...]]] = {}
         self._has_told = False
@@ -100,7 +106,7 @@ class LayoutRules:
         size, count = self.num_devices, len(devices) // num_workers
         if count % size:
             raise DeviceError(
-                f"{self._what}: {count} devices do not divide into replicas of {size} each. Choose"
+                f"{self._who}: {count} devices do not divide into replicas of {size} each. Choose"
                 " an experimental_model_parallel that divides their number, or fewer devices."
             )
         self.check_mesh(len(devices) // size)
