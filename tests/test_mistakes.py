@@ -664,19 +664,23 @@ def if_in_a_layer(strategy):
 
 @told(".fit: x is a list of 2 tuples", "a dataset or a generator", "fit(x, y)")
 def list_of_batches(strategy):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Keras, about the structure of the inputs
-        _model(strategy).fit([(BATCH, np.ones((8, 4)))] * 2, verbose=0)
+    _quietly(lambda: _model(strategy).fit([(BATCH, np.ones((8, 4)))] * 2, verbose=0))
 
 
 _EMPTY = dist.data.Dataset.from_tensor_slices((BATCH, BATCH)).batch(16, drop_remainder=True)
 
 
-def _model(strategy):
+def _model(strategy, loss="mse"):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
-        model.compile("sgd", "mse")
+        model.compile("sgd", loss)
     return model
+
+
+def _quietly(mistake):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Keras, about the structure of the inputs
+        return mistake()
 
 
 told_each(
@@ -696,6 +700,63 @@ told_each(
         "batch_size_0": (
             "fit: batch_size is 0, expected a whole number from 1",
             lambda s: _model(s).fit(BATCH, np.ones((8, 4)), batch_size=0, verbose=0),
+        ),
+        "negative_batch_size": (
+            "predict: batch_size is -1, expected a whole number from 1",
+            lambda s: _model(s).predict({"x": BATCH}, batch_size=-1, verbose=0),
+        ),
+        "batch_size_of_a_division": (
+            "fit: batch_size is 4.0, expected a whole number from 1",
+            lambda s: _model(s).fit(BATCH, np.ones((8, 4)), batch_size=8 / 2, verbose=0),
+        ),
+        "steps_of_a_division": (
+            ".fit: steps_per_epoch is 2.0, expected a whole number",
+            lambda s: _model(s).fit(BATCH, np.ones((8, 4)), steps_per_epoch=8 / 4, verbose=0),
+        ),
+        "epochs_in_quotes": (
+            ".fit: epochs is '2', expected a whole number",
+            lambda s: _model(s).fit(BATCH, np.ones((8, 4)), epochs="2", verbose=0),
+        ),
+        "x_and_y_in_a_tuple": (
+            ".fit: x is a tuple of 2 ndarrays | gets no y | fit(x, y)",
+            lambda s: _quietly(lambda: _model(s).fit((BATCH, np.ones((8, 4))), verbose=0)),
+        ),
+        "no_y": (".fit: the loss gets no y | fit(x, y)", lambda s: _model(s).fit(BATCH, verbose=0)),
+        "validation_data_without_y": (
+            "the loss gets no y | validation_data=(x_val, y_val)",
+            lambda s: _model(s).fit(BATCH, np.ones((8, 4)), validation_data=BATCH, verbose=0),
+        ),
+        "lists_of_numbers": (
+            "fit: x is a list of numbers | np.asarray(x)",
+            lambda s: _model(s).fit(BATCH.tolist(), np.ones((8, 4)), verbose=0),
+        ),
+        "iterator_of_a_distributed_dataset": (
+            "predict: x is an iterator | the distributed dataset itself",
+            lambda s: _model(s).predict(iter(s.experimental_distribute_dataset([BATCH]))),
+        ),
+        "function_as_callback": (
+            "fit: callbacks has the function <lambda> | LambdaCallback(on_epoch_end=function)",
+            lambda s: _model(s).fit(
+                BATCH, np.ones((8, 4)), callbacks=[lambda epoch, logs: None], verbose=0
+            ),
+        ),
+        "rows_of_classes_for_a_sparse_loss": (
+            "(8, 4) | whole numbers, one per row, need sparse_categorical_crossentropy",
+            lambda s: _model(s, "sparse_categorical_crossentropy").fit(
+                BATCH, np.eye(4)[np.zeros(8, int)], verbose=0
+            ),
+        ),
+        "labels_for_a_dense_loss": (
+            "(8,) | a number per class categorical_crossentropy",
+            lambda s: _model(s, "categorical_crossentropy").fit(BATCH, np.zeros(8, int), verbose=0),
+        ),
+        "optax_in_compile": (
+            ".compile: optimizer is a GradientTransformation | keras.optimizers.Adam",
+            lambda s: _model(s).compile(optax.adam(0.1), "mse"),
+        ),
+        "save_in_a_step": (
+            ".save was called inside Strategy.run | call it outside",
+            lambda s: (lambda model: s.run(lambda: model.save("model.keras")))(_model(s)),
         ),
         "class_as_callback": (
             "fit: callbacks has the class EarlyStopping | EarlyStopping()",
@@ -777,6 +838,22 @@ told_each(
             "'shard_optimizer_state' | Did you mean 'experimental_shard_optimizer_state'?",
             lambda s: dist.MirroredStrategy(shard_optimizer_state=True),
         ),
+        "layout_map_without_devices_that_divide": (
+            "experimental_layout_map | experimental_model_parallel=k",
+            lambda s: dist.MirroredStrategy(experimental_layout_map={"a": (None, "model")}),
+        ),
+        "shards_by_a_number": (
+            "experimental_shard_parameters is 2, expected True, False",
+            lambda s: dist.MirroredStrategy(experimental_shard_parameters=2),
+        ),
+        "shards_of_hosts_for_the_optimizer": (
+            "experimental_shard_optimizer_state is 'host', expected True or False",
+            lambda s: dist.MirroredStrategy(experimental_shard_optimizer_state="host"),
+        ),
+        "seconds_in_quotes": (
+            "timeout_seconds is '10', expected a number of seconds",
+            lambda s: dist.experimental.CommunicationOptions(timeout_seconds="10"),
+        ),
         "pickled_strategy": (
             "cannot be pickled | each process | distributary.checkpoint.Checkpoint",
             lambda s: pickle.dumps(s),
@@ -801,6 +878,33 @@ told_each(
         "dataset_function_without_a_context": (
             "distribute_datasets_from_function | the function <lambda> | def dataset_fn(context):",
             lambda s: s.distribute_datasets_from_function(lambda: [BATCH]),
+        ),
+        "value_function_without_a_context": (
+            "experimental_distribute_values_from_function | def value_fn(context):",
+            lambda s: s.experimental_distribute_values_from_function(lambda: 1),
+        ),
+        "value_in_place_of_a_function": (
+            "got 3, expected a function value_fn(context)",
+            lambda s: s.experimental_distribute_values_from_function(3),
+        ),
+        "merge_function_without_a_strategy": (
+            "merge_call calls the function <lambda> as merge_fn(strategy, value)",
+            lambda s: s.run(
+                lambda x: dist.get_replica_context().merge_call(lambda x: x, args=(x,)),
+                args=(BATCH,),
+            ),
+        ),
+        "past_the_end_of_a_dataset": (
+            "no more elements | iter(dataset)",
+            lambda s: [next(it) for it in [iter(s.experimental_distribute_dataset([]))]],
+        ),
+        "part_of_an_array": (
+            "the part 'image' of an array | yield dicts",
+            lambda s: s.run(lambda batch: batch["image"], args=(BATCH,)),
+        ),
+        "string_of_devices": (
+            "'gpus' is not a device | GPU:0",
+            lambda s: dist.MirroredStrategy("gpus"),
         ),
     }
 )
@@ -830,22 +934,6 @@ def _check_short(text: str) -> None:
     assert not re.search(r"array\(\[|Array\(\[|tensor\(\[", text), "it prints an array"
     assert not re.search(r"<\w+Strategy: ", text), "it prints the whole repr of a strategy"
     assert " at 0x" not in text, "it prints an address"
-        "layout_map_without_devices_that_divide": (
-            "experimental_layout_map | experimental_model_parallel=k",
-            lambda s: dist.MirroredStrategy(experimental_layout_map={"a": (None, "model")}),
-        ),
-        "shards_by_a_number": (
-            "experimental_shard_parameters is 2, expected True, False",
-            lambda s: dist.MirroredStrategy(experimental_shard_parameters=2),
-        ),
-        "shards_of_hosts_for_the_optimizer": (
-            "experimental_shard_optimizer_state is 'host', expected True or False",
-            lambda s: dist.MirroredStrategy(experimental_shard_optimizer_state="host"),
-        ),
-        "seconds_in_quotes": (
-            "timeout_seconds is '10', expected a number of seconds",
-            lambda s: dist.experimental.CommunicationOptions(timeout_seconds="10"),
-        ),
     ours = text.split("\n-----")[0].partition(": ")[2]
     if "distributary.errors" in text:
         sentences = re.split(r"(?<=\w)[.:?] (?=[A-Z])|\. (?=[`A-Z])", ours)
@@ -887,29 +975,6 @@ def test_all_frames_stay_if_jax_shows_its_own(strategy):
     try:
         with pytest.raises(dist.errors.TracedValueError) as caught:
             strategy.run(train_step, args=(BATCH,))
-        "value_function_without_a_context": (
-            "experimental_distribute_values_from_function | def value_fn(context):",
-            lambda s: s.experimental_distribute_values_from_function(lambda: 1),
-        ),
-        "value_in_place_of_a_function": (
-            "got 3, expected a function value_fn(context)",
-            lambda s: s.experimental_distribute_values_from_function(3),
-        ),
-        "merge_function_without_a_strategy": (
-            "merge_call calls the function <lambda> as merge_fn(strategy, value)",
-            lambda s: s.run(
-                lambda x: dist.get_replica_context().merge_call(lambda x: x, args=(x,)),
-                args=(BATCH,),
-            ),
-        ),
-        "past_the_end_of_a_dataset": (
-            "no more elements | iter(dataset)",
-            lambda s: [next(it) for it in [iter(s.experimental_distribute_dataset([]))]],
-        ),
-        "part_of_an_array": (
-            "the part 'image' of an array | yield dicts",
-            lambda s: s.run(lambda batch: batch["image"], args=(BATCH,)),
-        ),
     finally:
         jax.config.update("jax_traceback_filtering", before)
 

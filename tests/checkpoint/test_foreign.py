@@ -90,6 +90,15 @@ def test_weights_of_tensorflow_are_recognised(strategy, tmp_path):
         model.load_weights(tmp_path / "weights")
 
 
+def test_a_checkpoint_given_to_keras_is_recognised(strategy, tmp_path):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    path = Checkpoint(model=model).save(tmp_path / "ckpt")
+
+    with pytest.raises(CheckpointError, match=r"a checkpoint of distributary.*\.restore\(path\)"):
+        model.load_weights(path)
+
+
 def test_a_folder_of_tensorflow_is_recognised_once(tmp_path, caplog):
     _of_tensorflow(tmp_path / "ckpt-3")
     (tmp_path / "notes.index").touch()

@@ -677,8 +677,11 @@ def test_too_little_memory_for_a_variable_is_said_with_what_helps(strategy):
     assert "experimental_shard_parameters=True" in "".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize(("largest", "ignored", "count"), [(2, None, 0), (3, None, 1), (3, 3, 0)])
-def test_labels_without_a_class_are_named(largest, ignored, count, strategy):
+@pytest.mark.parametrize(
+    ("labels", "ignored", "told"),
+    [(range(3), None, None), (range(4), None, 3), (range(4), 3, None), ((-1, 0, 1), None, -1)],
+)
+def test_labels_without_a_class_are_named(labels, ignored, told, strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored)
@@ -686,11 +689,23 @@ def test_labels_without_a_class_are_named(largest, ignored, count, strategy):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model.fit(np.ones((8, 4)), np.arange(8) % (largest + 1), verbose=0)
+        model.fit(np.ones((8, 4)), np.resize(labels, 8), verbose=0)
 
-    told = [str(one.message) for one in caught if "label" in str(one.message)]
-    assert len(told) == count
-    assert all("label 3, but the 3 classes" in text for text in told)
+    texts = [str(one.message) for one in caught if "label" in str(one.message)]
+    assert len(texts) == (told is not None)
+    assert all(f"label {told}, but the 3 classes" in text for text in texts)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_labels_without_a_class_in_a_dataset_are_named(steps_per_execution, strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, steps_per_execution=steps_per_execution)
+    rows = dist.data.Dataset.from_tensor_slices((np.ones((16, 4)), np.arange(16) % 3 + 1))
+
+    with pytest.warns(dist.errors.DistributaryWarning, match="label 3, but the 3 classes"):
+        model.fit(rows.batch(4), verbose=0)
 
 
 def test_a_distribution_of_keras_beside_a_strategy_is_named(strategy):

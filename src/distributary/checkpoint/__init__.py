@@ -15,7 +15,7 @@ from distributary.checkpoint._checkpoint import (
     load_variable,
 )
 from distributary.checkpoint._commit import (
-    of_tensorflow as of_tensorflow,
+    not_of_keras as not_of_keras,
     read as read,
     read_arrays as read_arrays,
 )

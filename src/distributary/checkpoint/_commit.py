@@ -357,8 +357,10 @@ def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved
     return sorted(checkpoints, key=lambda item: item[1].saved_at)
 
 
-def of_tensorflow(path: Path) -> str | None:
-    """Returns what TensorFlow has written at a path, and how to convert it; None for nothing."""
+def not_of_keras(path: Path) -> str | None:
+    """Returns what is at a path that Keras cannot load, and how to load it; None for nothing."""
+    if (path / _INDEX).exists():
+        return "it is a checkpoint of distributary. Write Checkpoint(model=model).restore(path)."
     if (path / "saved_model.pb").exists():
         return f"it is a SavedModel of TensorFlow. {_CONVERT}"
     name = path.name.removesuffix(_OF_TENSORFLOW) + _OF_TENSORFLOW
@@ -370,7 +372,7 @@ def of_tensorflow(path: Path) -> str | None:
 
 def _other_format(path: Path) -> str | None:
     """Returns what is at a path in place of a checkpoint, and how to load it; None for nothing."""
-    other = of_tensorflow(path)
+    other = not_of_keras(path)
     if other is not None:
         return other
     if path.name.endswith((".h5", ".keras")) and path.exists():

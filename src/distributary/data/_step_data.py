@@ -379,7 +379,8 @@ def _array(leaf: Any, number: int, may_be_reused: bool) -> np.ndarray | jax.Arra
     if array.dtype == object or getattr(array.dtype, "kind", "") in ("U", "S"):
         raise InvalidTypeError(
             f"Batch {number} of the dataset holds {shown(leaf)}; strings and objects cannot go to a"
-            " device. Map them to numbers first."
+            " device. Map them to numbers first: dataset.map(lambda text: layer(text)), with a"
+            " layer such as keras.layers.StringLookup."
         )
     if array.ndim == 0:
         raise InvalidValueError(

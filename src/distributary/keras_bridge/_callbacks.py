@@ -11,7 +11,7 @@ import keras
 
 from distributary.context import get_strategy
 from distributary.devices import Fit, JobEvent, job_programs, progress
-from distributary.errors import InvalidTypeError
+from distributary.errors import InvalidTypeError, shown
 from distributary.job import consensus, copies
 from distributary.keras_bridge._data import current_call
 from distributary.keras_bridge._models import strategy_of
@@ -82,6 +82,12 @@ class LeanCallbackList(keras.callbacks.CallbackList):
                 raise InvalidTypeError(
                     f"{call.method}: callbacks has the class {name}. Write {name}() with its"
                     " arguments, an object of the class."
+                )
+            if not hasattr(callback, "set_model"):
+                raise InvalidTypeError(
+                    f"{call.method}: callbacks has {shown(callback)}, expected a"
+                    " keras.callbacks.Callback. For a function write"
+                    " keras.callbacks.LambdaCallback(on_epoch_end=function)."
                 )
         # Last, as it saves what the others decide, and restores them after they have begun.
         callbacks.sort(key=is_backup)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import operator
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from distributary.data import (
     Dataset,
     DistributedDataset,
     DistributedInput,
+    DistributedIterator,
     Options,
     WorkerBatch,
     WorkerShare,
@@ -32,7 +34,13 @@ from distributary.data import (
     kept,
 )
 from distributary.devices import private
-from distributary.errors import DistributaryError, InvalidValueError, OutOfRangeError, shown
+from distributary.errors import (
+    DistributaryError,
+    InvalidTypeError,
+    InvalidValueError,
+    OutOfRangeError,
+    shown,
+)
 from distributary.job import consensus
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._text import require_numbers
@@ -88,7 +96,7 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(x, DistributedDataset):
             arrays = [x, arguments.get("y"), arguments.get("sample_weight")]
             require_numbers("fit, evaluate or predict", arrays)
-            _check_batch_size(x, arguments.get("batch_size"))
+            _check_arrays(x, arguments.get("y"), arguments.get("batch_size"))
             if isinstance(x, GeneratorType) and has_strategy():
                 x = (kept(batch) for batch in x)  # Keras reads the first ones ahead
             if isinstance(x, keras.utils.PyDataset) and arguments.get("shuffle"):
@@ -105,15 +113,30 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_data_adapter
 
 
-def _check_batch_size(x: object, batch_size: Any) -> None:
-    """Checks the batch size of arrays; Keras takes 0 for 32."""
-    if batch_size is None or not (hasattr(x, "shape") or isinstance(x, (list, tuple, dict))):
-        return
-    if isinstance(batch_size, str) or batch_size < 1:
-        call = current_call.get()
+def _check_arrays(x: object, y: object, batch_size: Any) -> None:
+    """Checks arrays and their batch size; Keras takes 0 for 32, and prints lists as a whole."""
+    call = current_call.get()
+    what = "fit, evaluate or predict" if call is None else call.method
+    for name, data in (("x", x), ("y", y)):
+        numbers = data
+        while isinstance(numbers, (list, tuple)) and numbers:
+            numbers = numbers[0]
+        if isinstance(numbers, (bool, int, float)):
+            raise InvalidTypeError(
+                f"{what}: {name} is a {type(data).__name__} of numbers, expected arrays. Write"
+                f" np.asarray({name})."
+            )
+    if isinstance(x, DistributedIterator):
+        raise InvalidTypeError(f"{what}: x is an iterator. Pass the distributed dataset itself.")
+    if hasattr(x, "shape") or isinstance(x, (list, tuple, dict)):
+        check_count(what, "batch_size", batch_size)
+
+
+def check_count(what: str, name: str, value: Any, least: int = 1) -> None:
+    """Checks a number of rows, steps or epochs; None counts as the default."""
+    if value is not None and (not hasattr(value, "__index__") or operator.index(value) < least):
         raise InvalidValueError(
-            f"{'fit, evaluate or predict' if call is None else call.method}: batch_size is"
-            f" {shown(batch_size)}, expected a whole number from 1."
+            f"{what}: {name} is {shown(value)}, expected a whole number from {least}."
         )
 
 
@@ -127,7 +150,9 @@ def check_given(what: str, arguments: Mapping[str, Any], *names: str) -> None:
             )
 
 
-def explained_by_data(model: Any, what: str, error: Exception, x: Any, y: Any) -> Exception:
+def explained_by_data(
+    model: Any, what: str, error: Exception, x: Any, y: Any, validation_data: Any
+) -> Exception:
     """Returns an error that says what is wrong with the data of a call, or the error itself.
 
     Args:
@@ -136,6 +161,7 @@ def explained_by_data(model: Any, what: str, error: Exception, x: Any, y: Any) -
         error: The error that has ended the call.
         x: Argument of the call.
         y: Argument of the call.
+        validation_data: Argument of the call.
     """
     name, text = f"{model.name}.{what}", str(error)
     is_at_end = isinstance(error, OutOfRangeError) or "'batch_outputs'" in text
@@ -146,11 +172,13 @@ def explained_by_data(model: Any, what: str, error: Exception, x: Any, y: Any) -
         )
     if isinstance(error, DistributaryError) or not isinstance(error, (TypeError, ValueError)):
         return error
-    is_batches = type(x) is list and all(type(item) is tuple for item in x)
-    if is_batches and y is None and "None is not a valid value" in text:
+    has_no_y = y is None or (validation_data is not None and type(validation_data) is not tuple)
+    if "None is not a valid value" in text and has_no_y and getattr(model, "loss", None):
+        parts = f"{type(x[0]).__name__}s" if type(x) in (list, tuple) and x else ""
+        given = f"x is a {type(x).__name__} of {len(x)} {parts}, and " if parts else ""
         return InvalidValueError(
-            f"{name}: x is a list of {len(x)} tuples. For batches, pass a dataset or a generator;"
-            f" for arrays, write {what}(x, y)."
+            f"{name}: {given}the loss gets no y. For batches, pass a dataset or a generator of"
+            f" (x, y); for arrays, write {what}(x, y), and validation_data=(x_val, y_val)."
         )
     shape: Any = getattr(x, "shape", None)
     taken: Any = getattr(model, "input_shape", None)
@@ -162,10 +190,18 @@ def explained_by_data(model: Any, what: str, error: Exception, x: Any, y: Any) -
         )
     shape = getattr(y, "shape", None)
     returned: Any = getattr(model, "output_shape", None)
+    loss = getattr(model, "loss", None)
+    is_of_classes = "crossentropy" in str(getattr(loss, "name", loss))
     if "shape" in text and _misfits(shape, returned) and 1 not in (*shape[1:], *returned[1:]):
         error.add_note(
             f"{name}: y has shape {shape}, but the model returns {(shape[0], *returned[1:])}."
             " Change y, or the units of the last layer."
+        )
+    elif "have the same shape" in text and shape and is_of_classes:
+        error.add_note(
+            f"{name}: y has shape {shape}, and the model returns {returned}. Labels as whole"
+            " numbers, one per row, need sparse_categorical_crossentropy, and rows with a number"
+            " per class categorical_crossentropy."
         )
     return error
 

@@ -121,10 +121,10 @@ def warn_of_labels(model: Any, y: Any) -> None:
     if not is_sparse or not isinstance(y, np.ndarray) or y.dtype.kind not in "iuf" or not y.size:
         return
     if isinstance(shape, tuple) and shape and isinstance(shape[-1], int):
-        largest = y.max()
-        if largest >= shape[-1]:
+        label = y.max() if y.max() >= shape[-1] else y.min()
+        if not 0 <= label < shape[-1]:
             warnings.warn(
-                f"{model.name}: y has the label {largest}, but the {shape[-1]} classes of the"
+                f"{model.name}: y has the label {label}, but the {shape[-1]} classes of the"
                 f" output are 0 to {shape[-1] - 1}. The loss of such a row is 0. Number the classes"
                 " from 0, or give the last layer more units.",
                 DistributaryWarning,

@@ -22,13 +22,14 @@ from distributary.context import (
     in_default_context,
 )
 from distributary.engine import mode_of
-from distributary.errors import ContextError, DistributaryWarning, shown
+from distributary.errors import ContextError, DistributaryWarning, InvalidTypeError, shown
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import (
     Call,
     DatasetAdapter,
     batches_of,
+    check_count,
     check_same,
     current_call,
     explained_by_data,
@@ -94,6 +95,12 @@ def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         _join(self, "compile")
         strategy = strategy_of(self)
+        optimizer = kwargs.get("optimizer", args[0] if args else None)
+        if hasattr(optimizer, "init") and not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise InvalidTypeError(
+                f"{self.name}.compile: optimizer is {shown(optimizer)}, expected one of Keras, such"
+                " as keras.optimizers.Adam(1e-3). Those of optax are for loops of your own."
+            )
         is_off = kwargs.get("jit_compile") is False and not kwargs.get("run_eagerly")
         if is_off and strategy is not None:
             warnings.warn(
@@ -182,16 +189,21 @@ def _give_one_device(model: Any) -> Any:
     return strategy
 
 
+def refuse_in_step(model: Any, what: str) -> None:
+    """Checks that a method is called outside of `Strategy.run`."""
+    if not in_default_context() and current_mode().role == "replica":
+        raise ContextError(
+            f"{model.name}.{what} was called inside Strategy.run. It works for all replicas, and"
+            " needs the values of variables: call it outside."
+        )
+
+
 def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
     """Runs a method of a model in the scope of the model's strategy."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         what = original.__name__
-        if not in_default_context() and current_mode().role == "replica":
-            raise ContextError(
-                f"{self.name}.{what} was called inside Strategy.run. It distributes its work by"
-                " itself: call it outside."
-            )
+        refuse_in_step(self, what)
         _join(self, what)
         strategy = strategy_of(self)
         if strategy is None:
@@ -209,6 +221,8 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         x, y = (kwargs.get(key, [*args, None, None][i]) for i, key in enumerate("xy"))
         if what in ("fit", "evaluate"):
             warn_of_labels(self, y)
+        for name in ("epochs", "steps_per_epoch", "steps", "validation_steps"):
+            check_count(f"{self.name}.{what}", name, kwargs.get(name), 0)
         with strategy.scope(), _in_one_thread(self, what):
             token = current_call.set(Call(what))
             try:
@@ -219,7 +233,8 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
                         begin_call(self, original, args, kwargs)
                 return original(self, *args, **kwargs)
             except Exception as error:
-                clear = explained_by_data(self, what, explained(error), x, y)
+                validation = kwargs.get("validation_data")
+                clear = explained_by_data(self, what, explained(error), x, y, validation)
                 shorten(clear)
                 raise clear from None
             finally:

@@ -26,7 +26,7 @@ import numpy as np
 from distributary.checkpoint import (
     hold,
     keep_programs,
-    of_tensorflow,
+    not_of_keras,
     release,
     remove_programs,
 )
@@ -42,7 +42,7 @@ from distributary.keras_bridge._keras_private import (
     saving_lib,
     sync_state,
 )
-from distributary.keras_bridge._models import strategy_of
+from distributary.keras_bridge._models import refuse_in_step, strategy_of
 from distributary.keras_bridge._turns import (
     in_turn,
     is_in_parts_of_workers,
@@ -75,6 +75,7 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def save(model: Any, filepath: object, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(model)
+        refuse_in_step(model, "save")
         if strategy is None or not isinstance(filepath, (str, os.PathLike)):
             with _by_itself(strategy):
                 return original(model, filepath, *args, **kwargs)
@@ -110,7 +111,8 @@ def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
                 original(model, *args, **kwargs)
 
         path = os.fspath(args[0] if args else kwargs.get("filepath", ""))
-        other = of_tensorflow(Path(path)) if path else None
+        refuse_in_step(model, "load_weights")
+        other = not_of_keras(Path(path)) if path else None
         if other is not None:
             raise CheckpointError(f"{model.name}.load_weights cannot read {path}: {other}")
         sync_state(model)

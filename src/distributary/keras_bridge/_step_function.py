@@ -13,6 +13,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distributary.context import entered
 from distributary.data import Loop
@@ -20,6 +21,7 @@ from distributary.devices import Nest, current_trial, latest_program, local_copy
 from distributary.engine import Programs, StepKind, global_batch, mode_of, several_steps
 from distributary.errors import TracedValueError
 from distributary.keras_bridge._data import DatasetBatches, OwnRows, next_own, take
+from distributary.keras_bridge._losses import warn_of_labels
 from distributary.keras_bridge._model_step import Kind, ModelStep, num_rows
 
 _log = logging.getLogger(__name__)
@@ -148,6 +150,8 @@ class StepFunction:
             return self._run_eagerly(batch)
         if self._variables is None:  # now that the first step has built the optimizer
             self._variables = self._parts()
+            if self._loop is None and self._kind != "predict" and type(batch) is tuple:
+                warn_of_labels(self._trainer, np.asarray(batch[1]) if len(batch) > 1 else None)
         if self._share.num_workers > 1:
             out = jax.tree.map(local_copy, out)
         self._counts.num_examples += num_examples
