@@ -884,7 +884,7 @@ told_each(
             lambda s: s.experimental_distribute_values_from_function(lambda: 1),
         ),
         "value_in_place_of_a_function": (
-            "got 3, expected a function value_fn(context)",
+            "value_fn is 3, expected a function value_fn(context)",
             lambda s: s.experimental_distribute_values_from_function(3),
         ),
         "merge_function_without_a_strategy": (

@@ -208,7 +208,8 @@ def check_takes(what: str, function: Any, call: str) -> None:
         call: How it is called, such as "dataset_fn(context)".
     """
     if not callable(function):
-        raise InvalidTypeError(f"{what}: got {shown(function)}, expected a function {call}.")
+        name = call.partition("(")[0]
+        raise InvalidTypeError(f"{what}: {name} is {shown(function)}, expected a function {call}.")
     try:
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # written in C

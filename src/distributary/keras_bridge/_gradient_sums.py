@@ -75,8 +75,8 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         variables = arguments.get("trainable_variables")
         if variables is not None:
-            for variable in variables:
-                if not hasattr(variable, "assign"):
+            for gradient, variable in zip(arguments["grads"], variables, strict=False):
+                if hasattr(gradient, "assign") and not hasattr(variable, "assign"):
                     raise InvalidTypeError(
                         f"An optimizer got {shown(variable)} in the place of a variable. Write"
                         " optimizer.apply_gradients(zip(gradients, variables))."
