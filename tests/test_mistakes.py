@@ -1,5 +1,6 @@
 """Mistakes that people make in their first hour, and what they are told."""
 
+import gc
 import os
 import pickle
 import re
@@ -615,6 +616,16 @@ def gradient_of_jax_by_a_variable(strategy):
 
     def train_step(batch):
         return jax.grad(lambda w: (batch @ w).sum())(w)
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("A step makes", "gone when the step ends", "before, in strategy.scope()")
+def model_made_in_a_step(strategy):
+    def train_step(batch):
+        result = keras.Sequential([keras.layers.Dense(1)])(batch)
+        gc.collect()
+        return result
 
     strategy.run(train_step, args=(BATCH,))
 

@@ -41,8 +41,14 @@ from distributary.tracing import Handle, aval_of, describe_value
 from distributary.variables import ForeignVariable, StateList, Variable, joined
 
 
-class VariableGoneError(Exception):
-    """Raised if a variable of a cached program was collected; the caller traces again."""
+class VariableGoneError(ContextError):
+    """Raised if a variable of a program was collected; of a cached one, the caller traces again."""
+
+    def __init__(self, what: str = "variables that are") -> None:
+        super().__init__(
+            f"A step makes {what} gone when the step ends. Make models, metrics and variables"
+            " before, in strategy.scope(), and use them in the step."
+        )
 
 
 # An output of at most this size may be kept until the program that made it has finished, and
@@ -421,10 +427,7 @@ def _last_output(result: Any) -> Any:
 def _sharding_of(handle: Handle) -> Any:
     variable = handle.cell()
     if variable is None:
-        raise ContextError(
-            f"A step makes the variable {handle.name!r}, which is gone when the step ends. Make"
-            " metrics and variables before, in strategy.scope(), and use them in the step."
-        )
+        raise VariableGoneError(f"the variable {handle.name!r}, which is")
     layout = variable._layout
     mesh = layout.strategy.extended.mesh
     if mesh is None or mesh.size == 1:
