@@ -86,6 +86,57 @@ def test_results_have_the_method_numpy():
         jax.jit(lambda x: x.numpy())(1.0)
 
 
+def test_arrays_have_the_method_get_shape_also_in_a_step():
+    assert tf.zeros([2, 3]).get_shape().as_list() == [2, 3]
+    assert next(iter(tf.data.Dataset.range(3).batch(2))).get_shape().as_list() == [2]
+    flat = tf.function(lambda x: tf.reshape(x, [-1, x.get_shape().as_list()[0]]))
+
+    assert flat(tf.zeros([2, 3])).get_shape().as_list() == [3, 2]
+
+
+@pytest.mark.parametrize("unique", [True, False])
+def test_classes_are_drawn_by_their_logarithms(unique):
+    classes, num_sampled, rounds = 6, 4, 200
+    odds = np.log((np.arange(classes) + 2) / (np.arange(classes) + 1)) / np.log(classes + 1)
+
+    @tf.function
+    def draw():
+        return tf.random.log_uniform_candidate_sampler([[0, 5]], 2, num_sampled, unique, classes)
+
+    results = [[np.asarray(value) for value in draw()] for _ in range(rounds)]
+
+    counts = sum(np.bincount(drawn, minlength=classes) for drawn, _, _ in results)
+    expected = sum(of_true[0] for _, of_true, _ in results)
+    assert counts.sum() == rounds * num_sampled
+    np.testing.assert_allclose(counts[[0, 5]], expected, atol=4 * rounds**0.5)
+    for drawn, of_true, of_drawn in results:
+        assert not unique or len(set(drawn.tolist())) == num_sampled
+        np.testing.assert_allclose(of_drawn[drawn == 5], of_true[0, 1], rtol=1e-5)
+    if not unique:
+        np.testing.assert_allclose(of_true[0], num_sampled * odds[[0, 5]], rtol=1e-5)
+        np.testing.assert_allclose(counts, rounds * num_sampled * odds, atol=4 * rounds**0.5)
+
+
+def test_a_loss_with_classes_that_are_drawn_can_be_trained():
+    weights, biases = tf.Variable(tf.random.normal([8, 3])), tf.Variable(tf.zeros([8]))
+    inputs, labels = tf.random.normal([16, 3]), tf.random.uniform([16, 1], 0, 8, tf.int32)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.nn.nce_loss(weights, biases, labels, inputs, 8, 8))
+        gradients = tape.gradient(loss, (weights, biases))
+        weights.assign_sub(0.5 * gradients[0])
+        biases.assign_sub(0.5 * gradients[1])
+        return loss
+
+    losses = [float(step()) for _ in range(30)]
+
+    assert losses[-1] < 0.8 * losses[0]
+    with pytest.raises(ValueError, match="num_sampled is 9"):
+        tf.nn.sampled_softmax_loss(weights, biases, labels, inputs, 9, 8)
+
+
 def _mean_loss(strategy, losses):
     (batch,) = strategy.experimental_distribute_dataset([np.float32(losses)])
 

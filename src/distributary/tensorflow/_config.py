@@ -344,3 +344,27 @@ def start_profiler(logdir: str, options: object = None) -> None:
 def stop_profiler(save: bool = True) -> None:
     """`tf.profiler.experimental.stop`: writes the trace."""
     jax.profiler.stop_trace()
+
+
+_profiled: list[str] = []  # the folder of the profile that `trace_on` has started
+
+
+def trace_on(
+    graph: bool = True, profiler: bool = False, profiler_outdir: str | None = None
+) -> None:
+    """`tf.summary.trace_on`: starts a profile, if it has a folder; there is no graph to record."""
+    if profiler and profiler_outdir is not None:
+        start_profiler(profiler_outdir)
+        _profiled.append(profiler_outdir)
+
+
+def trace_export(name: str, step: object = None, profiler_outdir: str | None = None) -> None:
+    """`tf.summary.trace_export`: ends and writes the profile."""
+    if _profiled:
+        _profiled.clear()
+        stop_profiler()
+
+
+def trace_off() -> None:
+    """`tf.summary.trace_off`: the same as `trace_export`."""
+    trace_export("")

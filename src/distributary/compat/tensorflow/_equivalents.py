@@ -48,8 +48,6 @@ _ADVICE: dict[str, str] = {
     "queue": "tf.data.Dataset.prefetch",
     "realdiv": "tf.divide",
     "scalar_mul": "tf.multiply",
-    "nn.nce_loss": "tf.nn.sigmoid_cross_entropy_with_logits",
-    "nn.sampled_softmax_loss": "tf.nn.sparse_softmax_cross_entropy_with_logits",
     "config.experimental_connect_to_host": "tf.config.experimental_connect_to_cluster",
     "distribute.experimental.PreemptionWatcher": (
         "tf.distribute.experimental.PreemptionCheckpointHandler"
@@ -121,7 +119,6 @@ _ADVICE: dict[str, str] = {
     "lite": "model.export(path, format='onnx') of Keras",
     "mlir": "jax.jit(f).lower(x).as_text()",
     "profiler": "tf.profiler.experimental, or jax.profiler",
-    "summary.trace_export summary.trace_off summary.trace_on": "jax.profiler.trace",
     "test.compute_gradient": "jax.test_util.check_grads",
     "test": "pytest, numpy.testing, and tf.config.list_physical_devices for what is there",
     "compat": "the names of TensorFlow 2; those of TensorFlow 1 are not there",

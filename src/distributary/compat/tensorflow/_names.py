@@ -33,6 +33,7 @@ import distributary.variables as values
 from distributary.tensorflow import (
     _arrays,
     _audio,
+    _candidates,
     _checks,
     _config,
     _control,
@@ -241,7 +242,8 @@ def _summary() -> Names:
     summaries = _summaries()
     methods = [name for name in dir(summaries) if not name.startswith(("_", "get_", "set_"))]
     names = {name: getattr(summaries, name) for name in methods}
-    return {**names, "SummaryWriter": keras_bridge.SummaryWriter}
+    traces = named(_config, "trace_export trace_off trace_on")
+    return {**names, **traces, "SummaryWriter": keras_bridge.SummaryWriter}
 
 
 _GENERATORS = "Generator get_global_generator set_global_generator"
@@ -354,6 +356,7 @@ MODULES: dict[str, Callable[[], Names]] = {
         **_nn.ACTIVATIONS,
         **operations(_nn),
         **named(_nn, "compute_average_loss scale_regularization_loss"),
+        **{n: Operation(getattr(_candidates, n)) for n in ("nce_loss", "sampled_softmax_loss")},
         "embedding_lookup": values.embedding_lookup,
         "in_top_k": Operation(_math.in_top_k),
         "avg_pool": Operation(_nn.avg_pool2d),
@@ -372,6 +375,7 @@ MODULES: dict[str, Callable[[], Names]] = {
     "random": lambda: {
         **operations(_random),
         **named(_generator, _GENERATORS),
+        "log_uniform_candidate_sampler": Operation(_candidates.log_uniform_candidate_sampler),
         "set_seed": _draws.set_seed,
     },
     "random.experimental": lambda: {
