@@ -91,12 +91,74 @@ def test_variables_take_the_arguments_of_tensorflow(strategy_of):
     assert isinstance(variable, tf.Variable)
     assert isinstance(variable, dist.Variable)
     assert not isinstance(tf.constant(1.0), tf.Variable)
-    assert variable.get_shape() == (1,)
+    assert variable.get_shape().as_list() == [1]
     assert tf.Variable(0, False).trainable is False
     variable.scatter_add(tf.IndexedSlices([2.0], [0]), use_locking=False, name="add")
     np.testing.assert_array_equal(variable.sparse_read([0], name="read"), [3.0])
     with pytest.raises(InvalidValueError, match="constraint"):
         tf.Variable(1.0, constraint=lambda v: v)
+
+
+def test_slices_of_a_variable_can_be_assigned(strategy_of):
+    with strategy_of(2).scope():
+        variable = tf.Variable([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+
+    @tf.function
+    def change():
+        variable[1, 1:].assign_sub([1.0, 1.0])
+
+    variable[0, 1].assign(42)
+    variable[:, 2].assign_add([1.0, 2.0])
+    change()
+
+    np.testing.assert_array_equal(variable, [[1, 42, 4], [4, 4, 7]])
+    array = tf.constant([1.0])
+    assert not hasattr(array[0], "assign")
+    assert not hasattr(variable.read_value(), "assign")
+
+
+def test_a_constant_initializer_takes_as_many_numbers_as_there_are_places():
+    layer = tf.keras.layers.Conv2D(
+        1,
+        [2, 2],
+        kernel_initializer=tf.constant_initializer(np.array([[1.0, 2.0], [3.0, 4.0]])),
+        bias_initializer=tf.constant_initializer(7.0),
+    )
+
+    layer.build((None, 2, 2, 1))
+
+    np.testing.assert_array_equal(layer.kernel.numpy().ravel(), [1, 2, 3, 4])
+    np.testing.assert_array_equal(layer.bias, [7])
+    with pytest.raises(TypeError, match="reshape"):
+        tf.constant_initializer([1.0, 2.0])(shape=[3])
+
+
+def test_operators_of_variables_take_lists():
+    variable = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
+
+    np.testing.assert_array_equal([[1, 2]] @ variable, [[7, 10]])
+    np.testing.assert_array_equal(variable - [1.0, 1.0], [[0, 1], [2, 3]])
+    np.testing.assert_array_equal(variable * (2, 3), [[2, 6], [6, 12]])
+
+
+def test_a_device_that_is_not_there_has_no_effect():
+    with tf.device("GPU:7"):
+        array = tf.constant([1.0])
+
+    assert array.devices() == {jax.devices()[0]}
+    with pytest.raises(ValueError, match="no_device"), tf.device("no_device"):
+        pass
+
+
+def test_traces_of_summaries_are_profiles(tmp_path):
+    tf.summary.trace_on(graph=True)
+    tf.summary.trace_export("nothing")
+    tf.summary.trace_on(profiler=True, profiler_outdir=str(tmp_path))
+    tf.reduce_sum([1.0])
+    tf.summary.trace_export("profile", step=0)
+    tf.summary.trace_off()
+
+    assert list(tmp_path.rglob("*.xplane.pb"))
 
 
 def test_print_shows_values_in_steps_and_outside(strategy_of, capfd):

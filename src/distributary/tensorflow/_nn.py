@@ -1,7 +1,7 @@
 """The losses and layers of `tf.nn`; see `Operation` for how arguments are converted."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from distributary.context import ReplicaContext, get_replica_context
 from distributary.errors import ContextError, InvalidValueError
 from distributary.keras_bridge import import_keras
+from distributary.tensorflow._arrays import constant
 from distributary.tensorflow._draws import seed_of
 from distributary.tensorflow._operations import (
     Axes,
@@ -214,6 +215,21 @@ def _of_space(sizes: Sizes, data_format: str) -> tuple[int, int]:
 def leaky_relu(features: ArrayLike, alpha: float = 0.2) -> Array:
     """`tf.nn.leaky_relu`."""
     return jax.nn.leaky_relu(features, alpha)
+
+
+@final
+class ConstantInitializer:
+    """`tf.constant_initializer`: a number everywhere, or as many numbers as there are places."""
+
+    def __init__(self, value: Any = 0, support_partition: bool = False) -> None:
+        self.value = value
+
+    def __call__(self, shape: Shape, dtype: Any = None, **kwargs: Any) -> Array:
+        return constant(self.value, dtype, tuple(shape))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments, for Keras."""
+        return {"value": self.value}
 
 
 #: Operations with the same meaning in JAX.

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from distributary._late import Library, register
-from distributary.devices import Nest, resolve_device
-from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.devices import Nest, canonical_name, resolve_device
+from distributary.errors import DeviceError, InvalidValueError, UnsupportedError
 from distributary.tensorflow._control import name_scope
 from distributary.tensorflow._operations import array, plain
 from distributary.tensorflow.autograph import and_, while_stmt
@@ -124,12 +124,17 @@ def get_logger() -> logging.Logger:
 
 @contextlib.contextmanager
 def device(device_name: str | Callable[..., str] | None) -> Iterator[None]:
-    """`tf.device`: where new arrays are made; has no effect in a step."""
-    name = device_name if isinstance(device_name, str) else None
-    if current_scope() is not None or not name:
-        yield
-        return
-    with jax.default_device(resolve_device(name)):
+    """`tf.device`: where new arrays are made; has no effect in a step or without the device.
+
+    Raises:
+        DeviceError: if the name is not one of a device.
+    """
+    name, place = device_name if isinstance(device_name, str) else "", None
+    if name and current_scope() is None:
+        canonical_name(name)
+        with contextlib.suppress(DeviceError):  # as with TensorFlow's soft placement
+            place = resolve_device(name)
+    with contextlib.nullcontext() if place is None else jax.default_device(place):
         yield
 
 

@@ -96,6 +96,8 @@ class ArrayOperators:
 
 def _binary(function: Callable[[Any, Any], Any]) -> Any:
     def method(self: ArrayOperators, other: object) -> Any:
+        if isinstance(other, (list, tuple)):  # which operators of JAX's arrays do not take
+            other = jnp.asarray(other)
         plain = other.value() if isinstance(other, ArrayOperators) else other
         return function(self.value(), plain)
 

@@ -132,7 +132,7 @@ def _root() -> Names:
         "Variable": Variable,
         "__version__": _VERSION,
         "as_string": _strings.as_string,
-        "constant_initializer": _late("initializers.Constant"),
+        "constant_initializer": _nn.ConstantInitializer,
         "double": jnp.dtype("float64"),
         "einsum": Operation(_linalg.einsum),
         "function": function,
