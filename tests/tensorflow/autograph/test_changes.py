@@ -401,3 +401,17 @@ def test_errors_that_a_step_raises_when_it_runs():
     assert float(state) == 3  # as before the failed steps
     step_of([4.0], [2.0])
     assert float(state) == 6
+
+
+make_generator = np.random.default_rng  # a function of C, with members that cannot be set
+
+
+def test_loops_can_refer_to_functions_of_c():
+    @dist.function
+    def total(x):
+        while x < 4:
+            if make_generator is not None:
+                x = x + 1
+        return x
+
+    assert float(total(jnp.float32(1))) == 4

@@ -283,7 +283,9 @@ def _attributes_of(thing: Any) -> list[str]:
         name
         for base in type(thing).__mro__
         for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType) and hasattr(thing, name)
+        if isinstance(member, types.MemberDescriptorType)
+        and hasattr(thing, name)
+        and not name.startswith("__")  # of C functions: numbers that are new at each look
     ]
     return [*slots, *getattr(thing, "__dict__", ())]
 
