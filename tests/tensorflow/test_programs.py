@@ -150,6 +150,18 @@ def test_a_device_that_is_not_there_has_no_effect():
         pass
 
 
+def test_tensorboard_writes_for_a_model_without_a_strategy(tmp_path, monkeypatch):
+    monkeypatch.setenv("CRC32C_SW_MODE", "auto")  # which importing tensorboardX sets
+    pytest.importorskip("tensorboardX", reason="the extra tensorboard is not installed")
+    model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callback = tf.keras.callbacks.TensorBoard(str(tmp_path))
+
+    model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0, callbacks=[callback])
+
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
 def test_traces_of_summaries_are_profiles(tmp_path):
     tf.summary.trace_on(graph=True)
     tf.summary.trace_export("nothing")

@@ -6,11 +6,13 @@ those come from `_keras_backend`.
 """
 
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from distributary.compat.tensorflow._names import MODULES
 from distributary.compat.tensorflow._namespaces import Namespace, lookup
+from distributary.keras_bridge import Summaries
 from distributary.tensorflow import _keras_backend, _text_layers
 from distributary.tensorflow._dataset_creator import DatasetCreator
 from distributary.tensorflow._operations import keras_of_tensorflow, named
@@ -51,6 +53,19 @@ vars(sys.modules[f"{__name__}.layers"]).update(_layers)
 Input: Any = _text_layers.Input
 vars(sys.modules[f"{__name__}.utils"])["experimental"] = Namespace("keras.utils.experimental")
 sys.modules[f"{__name__}.utils.experimental"] = sys.modules[f"{__name__}.utils"].experimental
+
+
+class _TensorBoard(_keras.callbacks.TensorBoard):  # type: ignore[name-defined]
+    """Writes with tensorboardX where TensorFlow is missing, also for a model without a strategy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if find_spec("tensorflow") is None:
+            self._summary_module = Summaries()
+            self.write_graph = False
+
+
+vars(sys.modules[f"{__name__}.callbacks"])["TensorBoard"] = _TensorBoard
 __path__: list[str] = []  # a package, of which all modules are loaded
 
 
