@@ -1,5 +1,6 @@
 """`distributary.data.Dataset` and distributed datasets in fit, evaluate and predict."""
 
+import contextlib
 import gc
 import itertools
 import threading
@@ -48,6 +49,26 @@ def test_datasets_equal_arrays_on_one_device(form, strategy):
     wanted = reference.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
     small.assert_equal_logs(evaluated, wanted)
     np.testing.assert_allclose(predicted, reference.predict(x, verbose=0), **small.CLOSE)
+
+
+def test_datasets_give_several_outputs_their_labels(strategy):
+    def make(strategy):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            keras.utils.set_random_seed(3)
+            x = keras.Input((3,))
+            model = keras.Model(x, [keras.layers.Dense(n, name=f"d{n}")(x) for n in (1, 3)])
+            losses = ["mse", keras.losses.SparseCategoricalCrossentropy(from_logits=True)]
+            model.compile("sgd", losses)
+        return model
+
+    x, y = small.data(8)
+    labels = (y, np.arange(8) % 3)
+    model, reference = make(strategy), make(None)
+
+    history = model.fit(Dataset.from_tensor_slices((x, labels)).batch(4), epochs=2, verbose=0)
+
+    small.assert_equal_logs(history.history, small.fit(reference, x, list(labels)).history)
+    small.assert_equal_weights(model, reference)
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
