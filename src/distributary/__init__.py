@@ -188,7 +188,8 @@ _ELSEWHERE = {
 # The one effect of an import: Keras reads this when it is imported, and would look for TensorFlow.
 if "keras" not in sys.modules:
     _backend = os.environ.setdefault("KERAS_BACKEND", "jax")
-    _is_lost = _backend == "tensorflow" and importlib.util.find_spec("tensorflow") is None
+    _is_wanted = _backend == "tensorflow" and "tensorflow" not in sys.modules
+    _is_lost = _is_wanted and importlib.util.find_spec("tensorflow") is None
     if _is_lost or (_backend != "jax" and _backend.strip().lower() == "jax"):
         _why = "is not installed" if _is_lost else "Keras does not know"
         warnings.warn(

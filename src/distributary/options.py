@@ -154,7 +154,8 @@ class CommunicationOptions:
             )
         for name in ("timeout_seconds", "heartbeat_timeout_seconds"):
             seconds = getattr(self, name)
-            check_type(f"CommunicationOptions: {name}", seconds, Real | None, "a number of seconds")
+            if seconds is not None or name != "timeout_seconds":
+                check_type(f"CommunicationOptions: {name}", seconds, Real, "a number of seconds")
         if self.timeout_seconds is not None and self.timeout_seconds < 0:
             raise InvalidValueError(
                 f"CommunicationOptions: timeout_seconds is {self.timeout_seconds}, expected None or"

@@ -68,7 +68,7 @@ def test_own_loops_find_programs_beside_the_checkpoints_of_their_manager(start, 
     assert first == (0, 2 + np.arange(32).sum())
     assert again[0] > 0
     assert again[1] == first[1]
-    assert any((tmp_path / "saved" / "compiled").iterdir())
+    assert any((tmp_path / "saved" / ".compiled").iterdir())
 
 
 def test_fit_finds_programs_beside_its_backup_until_it_ends(start, tmp_path):
@@ -81,4 +81,4 @@ def test_the_folder_that_the_user_names_is_the_only_one(start, tmp_path):
     start("loop", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine"))
 
     assert any((tmp_path / "mine").iterdir())
-    assert not (tmp_path / "saved" / "compiled").exists()
+    assert not (tmp_path / "saved" / ".compiled").exists()

@@ -296,6 +296,28 @@ def test_generators_that_the_step_does_not_draw_from_are_not_told_of(strategy_of
     assert not caplog.records
 
 
+class _Options(dict):
+    __getattr__ = dict.__getitem__
+
+
+def test_names_outside_of_the_step_may_be_any_objects(strategy_of, caplog):
+    def scaled(factor):
+        def scale(x):
+            return x * factor
+
+        return scale
+
+    double, half, options = scaled(2.0), scaled(0.5), _Options(rate=0.5)
+
+    def step(x):  # two functions with a name `factor`, and an object that raises KeyError
+        return (double(x) + half(x)) * options.rate
+
+    result = strategy_of(2).run(step, args=(jnp.ones(3),))
+
+    np.testing.assert_array_equal(result.values[1], [1.25] * 3)
+    assert not caplog.records
+
+
 def test_numbers_that_python_uses_in_the_step_count(strategy_of):
     def step(x):
         own = []

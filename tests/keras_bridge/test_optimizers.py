@@ -28,6 +28,17 @@ def test_clipping_applies_to_the_gradient_of_the_whole_batch(strategy_of, train)
     np.testing.assert_allclose(model.layers[0].kernel.value, [[-0.2]], rtol=1e-4)
 
 
+def test_gradients_and_variables_may_be_iterators():
+    model = keras.Sequential([keras.Input((3,)), kl.Dense(2)])
+    optimizer = ko.SGD(0.5)
+    before = model.get_weights()
+
+    optimizer.apply((np.ones(v.shape) for v in model.weights), iter(model.trainable_variables))
+
+    for weight, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_allclose(weight, old - 0.5, rtol=1e-6)
+
+
 def test_a_step_that_overflows_on_one_replica_is_skipped_on_all(strategy_of, train):
     def build():
         keras.config.set_dtype_policy("mixed_float16")

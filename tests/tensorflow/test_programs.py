@@ -131,6 +131,9 @@ def test_a_constant_initializer_takes_as_many_numbers_as_there_are_places():
     np.testing.assert_array_equal(layer.bias, [7])
     with pytest.raises(TypeError, match="reshape"):
         tf.constant_initializer([1.0, 2.0])(shape=[3])
+    again = tf.keras.layers.Conv2D.from_config(layer.get_config())
+    again.build((None, 2, 2, 1))
+    np.testing.assert_array_equal(again.kernel, layer.kernel)
 
 
 def test_operators_of_variables_take_lists():

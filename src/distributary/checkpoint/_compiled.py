@@ -1,22 +1,25 @@
 """Keeps compiled programs beside checkpoints: a training that starts again computes sooner."""
 
+import os
 import shutil
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-_NAME = "compiled"
+_NAME = ".compiled"
 
 
 def keep_programs(directory: Path) -> None:
     """Lets JAX keep the programs of this process in a folder of a checkpoint directory.
 
     The directory that comes first counts. A folder that the user has chosen
-    (`JAX_COMPILATION_CACHE_DIR`) stays. JAX keeps programs that took a second or more to compile.
+    (`JAX_COMPILATION_CACHE_DIR`) stays. A directory of another user has none: programs are machine
+    code. JAX keeps programs that took a second or more to compile.
     It finds them by all that they depend on, the features of the processor included.
     """
-    if _folder() is None:
+    is_foreign = directory.exists() and directory.stat().st_uid != os.getuid()
+    if _folder() is None and not is_foreign:
         jax.config.update("jax_compilation_cache_dir", str(directory / _NAME))
 
 

@@ -36,9 +36,9 @@ class CheckpointManager:
 
     With several workers, all of them create the manager and call its methods, in the same order.
 
-    JAX keeps compiled programs in the directory, too, in the folder `compiled`, for the next start.
-    `JAX_COMPILATION_CACHE_DIR` names another folder; `JAX_ENABLE_COMPILATION_CACHE=false` keeps
-    none.
+    JAX keeps compiled programs in the directory, too, in the folder `.compiled`, for the next
+    start. `JAX_COMPILATION_CACHE_DIR` names another folder; `JAX_ENABLE_COMPILATION_CACHE=false`
+    keeps none.
 
     Args:
         checkpoint: The checkpoint to save.

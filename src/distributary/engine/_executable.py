@@ -192,6 +192,10 @@ class Executable:
             read_only = [cell()._value for cell in self._read_only]
         except AttributeError:
             raise VariableGoneError from None
+        for k, i, _ in self._outside:  # what was assigned since the last run is of this worker
+            state = (written, read_only)[k]
+            if state[i].is_fully_addressable:
+                state[i] = self._place_constant(np.array(state[i]))
         return self._call.lower(self._captures, written, read_only, args)
 
     def _compile(self, lock: threading.Lock, args: Sequence[Any]) -> None:

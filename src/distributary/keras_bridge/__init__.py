@@ -34,7 +34,7 @@ __getattr__ = late_names(
     {
         "_data": "UnknownSizes check_given current_call",
         "_model_step": "ModelStep num_rows",
-        "_summaries": "Summaries SummaryWriter",
+        "_summaries": "Summaries SummaryWriter has_tensorflow",
     },
 )
 

@@ -1,7 +1,6 @@
 """Makes callbacks free in steps that none of them observes; only the first worker reports."""
 
 import functools
-import importlib.util
 import itertools
 from collections.abc import Callable
 from typing import Any, final
@@ -16,7 +15,7 @@ from distributary.job import consensus, copies
 from distributary.keras_bridge._data import current_call
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._saving import distribute, ending, is_backup
-from distributary.keras_bridge._summaries import Summaries
+from distributary.keras_bridge._summaries import Summaries, has_tensorflow
 
 # These write or send data of the whole job, not of a single worker. So do those of other packages,
 # which are not imported here.
@@ -98,7 +97,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
         for callback in callbacks:
             if is_backup(callback):
                 distribute(callback)
-            if isinstance(callback, keras.callbacks.TensorBoard) and not _has_tensorflow():
+            if isinstance(callback, keras.callbacks.TensorBoard) and not has_tensorflow():
                 callback._summary_module = Summaries()
                 callback.write_graph = False  # TensorBoard shows those of TensorFlow
         super().__init__(callbacks, add_history, add_progbar, **kw)
@@ -158,13 +157,6 @@ for _kind, _edge in itertools.product(("train", "test", "predict"), ("begin", "e
 def _is_of_chief(callback: object) -> bool:
     packages = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
     return isinstance(callback, _OF_CHIEF) or not _PACKAGES_OF_CHIEF.isdisjoint(packages)
-
-
-def _has_tensorflow() -> bool:
-    try:
-        return importlib.util.find_spec("tensorflow") is not None
-    except ValueError:  # something else has its name
-        return False
 
 
 def new(cls: Any, *args: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -383,7 +383,7 @@ def _same_everywhere(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def check_same(batch: object) -> None:
+def check_same(batch: object, what: str = "The first batch of the data") -> None:
     """Compares the first batch of a pass, or the batch of a call, on all workers.
 
     Raises:
@@ -397,15 +397,15 @@ def check_same(batch: object) -> None:
         seen = zlib.crc32(array.tobytes(), seen)
     job = consensus()
     assert job is not None
-    of_workers = np.array(job.agree("the first batch of a pass", lambda: seen))
+    of_workers = np.array(job.agree(what, lambda: seen))
     others = np.flatnonzero(of_workers != of_workers[0])
     if len(others):
         names = ", ".join(f"worker {number}" for number in others)
         raise InvalidValueError(
-            f"The first batch of the data is not the same on all workers: {names} got another one"
-            " than worker 0. Every worker is given all of the data, in the same order, and takes"
-            " its own rows. Load the same files, and seed what shuffles or draws"
-            " (keras.utils.set_random_seed). To give each worker its own part of the data, use"
+            f"{what} is not the same on all workers: {names} got another one than worker 0. Every"
+            " worker is given all of the data, in the same order, and takes its own rows. Load the"
+            " same files, and seed what shuffles or draws (keras.utils.set_random_seed). To give"
+            " each worker its own part of the data, use"
             " strategy.distribute_datasets_from_function."
         )
 

@@ -75,6 +75,7 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         variables = arguments.get("trainable_variables")
         if variables is not None:
+            arguments["grads"], variables = list(arguments["grads"]), list(variables)
             for gradient, variable in zip(arguments["grads"], variables, strict=False):
                 if hasattr(gradient, "assign") and not hasattr(variable, "assign"):
                     raise InvalidTypeError(

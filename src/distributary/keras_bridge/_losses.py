@@ -122,7 +122,7 @@ def warn_of_labels(model: Any, y: Any) -> None:
         return
     if isinstance(shape, tuple) and shape and isinstance(shape[-1], int):
         label = y.max() if y.max() >= shape[-1] else y.min()
-        if not 0 <= label < shape[-1]:
+        if label < 0 or label >= shape[-1]:  # not NaN
             warnings.warn(
                 f"{model.name}: y has the label {label}, but the {shape[-1]} classes of the"
                 f" output are 0 to {shape[-1] - 1}. The loss of such a row is 0. Number the classes"

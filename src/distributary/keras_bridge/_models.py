@@ -228,7 +228,7 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 if strategy.extended.num_workers > 1:
                     if what.endswith("_on_batch"):
-                        check_same((args, kwargs))
+                        check_same((args, kwargs), f"The batch of {what}")
                     else:
                         begin_call(self, original, args, kwargs)
                 return original(self, *args, **kwargs)

@@ -151,7 +151,7 @@ class StepFunction:
         if self._variables is None:  # now that the first step has built the optimizer
             self._variables = self._parts()
             if self._loop is None and self._kind != "predict" and type(batch) is tuple:
-                y = dict(enumerate(batch)).get(1)
+                y = batch[1] if len(batch) > 1 else None
                 is_here = isinstance(y, jax.Array) and y.is_fully_addressable
                 warn_of_labels(self._trainer, np.asarray(y) if is_here else y)
         if self._share.num_workers > 1:

@@ -13,6 +13,14 @@ from distributary.context import get_replica_context, in_cross_replica_context
 from distributary.errors import InvalidValueError, MissingPackageError
 
 
+def has_tensorflow() -> bool:
+    """Returns whether TensorFlow is installed."""
+    try:
+        return importlib.util.find_spec("tensorflow") is not None
+    except ValueError:  # something else has its name
+        return False
+
+
 @final
 class Summaries:
     """The functions of `tf.summary`.

@@ -139,7 +139,8 @@ def _attempt(
         runs.append(actors[i].call.remote(environ, train, args))
     going_on = list(runs)
     while going_on:
-        (first, *_), _ = library.wait([*going_on, *late], num_returns=1)
+        grows = late if len(going_on) == len(runs) else []  # not at the end
+        (first, *_), _ = library.wait([*going_on, *grows], num_returns=1)
         if first in late:
             return _GROWS
         try:

@@ -123,14 +123,14 @@ class Sharded(enum.Enum):
         Raises:
             InvalidValueError: if one is neither a bool nor, for the parameters, "host".
         """
-        if not isinstance(optimizer_state, bool | None):
+        if isinstance(optimizer_state, str):
             raise InvalidValueError(
                 f"experimental_shard_optimizer_state is {optimizer_state!r}, expected True or"
                 ' False. Only experimental_shard_parameters takes "host".'
             )
         if parameters == "host":
             return cls.IN_HOST
-        if not isinstance(parameters, bool | None):
+        if isinstance(parameters, str) or parameters not in (False, True, None):
             raise InvalidValueError(
                 f"experimental_shard_parameters is {parameters!r}, expected True, False or"
                 ' "host", which divides variables over the devices of each host.'

@@ -10,7 +10,7 @@ import numpy as np
 from distributary.tensorflow._host import Element
 from distributary.tensorflow._operations import array
 from distributary.tensorflow._programs import TensorShape
-from distributary.variables import ArrayOperators, Variable
+from distributary.variables import ShardedVariable, Variable
 
 # Of every slice of a variable, by its id and as long as it lives: the variable and the index.
 _slices: dict[int, tuple[weakref.ref[Any], Variable, Any]] = {}
@@ -20,7 +20,7 @@ def install() -> None:
     """Gives arrays and variables the methods."""
     kinds: tuple[Any, ...] = (jax.Array, jax.core.Tracer)
     jax.Array.numpy = _numpy  # type: ignore[attr-defined]
-    for kind in (*kinds, Element, ArrayOperators):
+    for kind in (*kinds, Element, Variable, ShardedVariable):
         kind.get_shape = _get_shape
     for kind in kinds:
         kind.assign = _assignment("set")

@@ -1,10 +1,12 @@
 """The losses and layers of `tf.nn`; see `Operation` for how arguments are converted."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -217,19 +219,30 @@ def leaky_relu(features: ArrayLike, alpha: float = 0.2) -> Array:
     return jax.nn.leaky_relu(features, alpha)
 
 
-@final
-class ConstantInitializer:
+def constant_initializer(value: Any = 0, support_partition: bool = False) -> Any:
     """`tf.constant_initializer`: a number everywhere, or as many numbers as there are places."""
+    number = np.asarray(value).tolist()
+    if not isinstance(number, list):
+        return import_keras().initializers.Constant(number)
+    return _constant_initializer()(number)
 
-    def __init__(self, value: Any = 0, support_partition: bool = False) -> None:
-        self.value = value
 
-    def __call__(self, shape: Shape, dtype: Any = None, **kwargs: Any) -> Array:
-        return constant(self.value, dtype, tuple(shape))
+@functools.cache
+def _constant_initializer() -> Any:
+    keras = import_keras()
 
-    def get_config(self) -> dict[str, Any]:
-        """Returns the arguments, for Keras."""
-        return {"value": self.value}
+    @keras.saving.register_keras_serializable("distributary")
+    class ConstantInitializer(keras.initializers.Initializer):  # type: ignore[name-defined]
+        def __init__(self, value: list[Any]) -> None:
+            self.value = value
+
+        def __call__(self, shape: Shape, dtype: Any = None, **kwargs: Any) -> Array:
+            return constant(self.value, dtype, tuple(shape))
+
+        def get_config(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+    return ConstantInitializer
 
 
 #: Operations with the same meaning in JAX.

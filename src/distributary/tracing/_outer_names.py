@@ -1,4 +1,4 @@
-"""Finds names outside of a step that the step has given traced values.
+"""Finds names outside of a step that the step has given traced values, or has changed.
 
     def step(batch):
         global params
@@ -29,17 +29,18 @@ _NUMBERS = (int, float)
 _CHANGED = (
     "%s changes the number %s, which is outside of it, while it is traced. Its Python runs once, so"
     " later runs do not. Count outside of the step, or in a distributary.Variable; ignore this if"
-    " it counts traces."
+    " it counts traces, or keeps a size."
 )
 _DRAWN = (
     "%s draws random numbers from %s while it is traced. Its Python runs once, so every run has the"
-    " same ones. Draw them outside and pass them in args, or with jax.random and a key from args."
+    " same ones. Draw them outside and pass them in args, or with jax.random and a key from args;"
+    " ignore this if another thread draws them."
 )
 
 
 @final
 class OuterNames:
-    """The names outside of a function that hold arrays before it is traced.
+    """The names outside of a function, and what they hold before it is traced.
 
     Args:
         function: The function. Names outside of it that it uses count, their attributes, and those
@@ -48,10 +49,12 @@ class OuterNames:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._before, self._states = {}, {}
-        for name, value in _names(function):
-            self._before[name] = [leaf for leaf in _leaves(value) if _is_known(leaf)]
-            self._states[name] = _state(value)
+        self._before: dict[str, list[Any]] = {}
+        self._states: dict[str, list[Any]] = {}
+        for name, value in _names(function):  # two functions can use one name for different things
+            known, state = [leaf for leaf in _leaves(value) if _is_known(leaf)], _state(value)
+            self._before.setdefault(name, []).extend(known)
+            self._states.setdefault(name, []).extend([] if state is None else [state])
 
     def check(self, step: str, numbers: Sequence[Any] = ()) -> None:
         """Checks that no name holds a traced value in the place of an array or number.
@@ -66,8 +69,8 @@ class OuterNames:
         collected = set(map(id, numbers))
         for name, value in _names(self._function):
             leaves = _leaves(value)
-            before, state = self._states.get(name), _state(value)
-            if before not in (None, state):
+            before, state = self._states.get(name, []), _state(value)
+            if state is not None and before and state not in before:
                 _log.warning(_CHANGED if type(state) in _NUMBERS else _DRAWN, step, name)
             if any(id(leaf) in collected for leaf in leaves):
                 raise TracedValueError(
@@ -100,7 +103,9 @@ def _is_known(leaf: object) -> bool:
 
 def _state(value: object) -> Any:
     """Returns a number, or the state of a generator of random numbers; None for other objects."""
-    owner = getattr(value, "__self__", value)  # such as that of `from random import gauss`
+    owner: object = value
+    if isinstance(value, (types.BuiltinFunctionType, types.MethodType)):
+        owner = value.__self__  # such as of `from random import gauss`
     if isinstance(owner, np.random.Generator):
         return pickle.dumps(owner.bit_generator.state)
     if owner is np.random or isinstance(owner, np.random.RandomState):

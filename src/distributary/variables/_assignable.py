@@ -161,6 +161,10 @@ class Assignable(ArrayOperators):
         """Sets rows; if indices are equal, any one wins. Otherwise like `scatter_add`."""
         return self._change("scatter_update", sparse_delta, True)
 
+    def get_shape(self) -> tuple[int, ...]:
+        """Returns `shape`."""
+        return self._shape
+
     def _change(self, kind: str, value: ArrayInput | IndexedSlices, read_value: bool) -> Any:
         """Carries out the method `kind`, one of those above."""
         raise NotImplementedError

@@ -97,7 +97,8 @@ class ArrayOperators:
 def _binary(function: Callable[[Any, Any], Any]) -> Any:
     def method(self: ArrayOperators, other: object) -> Any:
         if isinstance(other, (list, tuple)):  # which operators of JAX's arrays do not take
-            other = jnp.asarray(other)
+            dtype = self.value().dtype if jnp.issubdtype(self.value().dtype, jnp.inexact) else None
+            other = jnp.asarray(other, dtype)
         plain = other.value() if isinstance(other, ArrayOperators) else other
         return function(self.value(), plain)
 

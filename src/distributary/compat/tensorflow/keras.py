@@ -6,13 +6,12 @@ those come from `_keras_backend`.
 """
 
 import sys
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from distributary.compat.tensorflow._names import MODULES
 from distributary.compat.tensorflow._namespaces import Namespace, lookup
-from distributary.keras_bridge import Summaries
+from distributary.keras_bridge import Summaries, has_tensorflow
 from distributary.tensorflow import _keras_backend, _text_layers
 from distributary.tensorflow._dataset_creator import DatasetCreator
 from distributary.tensorflow._operations import keras_of_tensorflow, named
@@ -60,7 +59,7 @@ class _TensorBoard(_keras.callbacks.TensorBoard):  # type: ignore[name-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if find_spec("tensorflow") is None:
+        if not has_tensorflow():
             self._summary_module = Summaries()
             self.write_graph = False
 
