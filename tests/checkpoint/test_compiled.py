@@ -2,10 +2,11 @@
 
 import os
 import subprocess
-import sys
 
 import numpy as np
 import pytest
+
+from tests.forks import Fork
 
 _PROGRAM = """
 import sys, warnings
@@ -13,6 +14,9 @@ import distributary as dist
 import jax, keras, numpy as np
 
 warnings.simplefilter("error", UserWarning)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+if len(sys.argv) > 4:
+    jax.config.update("jax_compilation_cache_dir", sys.argv[4])
 found = []
 jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
 dist.config.set_logical_cpu_devices(2)
@@ -45,17 +49,17 @@ print(found.count("/jax/compilation_cache/cache_hits"), np.sum(result).item().he
 
 @pytest.fixture
 def start(tmp_path):
-    environ = dict(os.environ, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
-    del environ["JAX_COMPILATION_CACHE_DIR"]
-    program = tmp_path / "program.py"
+    program, log = tmp_path / "program.py", tmp_path / "log"
     program.write_text(_PROGRAM)
 
-    def start(kind, ends="goes on", **settings):
-        command = [sys.executable, program, kind, tmp_path / "saved", ends]
-        done = subprocess.run(
-            command, env=environ | settings, check=True, capture_output=True, text=True
-        )
-        hits, result = done.stdout.split()
+    def start(kind, ends="goes on", *folder):
+        command = [program, kind, tmp_path / "saved", ends, *folder]
+        with log.open("w") as errors:
+            process = Fork(command, os.environ, stdout=subprocess.PIPE, stderr=errors)
+            with process.stdout:
+                output = process.stdout.read()
+            assert process.wait(100) == 0, log.read_text()
+        hits, result = output.split()
         return int(hits), float.fromhex(result)
 
     return start
@@ -78,7 +82,7 @@ def test_fit_finds_programs_beside_its_backup_until_it_ends(start, tmp_path):
 
 
 def test_the_folder_that_the_user_names_is_the_only_one(start, tmp_path):
-    start("loop", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine"))
+    start("loop", "goes on", tmp_path / "mine")
 
     assert any((tmp_path / "mine").iterdir())
     assert not (tmp_path / "saved" / ".compiled").exists()
