@@ -64,7 +64,7 @@ print(name, *(len(list(folder.glob(f"{i}.worker?"))) for i in range(2)))
     assert result.code == 0, result.stderr
     lines = sorted(line.partition("] ")[2] for line in result.stdout.splitlines())
     assert lines == [f"worker{i} 3 2" for i in range(3)]
-    assert "no worker has finished a step, so 2 of 3 workers start" in result.stderr
+    assert "no worker has reported a step, so 2 of 3 workers start" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ class Supervisor:
             self._num_workers = fewer if is_cause and not has_worked else options.num_workers
             if self._num_workers < options.num_workers:
                 self.output.say(
-                    f"no worker has finished a step, so {self._num_workers} of"
+                    f"no worker has reported a step, so {self._num_workers} of"
                     f" {options.num_workers} workers start."
                 )
         self._workers = []
