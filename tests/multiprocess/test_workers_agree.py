@@ -33,7 +33,7 @@ _NOTICED_BY_KERAS = {
     "the_activation_of_a_layer": '"relu".* worker LAST .*"tanh"',
     "the_learning_rate": '"learning_rate": 0.1.* worker LAST .*"learning_rate": 0.2',
     "the_number_of_epochs": r"fit of net: .* epochs=2 and worker LAST .* epochs=3",
-    "a_batch": "batch of the data is not the same on all workers: worker LAST",
+    "a_batch": "batch of train_on_batch is not the same on all workers: worker LAST",
     "a_variable_made_outside_of_the_scope_and_assigned": "a step of net.fit.* 'plain', made"
     r" outside of the scope, .*\[9.0, 9.0, 9.0\].* worker LAST .*\[10.0",
     "validation": "no validation_data and worker LAST .* a validation_data",
