@@ -1,19 +1,16 @@
 """The losses and layers of `tf.nn`; see `Operation` for how arguments are converted."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
 from distributary.context import ReplicaContext, get_replica_context
 from distributary.errors import ContextError, InvalidValueError
 from distributary.keras_bridge import import_keras
-from distributary.tensorflow._arrays import constant
 from distributary.tensorflow._draws import seed_of
 from distributary.tensorflow._operations import (
     Axes,
@@ -217,32 +214,6 @@ def _of_space(sizes: Sizes, data_format: str) -> tuple[int, int]:
 def leaky_relu(features: ArrayLike, alpha: float = 0.2) -> Array:
     """`tf.nn.leaky_relu`."""
     return jax.nn.leaky_relu(features, alpha)
-
-
-def constant_initializer(value: Any = 0, support_partition: bool = False) -> Any:
-    """`tf.constant_initializer`: a number everywhere, or as many numbers as there are places."""
-    number = np.asarray(value).tolist()
-    if not isinstance(number, list):
-        return import_keras().initializers.Constant(number)
-    return _constant_initializer()(number)
-
-
-@functools.cache
-def _constant_initializer() -> Any:
-    keras = import_keras()
-
-    @keras.saving.register_keras_serializable("distributary")
-    class ConstantInitializer(keras.initializers.Initializer):  # type: ignore[name-defined]
-        def __init__(self, value: list[Any]) -> None:
-            self.value = value
-
-        def __call__(self, shape: Shape, dtype: Any = None, **kwargs: Any) -> Array:
-            return constant(self.value, dtype, tuple(shape))
-
-        def get_config(self) -> dict[str, Any]:
-            return {"value": self.value}
-
-    return ConstantInitializer
 
 
 #: Operations with the same meaning in JAX.

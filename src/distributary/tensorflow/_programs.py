@@ -15,6 +15,8 @@ import numpy as np
 from distributary._late import Library, register
 from distributary.devices import Nest, canonical_name, resolve_device
 from distributary.errors import DeviceError, InvalidValueError, UnsupportedError
+from distributary.keras_bridge import import_keras
+from distributary.tensorflow._arrays import constant
 from distributary.tensorflow._control import name_scope
 from distributary.tensorflow._operations import array, plain
 from distributary.tensorflow.autograph import and_, while_stmt
@@ -120,6 +122,32 @@ def is_tensor(x: object) -> bool:
 def get_logger() -> logging.Logger:
     """`tf.get_logger`: the logger of distributary."""
     return logging.getLogger("distributary")
+
+
+def constant_initializer(value: Any = 0, support_partition: bool = False) -> Any:
+    """`tf.constant_initializer`: a number everywhere, or as many numbers as there are places."""
+    number = np.asarray(value).tolist()
+    if not isinstance(number, list):
+        return import_keras().initializers.Constant(number)
+    return _constant_initializer()(number)
+
+
+@functools.cache
+def _constant_initializer() -> Any:
+    keras = import_keras()
+
+    @keras.saving.register_keras_serializable("distributary")
+    class ConstantInitializer(keras.initializers.Initializer):  # type: ignore[name-defined]
+        def __init__(self, value: list[Any]) -> None:
+            self.value = value
+
+        def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> Any:
+            return constant(self.value, dtype, tuple(shape))
+
+        def get_config(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+    return ConstantInitializer
 
 
 @contextlib.contextmanager

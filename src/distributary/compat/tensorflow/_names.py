@@ -132,7 +132,6 @@ def _root() -> Names:
         "Variable": Variable,
         "__version__": _VERSION,
         "as_string": _strings.as_string,
-        "constant_initializer": _nn.constant_initializer,
         "double": jnp.dtype("float64"),
         "einsum": Operation(_linalg.einsum),
         "function": function,
