@@ -15,11 +15,10 @@ def keep_programs(directory: Path) -> None:
 
     The directory that comes first counts. A folder that the user has chosen
     (`JAX_COMPILATION_CACHE_DIR`) stays. A directory of another user has none: programs are machine
-    code. JAX keeps programs that took a second or more to compile.
-    It finds them by all that they depend on, the features of the processor included.
+    code. JAX keeps programs that took a second or more to compile, and finds them by all that they
+    depend on, the features of the processor included.
     """
-    is_foreign = directory.exists() and directory.stat().st_uid != os.getuid()
-    if _folder() is None and not is_foreign:
+    if _folder() is None and not (directory.exists() and directory.stat().st_uid != os.getuid()):
         jax.config.update("jax_compilation_cache_dir", str(directory / _NAME))
 
 

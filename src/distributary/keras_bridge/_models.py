@@ -221,8 +221,8 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         x, y = (kwargs.get(key, [*args, None, None][i]) for i, key in enumerate("xy"))
         if what in ("fit", "evaluate"):
             warn_of_labels(self, y)
-        for name in ("epochs", "steps_per_epoch", "steps", "validation_steps"):
-            check_count(f"{self.name}.{what}", name, kwargs.get(name), 0)
+        for name in {"epochs", "steps_per_epoch", "steps", "validation_steps"} & kwargs.keys():
+            check_count(f"{self.name}.{what}", name, kwargs[name], 0)
         with strategy.scope(), _in_one_thread(self, what):
             token = current_call.set(Call(what))
             try:

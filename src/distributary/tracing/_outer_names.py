@@ -51,9 +51,10 @@ class OuterNames:
         self._function = function
         self._before: dict[str, list[Any]] = {}
         self._states: dict[str, list[Any]] = {}
-        for name, value in _names(function):  # two functions can use one name for different things
+        for name, value in _names(function):
             known, state = [leaf for leaf in _leaves(value) if _is_known(leaf)], _state(value)
-            self._before.setdefault(name, []).extend(known)
+            self._before |= {name: known} if known else {}
+            # Two functions can use one name for different numbers.
             self._states.setdefault(name, []).extend([] if state is None else [state])
 
     def check(self, step: str, numbers: Sequence[Any] = ()) -> None:
