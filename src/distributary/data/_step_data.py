@@ -11,7 +11,7 @@ from distributary.data._batching import Batch, BatchedStream
 from distributary.data._coworkers import Coworkers
 from distributary.data._dataset import Dataset
 from distributary.data._foreign import foreign
-from distributary.data._iterables import Once, OneShot, RandomAccess
+from distributary.data._iterables import Once, OneShot
 from distributary.data._nodes import Node
 from distributary.data._options import AutoShardPolicy, combined
 from distributary.data._order import WithOptions
@@ -92,8 +92,7 @@ class Batches(StepData):
     """Global batches, split over the replicas.
 
     Args:
-        dataset: A `Dataset` of batches, a dataset of another library, an iterable of batches, or
-            arrays whose dim 0 counts the batches.
+        dataset: A `Dataset` of batches, a dataset of another library, or an iterable of batches.
         share: Number of replicas here and elsewhere.
         what: Start of error messages about it: the function and the origin of the dataset.
         coworkers: All workers, if there are several.
@@ -296,36 +295,21 @@ def _without_prefetch(node: Node) -> tuple[Node, int]:
 
 
 def _batches(dataset: object, what: str) -> Node:
-    if isinstance(dataset, tuple) and dataset and all(hasattr(x, "shape") for x in dataset):
+    is_batch = isinstance(dataset, tuple) and dataset and all(hasattr(x, "shape") for x in dataset)
+    if is_batch or isinstance(dataset, (np.ndarray, jax.Array, dict)):
         raise InvalidTypeError(
-            f"{what} a tuple of arrays with shapes"
-            f" {[tuple(x.shape) for x in dataset]}. If it is one batch, pass a list with it, [(x,"
-            " y)]; if each array is a batch, pass a list of them."
+            f"{what} {shown(dataset)}, not batches. For batches of its rows, pass"
+            " Dataset.from_tensor_slices(data).batch(global_batch_size). If it is one batch, pass"
+            " [data]; if dim 0 counts batches, list(data)."
         )
-    if isinstance(dataset, (np.ndarray, jax.Array, dict)):
-        return RandomAccess(_rows_of(dataset, what), batched=True)
     node = _as_node(dataset, what)
     if node.trait("batched") is False:
         raise InvalidValueError(
             f"{what} the dataset {shown(dataset)}, which yields single examples; they would be"
             " split along their own first dim. Call .batch(global_batch_size) first. If its"
-            " elements are batches already, pass the array [batch, row, ...] itself, or a list of"
-            " batches."
+            " elements are batches already, pass a list of them."
         )
     return node
-
-
-def _rows_of(dataset: Nest, what: str) -> list[Nest]:
-    shapes: list[tuple[int, ...]] = [
-        getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(dataset)
-    ]
-    if len({shape[:1] for shape in shapes}) != 1 or any(len(shape) < 2 for shape in shapes):
-        raise InvalidValueError(
-            f"{what} {shown(dataset)}, expected arrays [batch, row, ...] with the same number of"
-            " batches (dim 0). Reshape them to (num_batches, global_batch_size, ...), or pass a"
-            " list of batches."
-        )
-    return [jax.tree.map(lambda a, i=i: a[i], dataset) for i in range(shapes[0][0])]
 
 
 def checked(batch: Nest, number: int, may_be_reused: bool) -> tuple[Nest, int]:

@@ -331,9 +331,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
         Args:
             dataset: One of these: a `distributary.data.Dataset` of batches; a dataset of tf.data,
-                grain, torch (DataLoader) or Hugging Face (batched); a `keras.utils.PyDataset`; an
-                iterable or generator of batches, which are nests of arrays that share the size of
-                dim 0; or an array `[num_batches, global_batch_size, ...]`, or a dict of them.
+                grain, torch (DataLoader) or Hugging Face (batched); a `keras.utils.PyDataset`; or
+                an iterable or generator of batches, nests of arrays that share the size of dim 0.
             options: Input options.
 
         Returns:
