@@ -271,3 +271,27 @@ def test_losses_of_vectors_in_run_equal_one_device(weighted, rows, strategy):
         np.testing.assert_allclose(total, value, rtol=1e-5, err_msg=name)
         gathered = strategy.experimental_local_results(actual[name][1])[0]
         np.testing.assert_allclose(gathered, gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_label_without_a_class_makes_the_loss_of_a_step_nan(replicas, strategy_of):
+    strategy = strategy_of(replicas)
+    labels, logits = np.array([[0], [1], [3], [2]]), np.eye(4, 3, dtype=np.float32)
+    rows = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    mean = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    ignoring = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=3)
+
+    def step(y, x):
+        weights = jnp.where(y[:, 0] == 3, 0.0, 1.0)
+        return rows(y, x), mean(y, x), mean(y, x, weights), ignoring(y, x)
+
+    (batch,) = strategy.experimental_distribute_dataset([(labels, logits)])
+    losses, *means = strategy.run(step, args=batch)
+
+    losses = np.concatenate(strategy.experimental_local_results(losses))
+    expected = -np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))
+    np.testing.assert_allclose(losses[[0, 1, 3]], expected[[0, 1, 3], [0, 1, 2]], rtol=1e-6)
+    assert np.isnan(losses[2])
+    total, weighted, ignored = (strategy.reduce("SUM", m, axis=None) for m in means)
+    assert np.isnan(total)
+    assert np.isfinite([weighted, ignored]).all()

@@ -17,7 +17,7 @@ import numpy as np
 
 from distributary.errors import DistributaryWarning
 from distributary.keras_bridge._keras_private import apply_mask
-from distributary.keras_bridge._replica import is_uneven, replica_context, total
+from distributary.keras_bridge._replica import in_own_step, is_uneven, replica_context, total
 from distributary.tracing import user_stacklevel
 
 _AVERAGING = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -61,8 +61,25 @@ def _of_whole_batch(context: Any, value: Any) -> Any:
     return loss.call(*context.all_gather(y, axis=0))
 
 
+def _nan_without_class(values: Any) -> Any:
+    """Returns losses, NaN for labels that are no class, as TensorFlow has it on GPUs; not 0."""
+    if not _calls.get() or not in_own_step():
+        return values
+    loss, labels, outputs = _calls.get()[-1]
+    is_sparse = isinstance(loss, keras.losses.SparseCategoricalCrossentropy)
+    if not is_sparse or loss.ignore_class is not None or not values.size:
+        return values
+    labels = jnp.reshape(jnp.asarray(labels), values.shape)
+    is_class = (labels >= 0) & (labels < jnp.size(outputs) // values.size)
+    return values * jnp.where(is_class, 1, jnp.nan).astype(values.dtype)
+
+
 def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Divides by the count or weight of the whole batch instead of the replica's own."""
+    """Divides by the count or weight of the whole batch instead of the replica's own.
+
+    In a step of one's own, losses of labels without a class are NaN, unless weights or a mask may
+    drop them.
+    """
 
     def reduce_weighted_values(
         values: Any,
@@ -71,6 +88,8 @@ def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
         reduction: str | None = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
+        if sample_weight is None and mask is None:
+            values = _nan_without_class(values)
         context = replica_context()
         is_part = len(_calls.get()) > 1  # of a loss, which is divided as a whole
         if context is None or is_part or reduction in (None, "none"):

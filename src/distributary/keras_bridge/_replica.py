@@ -25,6 +25,14 @@ def replica_context() -> ReplicaContext | None:
     return mode.replica_context
 
 
+def in_own_step() -> bool:
+    """Returns whether a step of the user's own is being traced, not one of `fit`."""
+    if in_default_context() or is_for_servers():
+        return False
+    mode = current_mode()
+    return mode.role == "replica" and not mode.is_global
+
+
 def in_optimizer() -> bool:
     """Returns whether an optimizer is applying gradients that all replicas share."""
     return _in_optimizer.get()
