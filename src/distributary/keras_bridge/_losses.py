@@ -23,31 +23,25 @@ from distributary.tracing import user_stacklevel
 _AVERAGING = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-def aggregate_additional_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+def aggregate_additional_loss(original: Callable[..., Any], self: object, loss: Any) -> Any:
     """Makes what a layer adds, a mean over a replica's rows, its part of the loss of the batch."""
-
-    def _aggregate_additional_loss(self: object, loss: Any) -> Any:
-        loss, context = original(self, loss), replica_context()
-        return loss if context is None else loss / context.num_replicas_in_sync
-
-    return _aggregate_additional_loss
+    loss, context = original(self, loss), replica_context()
+    return loss if context is None else loss / context.num_replicas_in_sync
 
 
 # The arguments of the losses that are being called, the outermost first.
 _calls: ContextVar[tuple[tuple[Any, Any, Any], ...]] = ContextVar("calls of losses", default=())
 
 
-def call(original: Callable[..., Any]) -> Callable[..., Any]:
+def call(
+    original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
     """Notes a loss that is called, for `reduce_weighted_values`."""
-
-    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:  # noqa: N807
-        token = _calls.set((*_calls.get(), (self, y_true, y_pred)))
-        try:
-            return original(self, y_true, y_pred, sample_weight)
-        finally:
-            _calls.reset(token)
-
-    return __call__
+    token = _calls.set((*_calls.get(), (self, y_true, y_pred)))
+    try:
+        return original(self, y_true, y_pred, sample_weight)
+    finally:
+        _calls.reset(token)
 
 
 def _of_whole_batch(context: Any, value: Any) -> Any:
@@ -61,51 +55,48 @@ def _of_whole_batch(context: Any, value: Any) -> Any:
     return loss.call(*context.all_gather(y, axis=0))
 
 
-def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
+def reduce_weighted_values(
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: object = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
     """Divides by the count or weight of the whole batch instead of the replica's own."""
-
-    def reduce_weighted_values(
-        values: Any,
-        sample_weight: object = None,
-        mask: Any = None,
-        reduction: str | None = "sum_over_batch_size",
-        dtype: Any = None,
-    ) -> Any:
-        context = replica_context()
-        is_part = len(_calls.get()) > 1  # of a loss, which is divided as a whole
-        if context is None or is_part or reduction in (None, "none"):
-            return original(values, sample_weight, mask, reduction, dtype)
-        if jnp.shape(values) == ():
-            values = _of_whole_batch(context, values)
-            # One entry, or Keras would make weights of a single row a number, too.
-            values = values if sample_weight is None and mask is None else values[None]
-        losses = original(values, sample_weight, mask, "none", dtype)
-        if losses.shape == ():
-            return losses / context.num_replicas_in_sync
-        if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
-            return losses
-        loss = jnp.sum(losses)
-        if reduction not in _AVERAGING:
-            return loss
-        is_weighted = reduction == "mean_with_sample_weight"
-        weights: Any = None
-        if is_weighted:
-            weights = apply_mask(sample_weight, mask, losses.dtype, reduction)
-        if weights is not None:
-            divisor = total(context, jnp.sum(jnp.asarray(weights)).astype(loss.dtype))
-        elif is_uneven():
-            divisor = total(context, jnp.asarray(losses.size, loss.dtype))
-        else:
-            divisor = jnp.asarray(losses.size * context.num_replicas_in_sync, loss.dtype)
-        if mask is not None and not is_weighted:
-            # Weights of valid entries are scaled by total over valid, so that they count for all.
-            valid = jnp.sum(jnp.asarray(mask).astype(losses.dtype))
-            counts = jnp.stack([jnp.asarray(mask.size, losses.dtype), valid])
-            everything, valid = total(context, counts)
-            loss = loss * keras.ops.divide_no_nan(everything, valid)
-        return keras.ops.divide_no_nan(loss, divisor)
-
-    return reduce_weighted_values
+    context = replica_context()
+    is_part = len(_calls.get()) > 1  # of a loss, which is divided as a whole
+    if context is None or is_part or reduction in (None, "none"):
+        return original(values, sample_weight, mask, reduction, dtype)
+    if jnp.shape(values) == ():
+        values = _of_whole_batch(context, values)
+        # One entry, or Keras would make weights of a single row a number, too.
+        values = values if sample_weight is None and mask is None else values[None]
+    losses = original(values, sample_weight, mask, "none", dtype)
+    if losses.shape == ():
+        return losses / context.num_replicas_in_sync
+    if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
+        return losses
+    loss = jnp.sum(losses)
+    if reduction not in _AVERAGING:
+        return loss
+    is_weighted = reduction == "mean_with_sample_weight"
+    weights: Any = None
+    if is_weighted:
+        weights = apply_mask(sample_weight, mask, losses.dtype, reduction)
+    if weights is not None:
+        divisor = total(context, jnp.sum(jnp.asarray(weights)).astype(loss.dtype))
+    elif is_uneven():
+        divisor = total(context, jnp.asarray(losses.size, loss.dtype))
+    else:
+        divisor = jnp.asarray(losses.size * context.num_replicas_in_sync, loss.dtype)
+    if mask is not None and not is_weighted:
+        # Weights of valid entries are scaled by total over valid, so that they count for all.
+        valid = jnp.sum(jnp.asarray(mask).astype(losses.dtype))
+        counts = jnp.stack([jnp.asarray(mask.size, losses.dtype), valid])
+        everything, valid = total(context, counts)
+        loss = loss * keras.ops.divide_no_nan(everything, valid)
+    return keras.ops.divide_no_nan(loss, divisor)
 
 
 def warn_of_labels(model: Any, y: Any) -> None:
