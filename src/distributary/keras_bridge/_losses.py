@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from distributary.devices import bound
 from distributary.errors import DistributaryWarning
 from distributary.keras_bridge._keras_private import apply_mask
 from distributary.keras_bridge._replica import is_uneven, replica_context, total
@@ -37,11 +38,8 @@ def call(
     original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
     """Notes a loss that is called, for `reduce_weighted_values`."""
-    token = _calls.set((*_calls.get(), (self, y_true, y_pred)))
-    try:
+    with bound(_calls, (*_calls.get(), (self, y_true, y_pred))):
         return original(self, y_true, y_pred, sample_weight)
-    finally:
-        _calls.reset(token)
 
 
 def _of_whole_batch(context: Any, value: Any) -> Any:

@@ -21,6 +21,7 @@ from distributary.context import (
     has_strategy,
     in_default_context,
 )
+from distributary.devices import bound
 from distributary.engine import mode_of
 from distributary.errors import ContextError, DistributaryWarning, InvalidTypeError, shown
 from distributary.keras_bridge import _keras_private as keras_private
@@ -38,7 +39,7 @@ from distributary.keras_bridge._losses import warn_of_labels
 from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._roles import check_rules
 from distributary.keras_bridge._step_function import StepFunction
-from distributary.keras_bridge._variables import bound, keeps_on_servers, place
+from distributary.keras_bridge._variables import keeps_on_servers, place
 from distributary.strategies import OneDeviceStrategy, check_job, unused_strategies
 from distributary.tracing import explained, native, shorten, user_stacklevel
 
@@ -217,8 +218,7 @@ def in_scope(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
         warn_of_labels(self, y)
     for name in {"epochs", "steps_per_epoch", "steps", "validation_steps"} & kwargs.keys():
         check_count(f"{self.name}.{what}", name, kwargs[name], 0)
-    with strategy.scope(), _in_one_thread(self, what):
-        token = current_call.set(Call(what))
+    with strategy.scope(), _in_one_thread(self, what), bound(current_call, Call(what)):
         try:
             if strategy.extended.num_workers > 1:
                 if what.endswith("_on_batch"):
@@ -231,8 +231,6 @@ def in_scope(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
             clear = explained_by_data(self, what, explained(error), x, y, validation)
             shorten(clear)
             raise clear from None
-        finally:
-            current_call.reset(token)
 
 
 _DATA = ("x", "y", "sample_weight", "validation_data")

@@ -16,6 +16,7 @@ from distributary.checkpoint import settle
 from distributary.context import get_strategy, has_strategy, in_global_view
 from distributary.devices import (
     JobEvent,
+    bound,
     current_trial,
     fetch_whole,
     in_device_memory,
@@ -66,26 +67,8 @@ def _with_mesh(sharding: Any) -> NamedSharding:
     return NamedSharding(make_mesh(tuple(sharding.device_set)), P())
 
 
+# A sharding, or the variable on servers beside which new ones lie.
 _layout: ContextVar[Any] = ContextVar("layout of the variables that are created", default=None)
-
-
-@contextmanager
-def bound(variable: ContextVar[Any], value: object) -> Iterator[None]:
-    """Runs the block with a value in a context variable."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def laid_out(layout: Any) -> AbstractContextManager[None]:
-    """Runs the block; a Keras variable that it creates gets this layout.
-
-    Args:
-        layout: A sharding, or the variable on servers beside which the new one lies.
-    """
-    return bound(_layout, layout)
 
 
 _in_parts: ContextVar[bool] = ContextVar("reads values as they are stored", default=False)
@@ -290,7 +273,7 @@ def model_step() -> Iterator[Callable[[Any], bool]]:
 
 
 @contextmanager
-def _in_scope(scope: Any) -> Iterator[None]:
+def in_scope_of_keras(scope: Any) -> Iterator[None]:
     inner = keras_private.get_stateless_scope()
     keras_private.set_global_attribute("stateless_scope", scope)
     try:
@@ -319,7 +302,7 @@ def scope_that_knows(variable: Any) -> AbstractContextManager[None]:
             scope = scope.original_scope
         if step is not None and type(scope) is not keras.StatelessScope:
             scope = step.applied if step.applied.get_current_value(variable) is not None else scope
-    return nullcontext() if scope is inner else _in_scope(scope)
+    return nullcontext() if scope is inner else in_scope_of_keras(scope)
 
 
 def add_update(original: Callable[..., Any], self: Any, update: tuple[Any, Any]) -> None:
@@ -339,7 +322,7 @@ def add_update(original: Callable[..., Any], self: Any, update: tuple[Any, Any])
     scope = _outside_of_keras(self)
     if scope is None:
         value = computed(f"Keras variable {variable.path!r}: assign", value)
-    with _in_scope(scope):
+    with in_scope_of_keras(scope):
         variable.assign(value)
 
 
@@ -491,7 +474,7 @@ def add_variable(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             parts = extended.optimizer_layout(arguments["shape"], layout)
             layout = parts or extended.variable_layout().replicated
         # Without a layout, Keras initializes it as a whole, and it is split afterwards.
-        with laid_out(layout):
+        with bound(_layout, layout):
             variable = original(**{**arguments, "layout": None})
     variable._distributary_layout = layout  # used if it is created or moved later
     if optimizer.built:
