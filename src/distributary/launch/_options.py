@@ -141,9 +141,14 @@ class LaunchOptions:
         _check_seconds("grace_seconds", self.grace_seconds)
 
     @property
+    def host_rank(self) -> int:
+        """Number of this host; 0 if the job has one."""
+        return 0 if self.hosts is None else self.hosts.host_rank
+
+    @property
     def is_first_host(self) -> bool:
         """True if this host has worker 0."""
-        return self.hosts is None or self.hosts.host_rank == 0
+        return self.host_rank == 0
 
 
 def _check_whole(options: object, **smallest_of: int) -> None:
