@@ -135,13 +135,9 @@ class Sharded(enum.Enum):
                 f"experimental_shard_parameters is {parameters!r}, expected True, False or"
                 ' "host", which divides variables over the devices of each host.'
             )
-        return (
-            cls.PARAMETERS
-            if parameters
-            else cls.OPTIMIZER_STATE
-            if optimizer_state
-            else cls.NOTHING
-        )
+        if parameters:
+            return cls.PARAMETERS
+        return cls.OPTIMIZER_STATE if optimizer_state else cls.NOTHING
 
     def __bool__(self) -> bool:
         return self is not Sharded.NOTHING
@@ -528,10 +524,9 @@ class StrategyExtended:
         call_args = (var, *args)
         call_kwargs = dict(kwargs or {})
         if not in_default_context() and current_mode().role == "replica":
-            result = self._merge_call(
+            return self._merge_call(
                 lambda _, *a, **k: self.engine.run(fn, a, k, UPDATE), call_args, call_kwargs
             )
-            return result
         result = self.engine.run(fn, call_args, call_kwargs, UPDATE)
         return result if group else map_leaves(local_results, result)
 
