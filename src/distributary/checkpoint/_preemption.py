@@ -22,6 +22,7 @@ from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
+    check_type,
     shown,
 )
 
@@ -121,11 +122,8 @@ class PreemptionCheckpointHandler:
                 " train in step with the workers. Use a CheckpointManager in the coordinator."
             )
         config = termination_config if termination_config is not None else TerminationConfig()
-        if not isinstance(config, TerminationConfig):
-            raise InvalidTypeError(
-                f"PreemptionCheckpointHandler: termination_config is {config!r}, expected a"
-                " TerminationConfig."
-            )
+        what = "PreemptionCheckpointHandler: termination_config"
+        check_type(what, config, TerminationConfig, "a TerminationConfig")
         self._config = config
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         counters = self._manager.checkpoint._counters
