@@ -23,13 +23,7 @@ import h5py  # type: ignore[import-untyped]
 import keras
 import numpy as np
 
-from distributary.checkpoint import (
-    hold,
-    keep_programs,
-    not_of_keras,
-    release,
-    remove_programs,
-)
+from distributary.checkpoint import hold, keep_programs, not_of_keras, release, remove_programs
 from distributary.context import default_mode, entered, get_strategy, has_strategy
 from distributary.devices import job_programs, progress
 from distributary.errors import CheckpointError, ClusterError, InvalidValueError
