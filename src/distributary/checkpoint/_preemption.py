@@ -23,7 +23,6 @@ from distributary.errors import (
     InvalidValueError,
     UnsupportedError,
     check_type,
-    shown,
 )
 
 if TYPE_CHECKING:
@@ -69,10 +68,7 @@ class TerminationConfig:
     def __post_init__(self) -> None:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise InvalidTypeError(
-                    f"TerminationConfig: {name} is {shown(value)}, not a function."
-                )
+            check_type(f"TerminationConfig: {name}", value, Callable | None, "a function")
         if self.grace_period is not None and not self.grace_period >= 0:
             raise InvalidValueError(
                 f"TerminationConfig: grace_period is {self.grace_period!r}, expected a number of"
