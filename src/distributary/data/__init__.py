@@ -1,6 +1,6 @@
 """Datasets with the method names of tf.data, in NumPy, and their batches for replicas."""
 
-from distributary.data._arguments import check_callable, checked_int, drawn_seed
+from distributary.data._arguments import drawn_seed
 from distributary.data._batching import Batch, BatchedStream
 from distributary.data._contexts import DistributedInput, InputContext, ValueContext
 from distributary.data._coworkers import Coworkers, spec_of

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
-from distributary.data._arguments import checked_int
-from distributary.errors import InvalidValueError
+from distributary.errors import InvalidValueError, checked_int
 
 
 class DistributedInput:
@@ -58,7 +57,7 @@ class InputContext:
             InvalidTypeError: if `global_batch_size` is not an int.
             InvalidValueError: if it is not divisible by the number of replicas.
         """
-        size = checked_int("get_per_replica_batch_size", "global_batch_size", global_batch_size)
+        size = checked_int("get_per_replica_batch_size: global_batch_size", global_batch_size)
         num_replicas = self.num_replicas_in_sync
         if size % num_replicas:
             raise InvalidValueError(

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from distributary.cluster_resolver import checked_int, parse_address
-from distributary.errors import InvalidValueError
+from distributary.cluster_resolver import parse_address
+from distributary.errors import InvalidValueError, checked_int
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _MIN_TOKEN_CHARACTERS = 16
@@ -154,7 +154,7 @@ class LaunchOptions:
 def _check_whole(options: object, **smallest_of: int) -> None:
     for name, smallest in smallest_of.items():
         field, value = f"launch: {name}", getattr(options, name)
-        checked_int(value, field, f"{smallest} or more", minimum=smallest)
+        checked_int(field, value, f"{smallest} or more", minimum=smallest)
 
 
 def _check_at_most(options: object, name: str, of: str, what: str) -> None:

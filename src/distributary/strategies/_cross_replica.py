@@ -24,6 +24,7 @@ from distributary.errors import (
     InvalidValueError,
     ReplicaMismatchError,
     UnsupportedError,
+    checked_int,
     shown,
 )
 from distributary.options import CommunicationOptions, ReduceOp
@@ -119,8 +120,7 @@ class CrossReplica:
 
     def gather(self, value: object, axis: int) -> Any:
         """Concatenates every leaf of a nest in replica order, see `Strategy.gather`."""
-        if isinstance(axis, bool) or not isinstance(axis, int):
-            raise InvalidTypeError(f"gather: axis is {axis!r}, expected an int.")
+        axis = checked_int("gather: axis", axis)
         return self._at_home(map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value))
 
     def _gather_leaf(self, leaf: object, axis: int) -> Any:

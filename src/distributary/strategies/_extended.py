@@ -61,6 +61,7 @@ from distributary.errors import (
     ReplicaMismatchError,
     UnsupportedError,
     check_type,
+    checked_int,
     shown,
 )
 from distributary.job import consensus
@@ -849,9 +850,7 @@ class StrategyExtended:
         return list(reduce_nest(ops, reduce_op, list(gradients), self.num_replicas, options))
 
     def _all_gather(self, value: Any, axis: Any, options: CommunicationOptions | None) -> Any:
-        if isinstance(axis, bool) or not isinstance(axis, int):
-            raise InvalidTypeError(f"all_gather: axis is {axis!r}, expected an int.")
-        return gather_nest(value, axis, self.num_replicas)
+        return gather_nest(value, checked_int("all_gather: axis", axis), self.num_replicas)
 
 
 def _is_array_like(value: Any) -> bool:
