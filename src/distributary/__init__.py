@@ -6,140 +6,84 @@ import sys
 import warnings
 from typing import TYPE_CHECKING
 
-from distributary import errors
+from distributary import errors as errors
 from distributary._late import assemble_with, late_names
 
 if TYPE_CHECKING:
     from distributary import (
-        autograph,
-        checkpoint,
-        cluster_resolver,
-        config,
-        coordinator,
-        data,
-        experimental,
-        nnx,
-        tpu,
+        autograph as autograph,
+        checkpoint as checkpoint,
+        cluster_resolver as cluster_resolver,
+        config as config,
+        coordinator as coordinator,
+        data as data,
+        experimental as experimental,
+        nnx as nnx,
+        tpu as tpu,
     )
     from distributary.context import (
-        ReplicaContext,
-        experimental_set_strategy,
-        get_replica_context,
-        has_strategy,
-        in_cross_replica_context,
+        ReplicaContext as ReplicaContext,
+        experimental_set_strategy as experimental_set_strategy,
+        get_replica_context as get_replica_context,
+        has_strategy as has_strategy,
+        in_cross_replica_context as in_cross_replica_context,
     )
-    from distributary.coordinator import ParameterServerStrategy, Server
+    from distributary.coordinator import (
+        ParameterServerStrategy as ParameterServerStrategy,
+        Server as Server,
+    )
     from distributary.data import (
-        DistributedDataset,
-        DistributedIterator,
-        InputContext,
-        PerReplicaSpec,
-        StepStatistics,
-        ValueContext,
+        DistributedDataset as DistributedDataset,
+        DistributedIterator as DistributedIterator,
+        InputContext as InputContext,
+        PerReplicaSpec as PerReplicaSpec,
+        StepStatistics as StepStatistics,
+        ValueContext as ValueContext,
     )
-    from distributary.engine import function
+    from distributary.engine import function as function
     from distributary.gradients import (
-        GradientTape,
-        UnconnectedGradients,
-        global_batch_loss,
-        grad,
-        value_and_grad,
+        GradientTape as GradientTape,
+        UnconnectedGradients as UnconnectedGradients,
+        global_batch_loss as global_batch_loss,
+        grad as grad,
+        value_and_grad as value_and_grad,
     )
     from distributary.options import (
-        InputOptions,
-        InputReplicationMode,
-        ReduceOp,
-        RunOptions,
-        VariableAggregation,
-        VariableSynchronization,
+        InputOptions as InputOptions,
+        InputReplicationMode as InputReplicationMode,
+        ReduceOp as ReduceOp,
+        RunOptions as RunOptions,
+        VariableAggregation as VariableAggregation,
+        VariableSynchronization as VariableSynchronization,
     )
     from distributary.strategies import (
-        CentralStorageStrategy,
-        MirroredStrategy,
-        MultiWorkerMirroredStrategy,
-        OneDeviceStrategy,
-        Strategy,
-        StrategyExtended,
-        TPUStrategy,
+        CentralStorageStrategy as CentralStorageStrategy,
+        MirroredStrategy as MirroredStrategy,
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+        OneDeviceStrategy as OneDeviceStrategy,
+        Strategy as Strategy,
+        StrategyExtended as StrategyExtended,
+        TPUStrategy as TPUStrategy,
     )
     from distributary.variables import (
-        CrossDeviceOps,
-        DistributedValues,
-        HierarchicalCopyAllReduce,
-        IndexedSlices,
-        Mirrored,
-        NcclAllReduce,
-        PerReplica,
-        ReductionToOneDevice,
-        ShardedVariable,
-        Variable,
-        assign,
-        embedding_lookup,
-        values,
+        CrossDeviceOps as CrossDeviceOps,
+        DistributedValues as DistributedValues,
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+        IndexedSlices as IndexedSlices,
+        Mirrored as Mirrored,
+        NcclAllReduce as NcclAllReduce,
+        PerReplica as PerReplica,
+        ReductionToOneDevice as ReductionToOneDevice,
+        ShardedVariable as ShardedVariable,
+        Variable as Variable,
+        assign as assign,
+        embedding_lookup as embedding_lookup,
+        values as values,
     )
 
     def get_strategy() -> Strategy:
         """Returns the current strategy; defined in `context`, which does not know the class."""
 
-
-__all__ = [
-    "CentralStorageStrategy",
-    "CrossDeviceOps",
-    "DistributedDataset",
-    "DistributedIterator",
-    "DistributedValues",
-    "GradientTape",
-    "HierarchicalCopyAllReduce",
-    "IndexedSlices",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "Mirrored",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "NcclAllReduce",
-    "OneDeviceStrategy",
-    "ParameterServerStrategy",
-    "PerReplica",
-    "PerReplicaSpec",
-    "ReduceOp",
-    "ReductionToOneDevice",
-    "ReplicaContext",
-    "RunOptions",
-    "Server",
-    "ShardedVariable",
-    "StepStatistics",
-    "Strategy",
-    "StrategyExtended",
-    "TPUStrategy",
-    "UnconnectedGradients",
-    "ValueContext",
-    "Variable",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "assign",
-    "autograph",
-    "checkpoint",
-    "cluster_resolver",
-    "config",
-    "coordinator",
-    "data",
-    "embedding_lookup",
-    "errors",
-    "experimental",
-    "experimental_set_strategy",
-    "function",
-    "get_replica_context",
-    "get_strategy",
-    "global_batch_loss",
-    "grad",
-    "has_strategy",
-    "in_cross_replica_context",
-    "nnx",
-    "tpu",
-    "value_and_grad",
-    "values",
-]
 
 # What people who know TensorFlow, torch, Horovod or JAX look for here.
 _RANK = (
@@ -200,45 +144,46 @@ if "keras" not in sys.modules:
 
 # Imported on first use: importing jax takes a second, which the command line does without.
 if not TYPE_CHECKING:  # or type checkers accept any name
-    __getattr__ = late_names(
-        __name__,
-        {
-            "distributary.autograph": "autograph",
-            "distributary.checkpoint": "checkpoint",
-            "distributary.cluster_resolver": "cluster_resolver",
-            "distributary.config": "config",
-            "distributary.context": (
-                "ReplicaContext experimental_set_strategy get_replica_context get_strategy"
-                " has_strategy in_cross_replica_context"
-            ),
-            "distributary.coordinator": "ParameterServerStrategy Server coordinator",
-            "distributary.data": (
-                "DistributedDataset DistributedIterator InputContext PerReplicaSpec"
-                " StepStatistics ValueContext data"
-            ),
-            "distributary.engine": "function",
-            "distributary.experimental": "experimental",
-            "distributary.gradients": (
-                "GradientTape UnconnectedGradients global_batch_loss grad value_and_grad"
-            ),
-            "distributary.nnx": "nnx",
-            "distributary.options": (
-                "InputOptions InputReplicationMode ReduceOp RunOptions VariableAggregation"
-                " VariableSynchronization"
-            ),
-            "distributary.strategies": (
-                "CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy"
-                " OneDeviceStrategy Strategy StrategyExtended TPUStrategy"
-            ),
-            "distributary.tpu": "tpu",
-            "distributary.variables": (
-                "CrossDeviceOps DistributedValues HierarchicalCopyAllReduce IndexedSlices"
-                " Mirrored NcclAllReduce PerReplica ReductionToOneDevice ShardedVariable"
-                " Variable assign embedding_lookup values"
-            ),
-        },
-        _ELSEWHERE,
-    )
+    _NAMES = {
+        "distributary.autograph": "autograph",
+        "distributary.checkpoint": "checkpoint",
+        "distributary.cluster_resolver": "cluster_resolver",
+        "distributary.config": "config",
+        "distributary.context": (
+            "ReplicaContext experimental_set_strategy get_replica_context get_strategy"
+            " has_strategy in_cross_replica_context"
+        ),
+        "distributary.coordinator": "ParameterServerStrategy Server coordinator",
+        "distributary.data": (
+            "DistributedDataset DistributedIterator InputContext PerReplicaSpec"
+            " StepStatistics ValueContext data"
+        ),
+        "distributary.engine": "function",
+        "distributary.experimental": "experimental",
+        "distributary.gradients": (
+            "GradientTape UnconnectedGradients global_batch_loss grad value_and_grad"
+        ),
+        "distributary.nnx": "nnx",
+        "distributary.options": (
+            "InputOptions InputReplicationMode ReduceOp RunOptions VariableAggregation"
+            " VariableSynchronization"
+        ),
+        "distributary.strategies": (
+            "CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy"
+            " OneDeviceStrategy Strategy StrategyExtended TPUStrategy"
+        ),
+        "distributary.tpu": "tpu",
+        "distributary.variables": (
+            "CrossDeviceOps DistributedValues HierarchicalCopyAllReduce IndexedSlices"
+            " Mirrored NcclAllReduce PerReplica ReductionToOneDevice ShardedVariable"
+            " Variable assign embedding_lookup values"
+        ),
+    }
+    __getattr__ = late_names(__name__, _NAMES, _ELSEWHERE)
+    __all__ = sorted(["errors", *" ".join(_NAMES.values()).split()])
+
+    def __dir__() -> list[str]:
+        return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
 def _assemble() -> None:
@@ -249,7 +194,3 @@ def _assemble() -> None:
 
 
 assemble_with(_assemble)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]

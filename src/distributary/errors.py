@@ -30,8 +30,10 @@ Warnings are `DistributaryWarning`, a `UserWarning`.
 """
 
 import inspect
+import math
 import re
 import types
+from numbers import Integral
 from typing import Any, Final
 
 __all__ = [
@@ -197,6 +199,27 @@ def check_type(what: str, value: object, kind: Any, expected: str) -> None:
     """
     if not isinstance(value, kind):
         raise InvalidTypeError(f"{what} is {shown(value)}, expected {expected}.")
+
+
+def checked_int(what: str, value: Any, expected: str = "", *, minimum: float = -math.inf) -> int:
+    """Returns an argument that is a whole number, after checking it.
+
+    Args:
+        what: Function and name of the argument.
+        value: The argument, an int or one of NumPy's.
+        expected: What it should be, for people; "an int" or "a number >= 1" unless given.
+        minimum: The smallest number that is allowed.
+
+    Raises:
+        InvalidTypeError: if it is not an int.
+        InvalidValueError: if it is less than `minimum`.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InvalidTypeError(f"{what} is {shown(value)}, expected {expected or 'an int'}.")
+    if value < minimum:
+        expected = expected or f"a number >= {minimum}"
+        raise InvalidValueError(f"{what} is {value}, expected {expected}.")
+    return int(value)
 
 
 def check_takes(what: str, function: Any, call: str) -> None:

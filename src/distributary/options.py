@@ -7,7 +7,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, final
 
 from distributary._late import no_attribute
-from distributary.errors import InvalidTypeError, InvalidValueError, check_type
+from distributary.errors import InvalidValueError, check_type, checked_int
 
 _MIN_HEARTBEAT_TIMEOUT_SECONDS = 3
 
@@ -143,15 +143,9 @@ class CommunicationOptions:
     hierarchical: bool | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):
-            raise InvalidTypeError(
-                f"CommunicationOptions: bytes_per_pack is {self.bytes_per_pack!r}, expected an int."
-            )
-        if self.bytes_per_pack < 0:
-            raise InvalidValueError(
-                f"CommunicationOptions: bytes_per_pack is {self.bytes_per_pack}, expected a number"
-                " of bytes >= 0; 0 sends all tensors in one collective."
-            )
+        expected = "a number of bytes >= 0; 0 sends all tensors in one collective"
+        what = "CommunicationOptions: bytes_per_pack"
+        checked_int(what, self.bytes_per_pack, expected, minimum=0)
         for name in ("timeout_seconds", "heartbeat_timeout_seconds"):
             seconds = getattr(self, name)
             if seconds is not None or name != "timeout_seconds":

@@ -117,7 +117,7 @@ def test_wrong_arguments_are_refused(error, message, arguments, tmp_path):
 def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="grace_period is -1"):
         TerminationConfig(grace_period=-1)
-    with pytest.raises(TypeError, match="exit_fn is 3, not a function"):
+    with pytest.raises(TypeError, match="exit_fn is 3, expected a function"):
         TerminationConfig(exit_fn=3)
 
 

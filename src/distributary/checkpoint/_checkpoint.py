@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self, final
 
@@ -213,6 +214,7 @@ class Checkpoint(Group):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class RestoreStatus:
     """The result of `Checkpoint.restore`. All methods return this object.
 
@@ -225,17 +227,10 @@ class RestoreStatus:
     Source: the result of `tf.train.Checkpoint.restore`.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
-        deferred: Deferred | None = None,
-    ) -> None:
-        self._path = path
-        self._missing = list(missing)
-        self._unexpected = list(unexpected)
-        self._deferred = deferred
+    _path: Path | None
+    _missing: Sequence[str] = ()
+    _unexpected: Sequence[str] = ()
+    _deferred: Deferred | None = None
 
     def assert_consumed(self) -> Self:
         """Checks that all state here was restored, and that all state in the checkpoint was used.

@@ -250,7 +250,11 @@ def read(path: Path) -> Saved:
     try:
         text = (folder / _INDEX).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        other = _other_format(path)
+        other = not_of_keras(path)
+        if other is None and path.name.endswith((".h5", ".keras")) and path.exists():
+            other = (
+                "it is a file of Keras. Load it with model.load_weights or keras.models.load_model."
+            )
         if other is not None:
             raise CheckpointError(
                 f"There is no checkpoint of distributary at {path}: {other}"
@@ -367,16 +371,6 @@ def not_of_keras(path: Path) -> str | None:
     for index in (path.with_name(name), *sorted(path.glob(f"*{_OF_TENSORFLOW}"))):
         if index.exists():
             return f"{index} is one of TensorFlow. {_CONVERT}"
-    return None
-
-
-def _other_format(path: Path) -> str | None:
-    """Returns what is at a path in place of a checkpoint, and how to load it; None for nothing."""
-    other = not_of_keras(path)
-    if other is not None:
-        return other
-    if path.name.endswith((".h5", ".keras")) and path.exists():
-        return "it is a file of Keras. Load it with model.load_weights or keras.models.load_model."
     return None
 
 

@@ -45,11 +45,9 @@ class Leaf(Protocol):
 
     def entry(self) -> Entry:
         """Returns the current description of the leaf. Its array, if any, is saved separately."""
-        ...
 
     def problem(self, entry: Entry) -> str | None:
         """Returns why the leaf cannot be restored from `entry`, or None if it can."""
-        ...
 
     def restore(self, entry: Entry, read: Read) -> Any:
         """Restores the leaf; returns the object that takes its place from now on.
@@ -58,7 +56,6 @@ class Leaf(Protocol):
             entry: The description that was saved.
             read: Reads the array, if there is one.
         """
-        ...
 
 
 #: Turns the restored leaves, by name, into the object that takes the place of a nest.

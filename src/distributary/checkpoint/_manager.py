@@ -18,7 +18,7 @@ from distributary.checkpoint._save_locks import wait_for_writers
 from distributary.checkpoint._saving import Save
 from distributary.checkpoint._workers import agree
 from distributary.devices import progress
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidValueError, check_type
 
 _log = logging.getLogger(__name__)
 
@@ -79,11 +79,8 @@ class CheckpointManager:
         asynchronous: bool = True,
         timeout_seconds: float = 600.0,
     ) -> None:
-        if not isinstance(checkpoint, Checkpoint):
-            raise InvalidTypeError(
-                f"CheckpointManager: checkpoint is {checkpoint!r}, expected a"
-                " distributary.checkpoint.Checkpoint."
-            )
+        expected = "a distributary.checkpoint.Checkpoint"
+        check_type("CheckpointManager: checkpoint", checkpoint, Checkpoint, expected)
         for name, number in (
             ("max_to_keep", max_to_keep),
             ("keep_checkpoint_every_n_hours", keep_checkpoint_every_n_hours),

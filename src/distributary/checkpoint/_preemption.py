@@ -22,7 +22,7 @@ from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
-    shown,
+    check_type,
 )
 
 if TYPE_CHECKING:
@@ -68,10 +68,7 @@ class TerminationConfig:
     def __post_init__(self) -> None:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise InvalidTypeError(
-                    f"TerminationConfig: {name} is {shown(value)}, not a function."
-                )
+            check_type(f"TerminationConfig: {name}", value, Callable | None, "a function")
         if self.grace_period is not None and not self.grace_period >= 0:
             raise InvalidValueError(
                 f"TerminationConfig: grace_period is {self.grace_period!r}, expected a number of"
@@ -121,11 +118,8 @@ class PreemptionCheckpointHandler:
                 " train in step with the workers. Use a CheckpointManager in the coordinator."
             )
         config = termination_config if termination_config is not None else TerminationConfig()
-        if not isinstance(config, TerminationConfig):
-            raise InvalidTypeError(
-                f"PreemptionCheckpointHandler: termination_config is {config!r}, expected a"
-                " TerminationConfig."
-            )
+        what = "PreemptionCheckpointHandler: termination_config"
+        check_type(what, config, TerminationConfig, "a TerminationConfig")
         self._config = config
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         counters = self._manager.checkpoint._counters

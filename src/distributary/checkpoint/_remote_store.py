@@ -16,11 +16,9 @@ class RemoteStore(Protocol):
 
     def at_rest(self) -> AbstractContextManager[None]:
         """Returns a context in which nobody changes the variables; raises why training failed."""
-        ...
 
     def copy(self, variables: Mapping[str, SavedVariable]) -> "RemoteCopy":
         """Copies the current values of variables, which are given under any names."""
-        ...
 
     def load(
         self,
@@ -35,7 +33,6 @@ class RemoteStore(Protocol):
             variables: The variables, by any names.
             parts: All parts that the values consist of, by the same names.
         """
-        ...
 
 
 class RemoteCopy(Protocol):
@@ -43,12 +40,9 @@ class RemoteCopy(Protocol):
 
     def save(self, path: Path) -> Mapping[str, Sequence[SavedPart]]:
         """Writes the values to files in a folder, and returns the places of their parts."""
-        ...
 
     def adopt(self) -> None:
         """Assigns the values to the variables."""
-        ...
 
     def drop(self) -> None:
         """Frees the memory. It is called once, at the end."""
-        ...

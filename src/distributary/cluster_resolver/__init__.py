@@ -3,13 +3,7 @@
 Importing it does not import JAX: the command line checks its options without.
 """
 
-from distributary.cluster_resolver._addresses import (
-    is_ip as is_ip,
-    join_address,
-    parse_address,
-    split_port as split_port,
-)
-from distributary.cluster_resolver._checks import checked_int
+from distributary.cluster_resolver._addresses import is_ip, join_address, parse_address, split_port
 from distributary.cluster_resolver._cluster_spec import TOKEN_VARIABLE, ClusterSpec
 from distributary.cluster_resolver._gce import GCEClusterResolver
 from distributary.cluster_resolver._gpus import visible_gpus
@@ -26,8 +20,7 @@ from distributary.cluster_resolver._tf_config import TFConfigClusterResolver
 from distributary.cluster_resolver._tpu import TPUClusterResolver
 from distributary.cluster_resolver._union import UnionResolver
 
-__all__ = [
-    "TOKEN_VARIABLE",
+__all__ = [  # for users
     "ClusterResolver",
     "ClusterSpec",
     "GCEClusterResolver",
@@ -41,9 +34,5 @@ __all__ = [
     "TFConfigClusterResolver",
     "TPUClusterResolver",
     "UnionResolver",
-    "checked_int",
-    "join_address",
     "multi_worker",
-    "parse_address",
-    "visible_gpus",
 ]

@@ -2,29 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from distributary.errors import InvalidTypeError, InvalidValueError, check_type, shown
-
-
-def checked_int(value: object, field: str, expected: str = "", *, minimum: int) -> int:
-    """Returns a number, after checking it.
-
-    Args:
-        value: The number.
-        field: Where the user wrote it, for messages: `'TF_CONFIG["cluster"]["worker"][1]'`. The
-            other functions take it, too.
-        expected: Description of a right value.
-        minimum: The smallest number that is allowed.
-
-    Raises:
-        InvalidTypeError: if it is not an int.
-        InvalidValueError: if it is less than `minimum`.
-    """
-    expected = expected or f"a number >= {minimum}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidTypeError(f"{field} is {shown(value)}, expected {expected}.")
-    if value < minimum:
-        raise InvalidValueError(f"{field} is {value}, expected {expected}.")
-    return value
+from distributary.errors import InvalidTypeError, check_type, checked_int, shown
 
 
 def checked_counts(counts: Mapping[str, int], field: str, expected: str) -> dict[str, int]:
@@ -36,7 +14,7 @@ def checked_counts(counts: Mapping[str, int], field: str, expected: str) -> dict
     """
     check_type(field, counts, Mapping, f"a dict {expected}")
     return {
-        name: checked_int(count, f'{field}["{name}"]', minimum=0) for name, count in counts.items()
+        name: checked_int(f'{field}["{name}"]', count, minimum=0) for name, count in counts.items()
     }
 
 
@@ -62,7 +40,7 @@ def checked_task_id(task_id: object, field: str) -> int:
     number = number_in(task_id)
     if number is not None:
         return number
-    return checked_int(task_id, field, "the number of a task; they count from 0", minimum=0)
+    return checked_int(field, task_id, "the number of a task; they count from 0", minimum=0)
 
 
 def number_in(text: object) -> int | None:

@@ -5,8 +5,8 @@ import os
 import shutil
 import subprocess
 
-from distributary.cluster_resolver._checks import checked_int, number_in
-from distributary.errors import ClusterError
+from distributary.cluster_resolver._checks import number_in
+from distributary.errors import ClusterError, checked_int
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_SECONDS = 60.0
@@ -62,7 +62,7 @@ def share_gpus(
     """
     for field, value in (("gpus_per_node", per_node), ("gpus_per_task", per_task)):
         if value is not None:
-            checked_int(value, f"SlurmClusterResolver: {field}", minimum=0)
+            checked_int(f"SlurmClusterResolver: {field}", value, minimum=0)
     is_listed = _GPUS in os.environ
     if per_node is None or (is_listed and must_be_visible):
         gpus = visible_gpus()[:per_node]

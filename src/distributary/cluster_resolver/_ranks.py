@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 
 from distributary.cluster_resolver._addresses import join_address
-from distributary.cluster_resolver._checks import checked_counts, checked_int, number_in
+from distributary.cluster_resolver._checks import checked_counts, number_in
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._resolver import ClusterResolver
-from distributary.errors import ClusterError
+from distributary.errors import ClusterError, checked_int
 
 
 class RankClusterResolver(ClusterResolver):
@@ -35,7 +35,7 @@ class RankClusterResolver(ClusterResolver):
         port_base: int,
         rpc_layer: str,
     ) -> None:
-        checked_int(port_base, self._field("port_base"), minimum=1)
+        checked_int(self._field("port_base"), port_base, minimum=1)
         field = self._field("jobs")
         expected = 'from task types to numbers of tasks, such as {"chief": 1, "worker": 3}'
         jobs = checked_counts({"worker": len(places)} if jobs is None else jobs, field, expected)

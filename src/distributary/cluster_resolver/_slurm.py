@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import final
 
-from distributary.cluster_resolver._checks import checked_counts, checked_int
+from distributary.cluster_resolver._checks import checked_counts
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._gpus import share_gpus
 from distributary.cluster_resolver._ranks import RankClusterResolver, int_variable, variable
-from distributary.errors import ClusterError, InvalidValueError
+from distributary.errors import ClusterError, InvalidValueError, checked_int
 
 _WHO = "SlurmClusterResolver"
 _NODES = "SLURM_STEP_NODELIST"
@@ -109,7 +109,7 @@ def _tasks_per_node(tasks_per_node: int | Mapping[str, int] | None) -> dict[str,
         return checked_counts(tasks_per_node, field, "from nodes to numbers of tasks")
     nodes = _nodes(variable(_NODES, _CURE))
     if tasks_per_node is not None:
-        return dict.fromkeys(nodes, checked_int(tasks_per_node, field, minimum=1))
+        return dict.fromkeys(nodes, checked_int(field, tasks_per_node, minimum=1))
     text = variable(_COUNTS, _CURE)
     # "4(x2),3" stands for 4, 4, 3.
     repeated = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)

@@ -1,18 +1,14 @@
 """Datasets with the method names of tf.data, in NumPy, and their batches for replicas."""
 
-from distributary.data._arguments import check_callable, checked_int, drawn_seed
+from distributary.data._arguments import drawn_seed
 from distributary.data._batching import Batch, BatchedStream
-from distributary.data._contexts import (
-    DistributedInput as DistributedInput,
-    InputContext as InputContext,
-    ValueContext as ValueContext,
-)
-from distributary.data._coworkers import Coworkers as Coworkers, spec_of as spec_of
+from distributary.data._contexts import DistributedInput, InputContext, ValueContext
+from distributary.data._coworkers import Coworkers, spec_of
 from distributary.data._dataset import SHARD_HINT, Dataset
 from distributary.data._distributed_dataset import (
-    DistributedDataset as DistributedDataset,
-    DistributedIterator as DistributedIterator,
-    PerReplicaSpec as PerReplicaSpec,
+    DistributedDataset,
+    DistributedIterator,
+    PerReplicaSpec,
 )
 from distributary.data._foreign import foreign, is_hugging_face
 from distributary.data._generated import Drawn, Generated
@@ -40,16 +36,8 @@ from distributary.data._records import framed, read_file, records
 from distributary.data._replica_rows import WorkerBatch, WorkerShare, split_rows
 from distributary.data._several import common_spec
 from distributary.data._sharding import worker_dataset
-from distributary.data._statistics import (
-    Loop as Loop,
-    StepCounts as StepCounts,
-    StepStatistics as StepStatistics,
-)
-from distributary.data._step_data import (
-    Batches as Batches,
-    Elements as Elements,
-    checked as checked,
-)
+from distributary.data._statistics import Loop, StepCounts, StepStatistics
+from distributary.data._step_data import Batches, Elements, checked
 from distributary.data._streams import IteratedStream, Path, Stream, is_peek
 from distributary.data._structure import (
     TensorSpec,

@@ -33,34 +33,29 @@ class Ready:
 
 
 @final
+@dataclass(eq=False)
 class AgreedSteps:
     """The steps of one pass: as many as the worker with the most data has.
 
     Before each step, in the thread that takes it, every worker learns the shapes of all parts.
     Workers that have no data left get parts without rows.
 
-    Args:
+    Attributes:
         source: The data of this worker.
         coworkers: All workers that take the steps.
         place: Name of the pass.
-        number: Number of the first step.
+        number: Number of the next step.
         finish: Turns the parts of all replicas, on every worker, into the values of a step.
     """
 
-    def __init__(
-        self,
-        source: StepData,
-        coworkers: Coworkers,
-        place: str,
-        number: int,
-        finish: Callable[[list[Nest]], Any],
-    ) -> None:
-        self._source = source
-        self._coworkers = coworkers
-        self._job = coworkers.job
-        self._place = place
-        self._first = self._number = number
-        self._finish = finish
+    source: StepData
+    coworkers: Coworkers
+    place: str
+    number: int
+    finish: Callable[[list[Nest]], Any]
+
+    def __post_init__(self) -> None:
+        self._first = self.number
         self._tree: PyTreeDef = None
         self._over = False
 
@@ -87,8 +82,8 @@ class AgreedSteps:
 
         # Invariant: every worker agrees once per step, also one whose data has ended or failed. So
         # all see the same texts, and take the same way below: a differing one is a deadlock.
-        texts = self._job.agree(f"step {self._number} of {self._place}", signature)
-        self._number += 1
+        texts = self.coworkers.job.agree(f"step {self.number} of {self.place}", signature)
+        self.number += 1
         first = max(texts)
         if not first:
             self._over = True
@@ -98,44 +93,44 @@ class AgreedSteps:
         return self._uneven(texts, ready)
 
     def _uneven(self, texts: list[str], ready: Ready | None) -> Any:
-        if self._number == self._first + 1 and "" in texts:
+        if self.number == self._first + 1 and "" in texts:
             # Workers that never had data must learn the structure of a part.
-            self._job.agree(f"the structure of {self._place}", self._find_tree)
+            self.coworkers.job.agree(f"the structure of {self.place}", self._find_tree)
         tree, parts = parts_of(max(texts))
-        for name, text in zip(self._job.names, texts, strict=True):
+        for name, text in zip(self.coworkers.job.names, texts, strict=True):
             other = parts_of(text)[0] if text else tree
             if other != tree:
                 raise ReplicaMismatchError(
-                    f"Step {self._number - 1} of {self._place}: {name} has elements of structure"
+                    f"Step {self.number - 1} of {self.place}: {name} has elements of structure"
                     f" {other}, another worker has {tree}; all must have the same structure."
                 )
         nothing: tuple[Leaves, ...] = ()
         if "" in texts:
-            nothing = (self._without_rows(parts[0]),) * self._coworkers.num_parts
+            nothing = (self._without_rows(parts[0]),) * self.coworkers.num_parts
         leaves = [part for text in texts for part in (parts_of(text)[1] if text else nothing)]
         replicas: list[list[Any]] = []
         if ready is not None:
             replicas = [jax.tree.leaves(part) for part in ready.parts()]
         elif self._tree is None:
             self._find_tree()
-        what = f"step {self._number - 1} of {self._place}"
+        what = f"step {self.number - 1} of {self.place}"
         columns = [
-            self._coworkers.gather(
+            self.coworkers.gather(
                 what, [part[i] for part in leaves], [arrays[i] for arrays in replicas]
             )
             for i in range(len(leaves[0]))
         ]
-        return self._finish(
+        return self.finish(
             [jax.tree.unflatten(self._tree, part) for part in zip(*columns, strict=True)]
         )
 
     def _find_tree(self) -> None:
-        self._tree = jax.tree.structure(self._source.spec())
+        self._tree = jax.tree.structure(self.source.spec())
 
     def _without_rows(self, leaves: Leaves) -> Leaves:
         if any(not shape for _, shape in leaves):
             raise InvalidValueError(
-                f"Step {self._number - 1} of {self._place}: a worker has no data left, and the"
+                f"Step {self.number - 1} of {self.place}: a worker has no data left, and the"
                 " elements are scalars, which cannot be empty. Batch them, or give every worker the"
                 " same number of elements."
             )

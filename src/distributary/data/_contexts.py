@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
-
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidValueError, checked_int
 
 
 class DistributedInput:
@@ -59,20 +57,15 @@ class InputContext:
             InvalidTypeError: if `global_batch_size` is not an int.
             InvalidValueError: if it is not divisible by the number of replicas.
         """
-        is_int = isinstance(global_batch_size, (int, np.integer))
-        if not is_int or isinstance(global_batch_size, bool):
-            raise InvalidTypeError(
-                f"get_per_replica_batch_size: global_batch_size is {global_batch_size!r}, expected"
-                " an int."
-            )
+        size = checked_int("get_per_replica_batch_size: global_batch_size", global_batch_size)
         num_replicas = self.num_replicas_in_sync
-        if global_batch_size % num_replicas:
+        if size % num_replicas:
             raise InvalidValueError(
-                f"get_per_replica_batch_size: the global batch size {global_batch_size} is not"
+                f"get_per_replica_batch_size: the global batch size {size} is not"
                 f" divisible by the {num_replicas} replicas. Choose a multiple of {num_replicas},"
-                f" such as {max(1, global_batch_size // num_replicas) * num_replicas}."
+                f" such as {max(1, size // num_replicas) * num_replicas}."
             )
-        return int(global_batch_size) // num_replicas
+        return size // num_replicas
 
     def __repr__(self) -> str:
         return (

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from distributary.data._arguments import check_callable, checked_int, drawn_seed, num_threads
+from distributary.data._arguments import drawn_seed, num_threads
 from distributary.data._arrays import Range, Single, slices
 from distributary.data._batching import Batch, Unbatch
 from distributary.data._file_names import FileNames, FilePaths, matching_files
@@ -34,7 +34,7 @@ from distributary.data._several import Concatenate, Interleave, Zip
 from distributary.data._streams import Stream
 from distributary.data._structure import columns_of, map_arrays
 from distributary.devices import Nest
-from distributary.errors import InvalidTypeError, InvalidValueError, shown
+from distributary.errors import InvalidTypeError, InvalidValueError, check_type, checked_int, shown
 from distributary.tracing import iterator_of
 
 # For `prefetch(AUTOTUNE)`: while you use one element, one is ready and one is being made.
@@ -207,12 +207,12 @@ class Dataset:
 
     def take(self, count: int, name: str | None = None) -> "Dataset":
         """Keeps the first `count` elements; all of them if it is -1."""
-        count = checked_int("take", "count", count, minimum=-1)
+        count = checked_int("take: count", count, minimum=-1)
         return self if count < 0 else self.of(Slice(self._node, f"take({count})", count=count))
 
     def skip(self, count: int, name: str | None = None) -> "Dataset":
         """Drops the first `count` elements; all of them if it is -1."""
-        count = checked_int("skip", "count", count, minimum=-1)
+        count = checked_int("skip: count", count, minimum=-1)
         left = 0 if count < 0 else math.inf
         return self.of(Slice(self._node, f"skip({count})", max(count, 0), left))
 
@@ -224,8 +224,8 @@ class Dataset:
         """
         if (num_shards, index) == (SHARD_HINT, SHARD_HINT):
             return self.of(ShardHint(self._node))
-        num_shards = checked_int("shard", "num_shards", num_shards, minimum=1)
-        index = checked_int("shard", "index", index, minimum=0)
+        num_shards = checked_int("shard: num_shards", num_shards, minimum=1)
+        index = checked_int("shard: index", index, minimum=0)
         if index >= num_shards:
             raise InvalidValueError(
                 f"shard: index is {index}, expected 0 to {num_shards - 1} for {num_shards} shards."
@@ -250,16 +250,16 @@ class Dataset:
                 `repeat`; None means True.
             name: No effect.
         """
-        buffer_size = checked_int("shuffle", "buffer_size", buffer_size, minimum=1)
+        buffer_size = checked_int("shuffle: buffer_size", buffer_size, minimum=1)
         if seed is not None:
-            seed = checked_int("shuffle", "seed", seed, minimum=0)
+            seed = checked_int("shuffle: seed", seed, minimum=0)
         reshuffle = reshuffle_each_iteration is not False
         return self.of(Shuffle(self._node, buffer_size, seed, reshuffle, drawn_seed()))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> "Dataset":
         """Repeats the elements `count` times; forever if it is None or -1."""
         if count is not None:
-            count = checked_int("repeat", "count", count, minimum=-1)
+            count = checked_int("repeat: count", count, minimum=-1)
         return self.of(Repeat(self._node, -1 if count is None else count))
 
     def concatenate(self, dataset: "Dataset", name: str | None = None) -> "Dataset":
@@ -301,8 +301,8 @@ class Dataset:
             return dataset._node
 
         cycle = _DEFAULT_CYCLE_LENGTH if cycle_length in (None, AUTOTUNE) else cycle_length
-        cycle = checked_int("interleave", "cycle_length", cycle, minimum=1)
-        block = checked_int("interleave", "block_length", block_length or 1, minimum=1)
+        cycle = checked_int("interleave: cycle_length", cycle, minimum=1)
+        block = checked_int("interleave: block_length", block_length or 1, minimum=1)
         read_ahead = num_threads("interleave", num_parallel_calls) is not None
         return self.of(Interleave(self._node, make, cycle, block, read_ahead, drawn_seed()))
 
@@ -331,9 +331,9 @@ class Dataset:
             A dataset whose elements are datasets: for elements that are nests, a nest of datasets.
             `flat_map(lambda window: window.batch(size))` makes arrays of them.
         """
-        size = checked_int("window", "size", size, minimum=1)
-        shift = size if shift is None else checked_int("window", "shift", shift, minimum=1)
-        stride = checked_int("window", "stride", stride, minimum=1)
+        size = checked_int("window: size", size, minimum=1)
+        shift = size if shift is None else checked_int("window: shift", shift, minimum=1)
+        stride = checked_int("window: stride", stride, minimum=1)
 
         def generate(elements: Stream) -> Iterator[Nest]:
             for window in windows(size, shift, stride, drop_remainder, elements):
@@ -368,12 +368,12 @@ class Dataset:
             use_unbounded_threadpool: No effect.
             name: No effect.
         """
-        check_callable("map", "map_func", map_func)
+        check_type("map: map_func", map_func, Callable, "a function")
         return self.of(Map(self._node, map_func, num_threads("map", num_parallel_calls)))
 
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> "Dataset":
         """Keeps the elements for which `predicate` returns True."""
-        check_callable("filter", "predicate", predicate)
+        check_type("filter: predicate", predicate, Callable, "a function")
         return self.of(Filter(self._node, predicate))
 
     def enumerate(self, start: int = 0, name: str | None = None) -> "Dataset":
@@ -399,7 +399,7 @@ class Dataset:
             deterministic: No effect.
             name: No effect.
         """
-        size = checked_int("batch", "batch_size", batch_size, minimum=1)
+        size = checked_int("batch: batch_size", batch_size, minimum=1)
         return self.of(Batch(self._node, size, bool(drop_remainder)))
 
     def padded_batch(
@@ -420,7 +420,7 @@ class Dataset:
             drop_remainder: Whether to drop a last batch that has fewer elements.
             name: No effect.
         """
-        size = checked_int("padded_batch", "batch_size", batch_size, minimum=1)
+        size = checked_int("padded_batch: batch_size", batch_size, minimum=1)
         padding = (padded_shapes, padding_values)
         return self.of(Batch(self._node, size, bool(drop_remainder), padding))
 
@@ -445,16 +445,13 @@ class Dataset:
 
         Distributed datasets do this by themselves, see `InputOptions`.
         """
-        depth = checked_int("prefetch", "buffer_size", buffer_size, minimum=-1)
+        depth = checked_int("prefetch: buffer_size", buffer_size, minimum=-1)
         depth = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
         return self.of(Prefetch(self._node, depth)) if depth else self
 
     def with_options(self, options: Options, name: str | None = None) -> "Dataset":
         """Sets options; if an option is set several times, the last one wins."""
-        if not isinstance(options, Options):
-            raise InvalidTypeError(
-                f"with_options: got {options!r}, expected distributary.data.Options."
-            )
+        check_type("with_options: options", options, Options, "distributary.data.Options")
         return self.of(WithOptions(self._node, Options().merge(options)))
 
     def options(self) -> Options:

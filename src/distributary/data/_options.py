@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Final, final, get_args
 
-from distributary.errors import InvalidTypeError
+from distributary.errors import check_type
 
 #: For `num_parallel_calls` and `prefetch`: chooses a number that suits the machine.
 AUTOTUNE: Final = -1
@@ -53,10 +53,7 @@ class _Checked:
                 f"{type(self).__name__} has no option {name!r}; it has {', '.join(types)}."
             )
         expected, *_ = get_args(types[name]) or (types[name],)  # `bool` of `bool | None`
-        if value is not None and not isinstance(value, expected):
-            raise InvalidTypeError(
-                f"{type(self).__name__}: {name} is {value!r}, expected {expected.__name__}."
-            )
+        check_type(f"{type(self).__name__}: {name}", value, expected | None, expected.__name__)
         object.__setattr__(self, name, value)
 
 

@@ -78,6 +78,7 @@ class ShardHint(Reordering):
 
 
 @final
+@dataclass(eq=False)
 class _Sliced(Stream):
     """Every `step`-th element or row number, from number `start` on.
 
@@ -89,14 +90,11 @@ class _Sliced(Stream):
         step: Distance between two elements.
     """
 
-    def __init__(
-        self, upstream: Stream, numbers: bool, start: int, count: float, step: int
-    ) -> None:
-        self._upstream = upstream
-        self._numbers = numbers
-        self._to_skip = start
-        self._left = count
-        self._step = step
+    _upstream: Stream
+    _numbers: bool
+    _to_skip: int
+    _left: float
+    _step: int
 
     def _begin(self, count: int) -> int:
         """Goes to the next element; returns how many of `count` elements the limit leaves."""

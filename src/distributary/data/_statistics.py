@@ -72,7 +72,6 @@ class Program(Protocol):
 
     def collective_bytes(self) -> int:
         """Returns the size of the arrays that one run sends through collectives. For any thread."""
-        ...
 
 
 @final

@@ -59,7 +59,6 @@ from distributary.devices._placement import (
     spec_of_axes,
     stored_shape,
     stored_shards,
-    unpadded,
     whole_shards,
 )
 from distributary.devices._progress import Fit, progress
@@ -87,7 +86,7 @@ from distributary.devices._thread_pool import (
     set_logical_cpu_devices,
     threads_needed,
 )
-from distributary.devices._threads import call_after, call_when_collected, start_thread
+from distributary.devices._threads import bound, call_after, call_when_collected, start_thread
 from distributary.devices._timing import ProgramTimer
 from distributary.devices._tpu_topology import Topology, TPUSystemMetadata
 from distributary.devices._versions import (

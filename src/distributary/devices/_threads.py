@@ -1,4 +1,4 @@
-"""Threads that end before Python does, and functions that run when an object is collected."""
+"""Threads that end before Python does, functions for collected objects, values for a block."""
 
 import atexit
 import threading
@@ -6,8 +6,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
-__all__ = ["call_after", "call_when_collected", "start_thread"]
+__all__ = ["bound", "call_after", "call_when_collected", "start_thread"]
 
 _EXIT_SECONDS = 5.0
 
@@ -39,6 +41,16 @@ def start_thread(
     _stops[thread] = stop
     thread.start()
     return thread
+
+
+@contextmanager
+def bound(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    """Gives a context variable a value while the block runs."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextmanager

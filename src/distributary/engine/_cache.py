@@ -5,13 +5,14 @@ import contextvars
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar, final
 
 import jax
 import numpy as np
 
+from distributary.devices import bound
 from distributary.errors import DistributaryWarning
 from distributary.tracing import user_stacklevel
 
@@ -91,14 +92,9 @@ class Inner:
     def __init__(self) -> None:
         self._stand_ins: dict[Any, object] = {}
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Makes this object known to every `ProgramCache` while the block runs."""
-        token = _inner.set(self)
-        try:
-            yield
-        finally:
-            _inner.reset(token)
+        return bound(_inner, self)
 
     def same(self, function: Callable[..., Any]) -> object:
         """Returns an object that stands for all functions that are the same as this one."""

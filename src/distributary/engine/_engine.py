@@ -14,14 +14,7 @@ from distributary.engine._arguments import argument_error, own_arrays, signature
 from distributary.engine._cache import ByIdentity, ProgramCache
 from distributary.engine._executable import Executable, VariableGoneError
 from distributary.engine._placement import Placement
-from distributary.engine._step import (
-    RUN,
-    Step,
-    StepKind,
-    call_on_replica,
-    picked,
-    several_steps,
-)
+from distributary.engine._step import RUN, Step, StepKind, call_on_replica, picked, several_steps
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
 from distributary.programs import (
     GlobalProgram,

@@ -49,11 +49,6 @@ class Placement:
     workers_mesh: AbstractMesh | None = None
 
     @classmethod
-    def on_default_device(cls) -> "Placement":
-        """Returns the placement of one replica wherever JAX puts its values."""
-        return cls(num_replicas=1)
-
-    @classmethod
     def on_one_device(cls, device: jax.Device) -> "Placement":
         """Returns the placement of one replica and its variables on a device."""
         mesh = make_mesh([device])

@@ -1,6 +1,7 @@
 """Programs whose variables are on one device and whose replicas compute on others."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import jax
@@ -196,6 +197,7 @@ def _one_copy(value: Any) -> Any:
 
 
 @final
+@dataclass(eq=False)
 class StagedProgram:
     """The program of an `Executable` in two stages, for arguments of one signature.
 
@@ -205,17 +207,11 @@ class StagedProgram:
         shardings: For every argument, its sharding if it comes as a NumPy array, else None.
     """
 
-    def __init__(
-        self,
-        program: TracedProgram,
-        placement: Placement,
-        shardings: Sequence[NamedSharding | None] | None,
-    ) -> None:
-        self._program = program
-        self._placement = placement
-        self._shardings = shardings
-        self._staged: Staged | None = None
-        self._tree: Any = None
+    _program: TracedProgram
+    _placement: Placement
+    _shardings: Sequence[NamedSharding | None] | None
+    _staged: Staged | None = field(default=None, init=False)
+    _tree: Any = field(default=None, init=False)
 
     def __call__(
         self,

@@ -21,6 +21,7 @@ from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._replica import aggregation_of_state, in_optimizer, replica_context
 from distributary.keras_bridge._variables import (
     in_model_step,
+    in_scope_of_keras,
     is_sum,
     keeps_on_servers,
     place,
@@ -172,14 +173,11 @@ def build_optimizer(optimizer: Any, variables: list[Any]) -> None:
     trace, scope = current_scope(), keras_private.get_stateless_scope()
     if optimizer.built or trace is None or not isinstance(scope, TracedVariables):
         return
-    keras_private.set_global_attribute("stateless_scope", None)
-    try:
-        with outside_of_trace(), keras.name_scope(optimizer.name, caller=optimizer):
-            keras_private.initialize_all_variables()
-            optimizer.build(variables)
-            optimizer.built = True
-    finally:
-        keras_private.set_global_attribute("stateless_scope", scope)
+    name_scope = keras.name_scope(optimizer.name, caller=optimizer)
+    with in_scope_of_keras(None), outside_of_trace(), name_scope:
+        keras_private.initialize_all_variables()
+        optimizer.build(variables)
+        optimizer.built = True
     trace.created.append(optimizer.name)
 
 

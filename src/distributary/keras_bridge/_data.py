@@ -67,50 +67,46 @@ class Call:
 current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
 
 
-def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+def get_data_adapter(original: Callable[..., Any], x: object, **arguments: Any) -> Any:
     """Makes Keras accept our datasets, those of Hugging Face, and distributed ones."""
-
-    def get_data_adapter(x: object, **arguments: Any) -> Any:
-        if isinstance(x, DistributedInput) and callable(x):  # made where it is needed
-            x = x()
-        if hasattr(x, "keras_adapter"):  # batches that are read elsewhere
-            return x.keras_adapter(arguments)
-        if isinstance(x, Dataset) or is_hugging_face(x):
-            extended = get_strategy().extended
-            # Several workers read their own rows; with one worker, the step splits the batches.
-            share = extended.worker_share() if extended.num_workers > 1 else WorkerShare()
-            call = current_call.get()
-            if isinstance(x, Dataset) and call is not None and call.method == "predict":
-                # Predictions come in the order of the dataset, not in the order of the workers'
-                # files.
-                options = Options()
-                options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
-                x = x.with_options(options)
-            x = DistributedDataset(
-                Batches(x, share, "fit, evaluate or predict: x is", extended.coworkers),
-                None,
-                share,
-                InputOptions().experimental_per_replica_buffer_size,
-                extended.step_counts,
-            )
-        if not isinstance(x, DistributedDataset):
-            arrays = [x, arguments.get("y"), arguments.get("sample_weight")]
-            require_numbers("fit, evaluate or predict", arrays)
-            _check_arrays(x, arguments.get("y"), arguments.get("batch_size"))
-            if isinstance(x, GeneratorType) and has_strategy():
-                x = (kept(batch) for batch in x)  # Keras reads the first ones ahead
-            if isinstance(x, keras.utils.PyDataset) and arguments.get("shuffle"):
-                _share_order()
-            return _noted(original(x, **arguments))
-        check_given("dataset", arguments, "y", "sample_weight")
-        if x.cardinality == INFINITE_CARDINALITY and not arguments.get("steps_per_epoch"):
-            raise InvalidValueError(
-                "The dataset is infinite, so an epoch would never end. Give steps_per_epoch to fit,"
-                " steps to evaluate and predict, or a count to repeat."
-            )
-        return _noted(DatasetAdapter(x, arguments.get("class_weight")))
-
-    return get_data_adapter
+    if isinstance(x, DistributedInput) and callable(x):  # made where it is needed
+        x = x()
+    if hasattr(x, "keras_adapter"):  # batches that are read elsewhere
+        return x.keras_adapter(arguments)
+    if isinstance(x, Dataset) or is_hugging_face(x):
+        extended = get_strategy().extended
+        # Several workers read their own rows; with one worker, the step splits the batches.
+        share = extended.worker_share() if extended.num_workers > 1 else WorkerShare()
+        call = current_call.get()
+        if isinstance(x, Dataset) and call is not None and call.method == "predict":
+            # Predictions come in the order of the dataset, not in the order of the workers'
+            # files.
+            options = Options()
+            options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
+            x = x.with_options(options)
+        x = DistributedDataset(
+            Batches(x, share, "fit, evaluate or predict: x is", extended.coworkers),
+            None,
+            share,
+            InputOptions().experimental_per_replica_buffer_size,
+            extended.step_counts,
+        )
+    if not isinstance(x, DistributedDataset):
+        arrays = [x, arguments.get("y"), arguments.get("sample_weight")]
+        require_numbers("fit, evaluate or predict", arrays)
+        _check_arrays(x, arguments.get("y"), arguments.get("batch_size"))
+        if isinstance(x, GeneratorType) and has_strategy():
+            x = (kept(batch) for batch in x)  # Keras reads the first ones ahead
+        if isinstance(x, keras.utils.PyDataset) and arguments.get("shuffle"):
+            _share_order()
+        return _noted(original(x, **arguments))
+    check_given("dataset", arguments, "y", "sample_weight")
+    if x.cardinality == INFINITE_CARDINALITY and not arguments.get("steps_per_epoch"):
+        raise InvalidValueError(
+            "The dataset is infinite, so an epoch would never end. Give steps_per_epoch to fit,"
+            " steps to evaluate and predict, or a count to repeat."
+        )
+    return _noted(DatasetAdapter(x, arguments.get("class_weight")))
 
 
 def _check_arrays(x: object, y: object, batch_size: Any) -> None:

@@ -4,7 +4,6 @@ This is before clipping, loss-scale checks, accumulation and averages. So all of
 gradients of the whole batch, as on one device.
 """
 
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from distributary.context import current_mode, get_strategy
 from distributary.devices import REPLICA_AXIS
 from distributary.errors import InvalidTypeError, shown
 from distributary.keras_bridge._custom_loops import build_optimizer
+from distributary.keras_bridge._keras_private import signature_of
 from distributary.keras_bridge._optimizers import as_keras, dense
 from distributary.keras_bridge._replica import (
     in_optimizer,
@@ -64,37 +64,32 @@ def _tell_that_gradients_are_summed() -> None:
     )
 
 
-def combining(original: Callable[..., Any]) -> Callable[..., Any]:
+def combining(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Combines the gradients that a method gets; inside another optimizer, they already are.
 
     Variables of ours become such of Keras.
     """
-    signature = inspect.signature(original)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        variables = arguments.get("trainable_variables")
-        if variables is not None:
-            arguments["grads"], variables = list(arguments["grads"]), list(variables)
-            for gradient, variable in zip(arguments["grads"], variables, strict=False):
-                if hasattr(gradient, "assign") and not hasattr(variable, "assign"):
-                    raise InvalidTypeError(
-                        f"An optimizer got {shown(variable)} in the place of a variable. Write"
-                        " optimizer.apply_gradients(zip(gradients, variables))."
-                    )
-            arguments["trainable_variables"] = [as_keras(variable) for variable in variables]
-            pairs = zip(arguments["grads"], arguments["trainable_variables"], strict=False)
-            arguments["grads"] = [dense(gradient, variable) for gradient, variable in pairs]
-            if not is_for_servers():
-                build_optimizer(args[0], arguments["trainable_variables"])
-        if args[0].built:
-            settle(args[0])
-        of_one = replica_context() is not None or is_for_servers() or is_away_from_variables()
-        with in_parts():
-            if in_optimizer() or not of_one:
-                return original(**arguments)
-            with optimizing():
-                arguments["grads"] = _combined(arguments["grads"])
-                return original(**arguments)
-
-    return method
+    arguments = signature_of(original).bind(*args, **kwargs).arguments
+    variables = arguments.get("trainable_variables")
+    if variables is not None:
+        arguments["grads"], variables = list(arguments["grads"]), list(variables)
+        for gradient, variable in zip(arguments["grads"], variables, strict=False):
+            if hasattr(gradient, "assign") and not hasattr(variable, "assign"):
+                raise InvalidTypeError(
+                    f"An optimizer got {shown(variable)} in the place of a variable. Write"
+                    " optimizer.apply_gradients(zip(gradients, variables))."
+                )
+        arguments["trainable_variables"] = [as_keras(variable) for variable in variables]
+        pairs = zip(arguments["grads"], arguments["trainable_variables"], strict=False)
+        arguments["grads"] = [dense(gradient, variable) for gradient, variable in pairs]
+        if not is_for_servers():
+            build_optimizer(args[0], arguments["trainable_variables"])
+    if args[0].built:
+        settle(args[0])
+    of_one = replica_context() is not None or is_for_servers() or is_away_from_variables()
+    with in_parts():
+        if in_optimizer() or not of_one:
+            return original(**arguments)
+        with optimizing():
+            arguments["grads"] = _combined(arguments["grads"])
+            return original(**arguments)

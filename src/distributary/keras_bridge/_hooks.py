@@ -30,9 +30,9 @@ from distributary.keras_bridge import (
 from distributary.keras_bridge._keras_private import find
 from distributary.keras_bridge._model_step import PARTS
 
-#: Module or class (see `find`) and name of each function to replace, and a function from the
-#: original to the replacement.
-HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+#: Module or class (see `find`) and name of each function to replace, and what runs in its place: it
+#: gets the original first, then its arguments. For a property, it makes the new one.
+HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     # Values of variables.
     ("keras.src.backend.common.variables.Variable", "__init__", _variables.init),
     ("StoredVariable", "_initialize_with_initializer", _variables.initialize),
@@ -69,7 +69,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.layers.BatchNormalization", "call", _layers.batch_normalization_call),
 )
 #: Methods of one more base class of `keras.Model`, before the others; each calls that of a class.
-METHODS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+METHODS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     *(("Trainer", name, _models.in_scope) for name in ("fit", "evaluate", "predict")),
     *(("Trainer", f"{kind}_on_batch", _models.in_scope) for kind in PARTS),
     ("BaseTrainer", "_symbolic_build", _models.symbolic_build),
@@ -103,11 +103,13 @@ def install() -> None:
         uses_jax = keras.backend.backend() == "jax"
         hooks = HOOKS if uses_jax else _REFUSALS
         # All are found before the first is replaced.
-        targets = [(find(owner, name), name, make) for owner, name, make in hooks]
+        targets = [(find(owner, name), name, function) for owner, name, function in hooks]
         extra = METHODS if uses_jax else ()
-        methods = {name: _hook(find(owner, name), name, make) for owner, name, make in extra}
-        for owner, name, make in targets:
-            setattr(owner, name, _hook(owner, name, make))
+        methods = {
+            name: _hook(find(owner, name), name, function) for owner, name, function in extra
+        }
+        for owner, name, function in targets:
+            setattr(owner, name, _hook(owner, name, function))
         if uses_jax:
             trainer = type("DistributedTrainer", (_models.Distributed,), methods)
             keras.Model.__bases__ = (trainer, *keras.Model.__bases__)
@@ -116,11 +118,16 @@ def install() -> None:
         _installed = True
 
 
-def _hook(owner: object, name: str, make: Callable[[Any], Any]) -> Any:
+def _hook(owner: object, name: str, function: Callable[..., Any]) -> Any:
+    """Returns what replaces a function of Keras, see `HOOKS`."""
     original = vars(owner)[name]
-    replacement = make(original)
-    if inspect.isfunction(original):
-        functools.update_wrapper(replacement, original)
-        # Keras reads the arguments of layers from their signature.
-        replacement.__signature__ = inspect.signature(original)
+    if isinstance(original, property):
+        return function(original)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    # Keras reads the arguments of layers from their signature.
+    replacement.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return replacement

@@ -4,6 +4,7 @@ Keras moves such classes and functions between its modules, and renames them. So
 them through public classes where it can. `tests/keras_bridge/test_hooks.py` names what has gone.
 """
 
+import functools
 import inspect
 import pkgutil
 from typing import Any
@@ -63,6 +64,10 @@ def find(owner: str, name: str) -> Any:
     except (ImportError, AttributeError, KeyError, StopIteration) as error:
         raise no_private_name(f"{public}.{name}") from error
     return target
+
+
+#: Keeps what it has found: every call of an optimizer asks.
+signature_of = functools.cache(inspect.signature)
 
 
 def current_layer() -> Any:

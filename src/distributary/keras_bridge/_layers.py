@@ -21,37 +21,31 @@ _noted: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
 _SEED_STRIDE = 0x9E3779B1
 
 
-def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+def next_seed(original: Callable[..., Any], self: object, ordered: bool = True) -> Any:
     """Gives every replica its own seed; the state of the generator advances equally on all."""
-
-    def next(self: object, ordered: bool = True) -> Any:
-        seed = original(self, ordered)
-        if is_for_servers():
-            # Workers may have read the same state. A step that is repeated draws the same numbers
-            # again.
-            number = current_mode().strategy.extended.remote_steps.number()
-            if number is not None:
-                seed = seed.at[1].add(_spread(number, seed.dtype))
-        context = replica_context()
-        if context is not None:
-            seed = seed.at[0].add(_spread(context.replica_id_in_sync_group, seed.dtype))
-        return seed
-
-    return next
+    seed = original(self, ordered)
+    if is_for_servers():
+        # Workers may have read the same state. A step that is repeated draws the same numbers
+        # again.
+        number = current_mode().strategy.extended.remote_steps.number()
+        if number is not None:
+            seed = seed.at[1].add(_spread(number, seed.dtype))
+    context = replica_context()
+    if context is not None:
+        seed = seed.at[0].add(_spread(context.replica_id_in_sync_group, seed.dtype))
+    return seed
 
 
 def _spread(number: Any, dtype: Any) -> Any:
     return jnp.asarray(number).astype(dtype) * jnp.asarray(_SEED_STRIDE, jnp.uint32).astype(dtype)
 
 
-def batch_normalization_init(original: Callable[..., Any]) -> Callable[..., Any]:
+def batch_normalization_init(
+    original: Callable[..., Any], self: Any, *args: Any, synchronized: bool = False, **kwargs: Any
+) -> None:
     """Accepts `synchronized=True`, which Keras supports only for TensorFlow."""
-
-    def __init__(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        self.synchronized = synchronized
-
-    return __init__
+    original(self, *args, **kwargs)
+    self.synchronized = synchronized
 
 
 @final
@@ -67,42 +61,38 @@ class _Unsynchronized:
         return getattr(self._layer, name)
 
 
-def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., Any]:
+def batch_normalization_moments(
+    original: Callable[..., Any], self: Any, inputs: Any, mask: Any
+) -> Any:
     """Uses the mean and variance of the whole batch in `Strategy.run`, with `synchronized=True`."""
-
-    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
-        context = replica_context()
-        if context is None or not self.synchronized:
-            _note_own_statistics(self, context)
-            return original(_Unsynchronized(self), inputs, mask)
-        mean, variance = original(_Unsynchronized(self), inputs, mask)
-        wide = jnp.promote_types(mean.dtype, jnp.float32)
-        count = _count(self, inputs, mask, wide)
-        weight: Any = 1.0 / context.strategy.extended.num_replicas
-        if mask is not None or is_uneven():
-            everything = total(context, count)
-            weight = count / jnp.maximum(everything, 1)
-        # Without entries, a replica's own mean and variance are undefined.
-        parts = (jnp.where(count > 0, x.astype(wide), 0.0) for x in (mean, variance))
-        wide_mean, wide_variance = parts
-        global_mean = total(context, wide_mean * weight)
-        spread = wide_variance + jnp.square(wide_mean - global_mean)
-        global_variance = total(context, spread * weight)
-        return global_mean.astype(mean.dtype), global_variance.astype(variance.dtype)
-
-    return _moments
+    context = replica_context()
+    if context is None or not self.synchronized:
+        _note_own_statistics(self, context)
+        return original(_Unsynchronized(self), inputs, mask)
+    mean, variance = original(_Unsynchronized(self), inputs, mask)
+    wide = jnp.promote_types(mean.dtype, jnp.float32)
+    count = _count(self, inputs, mask, wide)
+    weight: Any = 1.0 / context.strategy.extended.num_replicas
+    if mask is not None or is_uneven():
+        everything = total(context, count)
+        weight = count / jnp.maximum(everything, 1)
+    # Without entries, a replica's own mean and variance are undefined.
+    parts = (jnp.where(count > 0, x.astype(wide), 0.0) for x in (mean, variance))
+    wide_mean, wide_variance = parts
+    global_mean = total(context, wide_mean * weight)
+    spread = wide_variance + jnp.square(wide_mean - global_mean)
+    global_variance = total(context, spread * weight)
+    return global_mean.astype(mean.dtype), global_variance.astype(variance.dtype)
 
 
-def batch_normalization_call(original: Callable[..., Any]) -> Callable[..., Any]:
+def batch_normalization_call(
+    original: Callable[..., Any], self: Any, inputs: Any, training: Any = None, mask: Any = None
+) -> Any:
     """Normalizes each replica's part of a whole batch by itself, if the strategy asks for it."""
-
-    def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        num_parts = _num_parts(self, inputs, training, mask)
-        if num_parts == 1:
-            return original(self, inputs, training=training, mask=mask)
-        return _normalized_parts(self, inputs, num_parts)
-
-    return call
+    num_parts = _num_parts(self, inputs, training, mask)
+    if num_parts == 1:
+        return original(self, inputs, training=training, mask=mask)
+    return _normalized_parts(self, inputs, num_parts)
 
 
 def _normalized_parts(layer: Any, inputs: Any, num_parts: int) -> Any:

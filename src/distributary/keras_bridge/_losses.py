@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from distributary.devices import bound
 from distributary.errors import DistributaryWarning
 from distributary.keras_bridge._keras_private import apply_mask
 from distributary.keras_bridge._replica import in_own_step, is_uneven, replica_context, total
@@ -23,31 +24,22 @@ from distributary.tracing import user_stacklevel
 _AVERAGING = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-def aggregate_additional_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+def aggregate_additional_loss(original: Callable[..., Any], self: object, loss: Any) -> Any:
     """Makes what a layer adds, a mean over a replica's rows, its part of the loss of the batch."""
-
-    def _aggregate_additional_loss(self: object, loss: Any) -> Any:
-        loss, context = original(self, loss), replica_context()
-        return loss if context is None else loss / context.num_replicas_in_sync
-
-    return _aggregate_additional_loss
+    loss, context = original(self, loss), replica_context()
+    return loss if context is None else loss / context.num_replicas_in_sync
 
 
 # The arguments of the losses that are being called, the outermost first.
 _calls: ContextVar[tuple[tuple[Any, Any, Any], ...]] = ContextVar("calls of losses", default=())
 
 
-def call(original: Callable[..., Any]) -> Callable[..., Any]:
+def call(
+    original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
     """Notes a loss that is called, for `reduce_weighted_values`."""
-
-    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:  # noqa: N807
-        token = _calls.set((*_calls.get(), (self, y_true, y_pred)))
-        try:
-            return original(self, y_true, y_pred, sample_weight)
-        finally:
-            _calls.reset(token)
-
-    return __call__
+    with bound(_calls, (*_calls.get(), (self, y_true, y_pred))):
+        return original(self, y_true, y_pred, sample_weight)
 
 
 def _of_whole_batch(context: Any, value: Any) -> Any:
@@ -74,57 +66,54 @@ def _nan_without_class(values: Any) -> Any:
     return values * jnp.where(is_class, 1, jnp.nan).astype(values.dtype)
 
 
-def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
+def reduce_weighted_values(
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: object = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
     """Divides by the count or weight of the whole batch instead of the replica's own.
 
     In a step of one's own, losses of labels without a class are NaN, unless weights or a mask may
     drop them.
     """
-
-    def reduce_weighted_values(
-        values: Any,
-        sample_weight: object = None,
-        mask: Any = None,
-        reduction: str | None = "sum_over_batch_size",
-        dtype: Any = None,
-    ) -> Any:
-        if sample_weight is None and mask is None:
-            values = _nan_without_class(values)
-        context = replica_context()
-        is_part = len(_calls.get()) > 1  # of a loss, which is divided as a whole
-        if context is None or is_part or reduction in (None, "none"):
-            return original(values, sample_weight, mask, reduction, dtype)
-        if jnp.shape(values) == ():
-            values = _of_whole_batch(context, values)
-            # One entry, or Keras would make weights of a single row a number, too.
-            values = values if sample_weight is None and mask is None else values[None]
-        losses = original(values, sample_weight, mask, "none", dtype)
-        if losses.shape == ():
-            return losses / context.num_replicas_in_sync
-        if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
-            return losses
-        loss = jnp.sum(losses)
-        if reduction not in _AVERAGING:
-            return loss
-        is_weighted = reduction == "mean_with_sample_weight"
-        weights: Any = None
-        if is_weighted:
-            weights = apply_mask(sample_weight, mask, losses.dtype, reduction)
-        if weights is not None:
-            divisor = total(context, jnp.sum(jnp.asarray(weights)).astype(loss.dtype))
-        elif is_uneven():
-            divisor = total(context, jnp.asarray(losses.size, loss.dtype))
-        else:
-            divisor = jnp.asarray(losses.size * context.num_replicas_in_sync, loss.dtype)
-        if mask is not None and not is_weighted:
-            # Weights of valid entries are scaled by total over valid, so that they count for all.
-            valid = jnp.sum(jnp.asarray(mask).astype(losses.dtype))
-            counts = jnp.stack([jnp.asarray(mask.size, losses.dtype), valid])
-            everything, valid = total(context, counts)
-            loss = loss * keras.ops.divide_no_nan(everything, valid)
-        return keras.ops.divide_no_nan(loss, divisor)
-
-    return reduce_weighted_values
+    if sample_weight is None and mask is None:
+        values = _nan_without_class(values)
+    context = replica_context()
+    is_part = len(_calls.get()) > 1  # of a loss, which is divided as a whole
+    if context is None or is_part or reduction in (None, "none"):
+        return original(values, sample_weight, mask, reduction, dtype)
+    if jnp.shape(values) == ():
+        values = _of_whole_batch(context, values)
+        # One entry, or Keras would make weights of a single row a number, too.
+        values = values if sample_weight is None and mask is None else values[None]
+    losses = original(values, sample_weight, mask, "none", dtype)
+    if losses.shape == ():
+        return losses / context.num_replicas_in_sync
+    if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
+        return losses
+    loss = jnp.sum(losses)
+    if reduction not in _AVERAGING:
+        return loss
+    is_weighted = reduction == "mean_with_sample_weight"
+    weights: Any = None
+    if is_weighted:
+        weights = apply_mask(sample_weight, mask, losses.dtype, reduction)
+    if weights is not None:
+        divisor = total(context, jnp.sum(jnp.asarray(weights)).astype(loss.dtype))
+    elif is_uneven():
+        divisor = total(context, jnp.asarray(losses.size, loss.dtype))
+    else:
+        divisor = jnp.asarray(losses.size * context.num_replicas_in_sync, loss.dtype)
+    if mask is not None and not is_weighted:
+        # Weights of valid entries are scaled by total over valid, so that they count for all.
+        valid = jnp.sum(jnp.asarray(mask).astype(losses.dtype))
+        counts = jnp.stack([jnp.asarray(mask.size, losses.dtype), valid])
+        everything, valid = total(context, counts)
+        loss = loss * keras.ops.divide_no_nan(everything, valid)
+    return keras.ops.divide_no_nan(loss, divisor)
 
 
 def warn_of_labels(model: Any, y: Any) -> None:

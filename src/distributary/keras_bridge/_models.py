@@ -21,6 +21,7 @@ from distributary.context import (
     has_strategy,
     in_default_context,
 )
+from distributary.devices import bound
 from distributary.engine import mode_of
 from distributary.errors import ContextError, DistributaryWarning, InvalidTypeError, shown
 from distributary.keras_bridge import _keras_private as keras_private
@@ -38,7 +39,7 @@ from distributary.keras_bridge._losses import warn_of_labels
 from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._roles import check_rules
 from distributary.keras_bridge._step_function import StepFunction
-from distributary.keras_bridge._variables import bound, keeps_on_servers, place
+from distributary.keras_bridge._variables import keeps_on_servers, place
 from distributary.strategies import OneDeviceStrategy, check_job, unused_strategies
 from distributary.tracing import explained, native, shorten, user_stacklevel
 
@@ -89,30 +90,26 @@ def _place_of_state(model: Any) -> dict[str, Any]:
     return vars(model if call is None or strategy_of(model) is None else call)
 
 
-def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
+def compile_(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives a model without a strategy the one in whose scope it is compiled."""
-
-    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _join(self, "compile")
-        strategy = strategy_of(self)
-        optimizer = kwargs.get("optimizer", args[0] if args else None)
-        if hasattr(optimizer, "init") and not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise InvalidTypeError(
-                f"{self.name}.compile: optimizer is {shown(optimizer)}, expected one of Keras, such"
-                " as keras.optimizers.Adam(1e-3). Those of optax are for loops of your own."
-            )
-        is_off = kwargs.get("jit_compile") is False and not kwargs.get("run_eagerly")
-        if is_off and strategy is not None:
-            warnings.warn(
-                f"{self.name}.compile: jit_compile=False has no effect under {shown(strategy)},"
-                " where a step is one compiled program of all replicas. Leave it out; to look"
-                " into a step while debugging use run_eagerly=True.",
-                DistributaryWarning,
-                stacklevel=user_stacklevel(),
-            )
-        return original(self, *args, **kwargs)
-
-    return compile
+    _join(self, "compile")
+    strategy = strategy_of(self)
+    optimizer = kwargs.get("optimizer", args[0] if args else None)
+    if hasattr(optimizer, "init") and not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise InvalidTypeError(
+            f"{self.name}.compile: optimizer is {shown(optimizer)}, expected one of Keras, such"
+            " as keras.optimizers.Adam(1e-3). Those of optax are for loops of your own."
+        )
+    is_off = kwargs.get("jit_compile") is False and not kwargs.get("run_eagerly")
+    if is_off and strategy is not None:
+        warnings.warn(
+            f"{self.name}.compile: jit_compile=False has no effect under {shown(strategy)},"
+            " where a step is one compiled program of all replicas. Leave it out; to look"
+            " into a step while debugging use run_eagerly=True.",
+            DistributaryWarning,
+            stacklevel=user_stacklevel(),
+        )
+    return original(self, *args, **kwargs)
 
 
 def _give(model: Any, strategy: Any) -> None:
@@ -198,49 +195,42 @@ def refuse_in_step(model: Any, what: str) -> None:
         )
 
 
-def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
+def in_scope(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a method of a model in the scope of the model's strategy."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        what = original.__name__
-        refuse_in_step(self, what)
-        _join(self, what)
-        strategy = strategy_of(self)
-        if strategy is None:
-            if what in ("fit", "train_on_batch"):
-                check_job(f"{self.name}.{what} without a strategy")
-            if what == "fit":
-                _warn_outside(self)
-            if not _needs_engine(self):
-                with ExitStack() as late, bound(_late, late):
-                    return original(self, *args, **kwargs)
-            strategy = _give_one_device(self)
-        check_same_strategy(strategy, f"{self.name}.{what}")
-        args = tuple(map(_native, args))
-        kwargs = {key: _native(value) if key in _DATA else value for key, value in kwargs.items()}
-        x, y = (kwargs.get(key, [*args, None, None][i]) for i, key in enumerate("xy"))
-        if what in ("fit", "evaluate"):
-            warn_of_labels(self, y)
-        for name in {"epochs", "steps_per_epoch", "steps", "validation_steps"} & kwargs.keys():
-            check_count(f"{self.name}.{what}", name, kwargs[name], 0)
-        with strategy.scope(), _in_one_thread(self, what):
-            token = current_call.set(Call(what))
-            try:
-                if strategy.extended.num_workers > 1:
-                    if what.endswith("_on_batch"):
-                        check_same((args, kwargs), f"The batch of {what}")
-                    else:
-                        begin_call(self, original, args, kwargs)
+    what = original.__name__
+    refuse_in_step(self, what)
+    _join(self, what)
+    strategy = strategy_of(self)
+    if strategy is None:
+        if what in ("fit", "train_on_batch"):
+            check_job(f"{self.name}.{what} without a strategy")
+        if what == "fit":
+            _warn_outside(self)
+        if not _needs_engine(self):
+            with ExitStack() as late, bound(_late, late):
                 return original(self, *args, **kwargs)
-            except Exception as error:
-                validation = kwargs.get("validation_data")
-                clear = explained_by_data(self, what, explained(error), x, y, validation)
-                shorten(clear)
-                raise clear from None
-            finally:
-                current_call.reset(token)
-
-    return method
+        strategy = _give_one_device(self)
+    check_same_strategy(strategy, f"{self.name}.{what}")
+    args = tuple(map(_native, args))
+    kwargs = {key: _native(value) if key in _DATA else value for key, value in kwargs.items()}
+    x, y = (kwargs.get(key, [*args, None, None][i]) for i, key in enumerate("xy"))
+    if what in ("fit", "evaluate"):
+        warn_of_labels(self, y)
+    for name in {"epochs", "steps_per_epoch", "steps", "validation_steps"} & kwargs.keys():
+        check_count(f"{self.name}.{what}", name, kwargs[name], 0)
+    with strategy.scope(), _in_one_thread(self, what), bound(current_call, Call(what)):
+        try:
+            if strategy.extended.num_workers > 1:
+                if what.endswith("_on_batch"):
+                    check_same((args, kwargs), f"The batch of {what}")
+                else:
+                    begin_call(self, original, args, kwargs)
+            return original(self, *args, **kwargs)
+        except Exception as error:
+            validation = kwargs.get("validation_data")
+            clear = explained_by_data(self, what, explained(error), x, y, validation)
+            shorten(clear)
+            raise clear from None
 
 
 _DATA = ("x", "y", "sample_weight", "validation_data")
@@ -276,74 +266,60 @@ def _in_one_thread(model: Any, what: str) -> Iterator[None]:
             del _calls[model]
 
 
-def make_function(kind: Kind, original: Callable[..., Any]) -> Callable[..., Any]:
+def make_function(kind: Kind, original: Callable[..., Any], self: Any, force: bool = False) -> Any:
     """Makes the function that Keras' loops call for every step of a kind."""
     attribute = f"{kind}_function"
-
-    def make(self: Any, force: bool = False) -> Any:
-        strategy = strategy_of(self)
-        if strategy is None:
-            return original(self, force)
-        if force or getattr(self, attribute) is None:
-            remote = strategy.extended.remote_steps
-            of_model = StepFunction if remote is None else remote.of_model
-            setattr(self, attribute, of_model(self, kind, strategy))
-        return getattr(self, attribute)
-
-    return make
+    strategy = strategy_of(self)
+    if strategy is None:
+        return original(self, force)
+    if force or getattr(self, attribute) is None:
+        remote = strategy.extended.remote_steps
+        of_model = StepFunction if remote is None else remote.of_model
+        setattr(self, attribute, of_model(self, kind, strategy))
+    return getattr(self, attribute)
 
 
-def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def get_jax_state(
+    original: Callable[..., Any], self: Any, purge_model_variables: bool = False, **parts: bool
+) -> Any:
     """Moves variables that were created elsewhere to the devices of the strategy, before a step.
 
     The state stays in the variables, so Keras gets none.
     """
-
-    def _get_jax_state(self: Any, purge_model_variables: bool = False, **parts: bool) -> Any:
-        strategy = strategy_of(self)
-        if strategy is None:
-            return original(self, purge_model_variables=purge_model_variables, **parts)
-        variables = getattr(getattr(self, "optimizer", None), "variables", ())
-        for variable in (*variables, *self.variables, *self.metrics_variables):
-            place(variable, strategy)
-        check_rules(self, strategy)
-        return ((),) * sum(parts.values())
-
-    return _get_jax_state
+    strategy = strategy_of(self)
+    if strategy is None:
+        return original(self, purge_model_variables=purge_model_variables, **parts)
+    variables = getattr(getattr(self, "optimizer", None), "variables", ())
+    for variable in (*variables, *self.variables, *self.metrics_variables):
+        place(variable, strategy)
+    check_rules(self, strategy)
+    return ((),) * sum(parts.values())
 
 
-def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
+def symbolic_build(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Builds a model with the step in the context in which it runs: the only replica's."""
-
-    def _symbolic_build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = strategy_of(self)
-        if strategy is None:
-            result, late = original(self, *args, **kwargs), _late.get()
-            if late is not None and _needs_engine(self):
-                late.enter_context(_give_one_device(self).scope())
-                late.enter_context(bound(current_call, Call("fit")))
-            return result
-        if keeps_on_servers(strategy):
-            return original(self, *args, **kwargs)
-        if type(self).call is keras.Model.call and takes_only_data(self, "train"):
-            return None  # models such as a GAN have a step of their own, but no result to build
-        with entered(mode_of(strategy, "global")):
-            return original(self, *args, **kwargs)
-
-    return _symbolic_build
+    strategy = strategy_of(self)
+    if strategy is None:
+        result, late = original(self, *args, **kwargs), _late.get()
+        if late is not None and _needs_engine(self):
+            late.enter_context(_give_one_device(self).scope())
+            late.enter_context(bound(current_call, Call("fit")))
+        return result
+    if keeps_on_servers(strategy):
+        return original(self, *args, **kwargs)
+    if type(self).call is keras.Model.call and takes_only_data(self, "train"):
+        return None  # models such as a GAN have a step of their own, but no result to build
+    with entered(mode_of(strategy, "global")):
+        return original(self, *args, **kwargs)
 
 
-def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
+def get_iterator(original: Callable[..., Any], self: Any) -> Any:
     """Keeps batches on the host until a step splits them, under a strategy.
 
     The end of a dataset whose length was unknown is nothing to warn of.
     """
-
-    def _get_iterator(self: Any) -> Any:
-        if isinstance(self.data_adapter, DatasetAdapter) and not self.steps_per_epoch:
-            self._interrupted_warning = lambda: None
-        if has_strategy():
-            return batches_of(self.data_adapter, get_strategy().extended)
-        return original(self)
-
-    return _get_iterator
+    if isinstance(self.data_adapter, DatasetAdapter) and not self.steps_per_epoch:
+        self._interrupted_warning = lambda: None
+    if has_strategy():
+        return batches_of(self.data_adapter, get_strategy().extended)
+    return original(self)

@@ -7,8 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from distributary.context import ReplicaContext, current_mode, in_default_context
+from distributary.devices import bound
 from distributary.errors import InvalidValueError
-from distributary.keras_bridge._variables import bound, keeps_on_servers
+from distributary.keras_bridge._variables import keeps_on_servers
 from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import current_scope
 

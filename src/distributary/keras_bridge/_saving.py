@@ -23,13 +23,7 @@ import h5py  # type: ignore[import-untyped]
 import keras
 import numpy as np
 
-from distributary.checkpoint import (
-    hold,
-    keep_programs,
-    not_of_keras,
-    release,
-    remove_programs,
-)
+from distributary.checkpoint import hold, keep_programs, not_of_keras, release, remove_programs
 from distributary.context import default_mode, entered, get_strategy, has_strategy
 from distributary.devices import job_programs, progress
 from distributary.errors import CheckpointError, ClusterError, InvalidValueError
@@ -69,90 +63,75 @@ _LOCK = "latest"
 _PIECE_BYTES = 4 << 20
 
 
-def save(original: Callable[..., Any]) -> Callable[..., Any]:
+def save(
+    original: Callable[..., Any], model: Any, filepath: object, *args: Any, **kwargs: Any
+) -> Any:
     """Makes saved files of a strategy's models appear complete, written by one worker."""
-    signature = inspect.signature(original)
+    strategy = strategy_of(model)
+    refuse_in_step(model, "save")
+    if strategy is None or not isinstance(filepath, (str, os.PathLike)):
+        with _by_itself(strategy):
+            return original(model, filepath, *args, **kwargs)
+    options = inspect.signature(original).bind(model, filepath, *args, **kwargs).arguments
+    several_files = not options.get("zipped", True) or options.get("max_shard_size") is not None
 
-    def save(model: Any, filepath: object, *args: Any, **kwargs: Any) -> Any:
-        strategy = strategy_of(model)
-        refuse_in_step(model, "save")
-        if strategy is None or not isinstance(filepath, (str, os.PathLike)):
-            with _by_itself(strategy):
-                return original(model, filepath, *args, **kwargs)
-        options = signature.bind(model, filepath, *args, **kwargs).arguments
-        several_files = not options.get("zipped", True) or options.get("max_shard_size") is not None
+    def write() -> None:
+        if several_files or file_utils.is_remote_path(filepath):
+            original(model, filepath, *args, **kwargs)
+            return
+        with complete_file(Path(filepath)) as temporary:
+            original(model, str(temporary), *args, **kwargs)
 
-        def write() -> None:
-            if several_files or file_utils.is_remote_path(filepath):
-                original(model, filepath, *args, **kwargs)
-                return
-            with complete_file(Path(filepath)) as temporary:
-                original(model, str(temporary), *args, **kwargs)
-
-        with progress.doing("saving"), _by_itself(strategy):
-            sync_state(model)
-            _once(model, strategy, os.fspath(filepath), write)
-        return None
-
-    return save
-
-
-def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the first worker read weights for all workers."""
-
-    def load_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = strategy_of(model)
-        if strategy is None:
-            with _by_itself(None):
-                return original(model, *args, **kwargs)
-
-        def load() -> None:
-            with _by_itself(strategy):
-                original(model, *args, **kwargs)
-
-        path = os.fspath(args[0] if args else kwargs.get("filepath", ""))
-        refuse_in_step(model, "load_weights")
-        other = not_of_keras(Path(path)) if path else None
-        if other is not None:
-            raise CheckpointError(f"{model.name}.load_weights cannot read {path}: {other}")
+    with progress.doing("saving"), _by_itself(strategy):
         sync_state(model)
-        try:
-            in_turn(0, model, strategy, load)
-        finally:  # before an error, the first worker may have assigned some
-            take_over(model, strategy)
-        return None
-
-    return load_weights
+        _once(model, strategy, os.fspath(filepath), write)
+    return None
 
 
-def load_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def load_weights(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes the first worker read weights for all workers."""
+    strategy = strategy_of(model)
+    if strategy is None:
+        with _by_itself(None):
+            return original(model, *args, **kwargs)
+
+    def load() -> None:
+        with _by_itself(strategy):
+            original(model, *args, **kwargs)
+
+    path = os.fspath(args[0] if args else kwargs.get("filepath", ""))
+    refuse_in_step(model, "load_weights")
+    other = not_of_keras(Path(path)) if path else None
+    if other is not None:
+        raise CheckpointError(f"{model.name}.load_weights cannot read {path}: {other}")
+    sync_state(model)
+    try:
+        in_turn(0, model, strategy, load)
+    finally:  # before an error, the first worker may have assigned some
+        take_over(model, strategy)
+    return None
+
+
+def load_state(original: Callable[..., Any], saveable: object, *args: Any, **kwargs: Any) -> Any:
     """Gives a model that is loaded in a scope the first worker's weights on all workers."""
-
-    def _load_state(saveable: object, *args: Any, **kwargs: Any) -> Any:
-        if not has_strategy():  # also for the parts of the model
-            return original(saveable, *args, **kwargs)
-        strategy = get_strategy()
-        sync_state(saveable)
-        with _by_itself(strategy), loading_together(strategy):
-            result = original(saveable, *args, **kwargs)
-        take_over(saveable, strategy)
-        return result
-
-    return _load_state
+    if not has_strategy():  # also for the parts of the model
+        return original(saveable, *args, **kwargs)
+    strategy = get_strategy()
+    sync_state(saveable)
+    with _by_itself(strategy), loading_together(strategy):
+        result = original(saveable, *args, **kwargs)
+    take_over(saveable, strategy)
+    return result
 
 
-def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Does the same as `load_state` for files in the old format."""
-
-    def load_model(*args: Any, **kwargs: Any) -> Any:
-        if not has_strategy() or get_strategy().extended.num_workers == 1:
-            return original(*args, **kwargs)
-        with loading_together(get_strategy()):
-            model = original(*args, **kwargs)
-        take_over(model, get_strategy())
-        return model
-
-    return load_model
+    if not has_strategy() or get_strategy().extended.num_workers == 1:
+        return original(*args, **kwargs)
+    with loading_together(get_strategy()):
+        model = original(*args, **kwargs)
+    take_over(model, get_strategy())
+    return model
 
 
 @contextmanager

@@ -53,20 +53,16 @@ def waits(value: object) -> bool:
     return isinstance(value, (keras.Layer, keras.optimizers.Optimizer)) and not value.built
 
 
-def post_build(original: Callable[..., Any]) -> Callable[..., Any]:
+def post_build(original: Callable[..., Any], self: Any) -> Any:
     """Tells that a layer or model has been built."""
-
-    def _post_build(self: Any) -> Any:
-        result = original(self)
-        try:
-            settle(self)
-        except DistributaryError:
-            # Keras goes on if its first, symbolic call fails: then the next call builds it again.
-            self.built = False
-            raise
-        return result
-
-    return _post_build
+    result = original(self)
+    try:
+        settle(self)
+    except DistributaryError:
+        # Keras goes on if its first, symbolic call fails: then the next call builds it again.
+        self.built = False
+        raise
+    return result
 
 
 def _of_layer(layer: Any) -> dict[str, Any]:

@@ -15,24 +15,22 @@ from distributary.errors import InvalidTypeError, shown
 FUNCTIONAL = "keras.src.models.functional.Functional"
 
 
-def convert_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+def convert_inputs(
+    original: Callable[..., Any], self: Any, flat_inputs: Iterable[Any]
+) -> list[Any]:
     """Leaves text on the host."""
-
-    def _convert_inputs_to_tensors(self: Any, flat_inputs: Iterable[Any]) -> list[Any]:
-        if not _has_text(self):
-            flat_inputs = list(flat_inputs)
-            require_numbers("A model", flat_inputs)
-            return original(self, flat_inputs)
-        return [
-            value
-            if value is None
-            else _text(value, len(symbolic.shape), symbolic.shape[-1:] == (1,))
-            if symbolic.dtype == "string"
-            else keras.ops.convert_to_tensor(value, symbolic.dtype, symbolic.sparse)
-            for value, symbolic in zip(flat_inputs, self.inputs, strict=True)
-        ]
-
-    return _convert_inputs_to_tensors
+    if not _has_text(self):
+        flat_inputs = list(flat_inputs)
+        require_numbers("A model", flat_inputs)
+        return original(self, flat_inputs)
+    return [
+        value
+        if value is None
+        else _text(value, len(symbolic.shape), symbolic.shape[-1:] == (1,))
+        if symbolic.dtype == "string"
+        else keras.ops.convert_to_tensor(value, symbolic.dtype, symbolic.sparse)
+        for value, symbolic in zip(flat_inputs, self.inputs, strict=True)
+    ]
 
 
 def _text(value: object, ndim: int, is_column: bool) -> np.ndarray:
@@ -43,17 +41,13 @@ def _text(value: object, ndim: int, is_column: bool) -> np.ndarray:
     return text[..., None] if is_column and text.ndim == ndim - 1 else text
 
 
-def adjust_input_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+def adjust_input_rank(original: Callable[..., Any], self: Any, flat_inputs: list[Any]) -> list[Any]:
     """Accepts one example without the dim of the batch, as in `Dataset.map`."""
-
-    def _adjust_input_rank(self: Any, flat_inputs: list[Any]) -> list[Any]:
-        is_example = _has_text(self) and all(
-            value is None or value.shape == symbolic.shape[1:]
-            for value, symbolic in zip(flat_inputs, self.inputs, strict=True)
-        )
-        return flat_inputs if is_example else original(self, flat_inputs)
-
-    return _adjust_input_rank
+    is_example = _has_text(self) and all(
+        value is None or value.shape == symbolic.shape[1:]
+        for value, symbolic in zip(flat_inputs, self.inputs, strict=True)
+    )
+    return flat_inputs if is_example else original(self, flat_inputs)
 
 
 def require_numbers(what: str, data: object) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from distributary.devices import fetch_whole, is_divided, job_programs, put_sharded
+from distributary.devices import bound, fetch_whole, is_divided, job_programs, put_sharded
 from distributary.errors import InvalidValueError
 from distributary.job import consensus
 
@@ -140,26 +140,22 @@ def in_turn(worker: int, model: Any, strategy: Any, act: Callable[[], None]) -> 
                 error = OSError if is_of_files else InvalidValueError
                 raise error(f"Worker {worker} could not save or load {name}: {text}")
             return
-        token, ended = _turn.set(turn), None
+        ended = None
         try:
-            act()
+            with bound(_turn, turn):
+                act()
         except BaseException as raised:
             ended = [isinstance(raised, OSError), f"{type(raised).__name__}: {raised}"]
             raise
         finally:
-            _turn.reset(token)
             turn.say(_END, ended)
 
 
 @contextmanager
 def loading_together(strategy: Any) -> Iterator[None]:
     """Runs the block, in which all workers load the same model; the first worker's values count."""
-    token = _loading.set(strategy.extended)
-    try:
-        with job_programs.alone():
-            yield
-    finally:
-        _loading.reset(token)
+    with bound(_loading, strategy.extended), job_programs.alone():
+        yield
 
 
 def before_read(variable: Any) -> None:

@@ -1,7 +1,6 @@
 """Keras variables under a strategy."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from distributary.checkpoint import settle
 from distributary.context import get_strategy, has_strategy, in_global_view
 from distributary.devices import (
     JobEvent,
+    bound,
     current_trial,
     fetch_whole,
     in_device_memory,
@@ -67,26 +67,8 @@ def _with_mesh(sharding: Any) -> NamedSharding:
     return NamedSharding(make_mesh(tuple(sharding.device_set)), P())
 
 
+# A sharding, or the variable on servers beside which new ones lie.
 _layout: ContextVar[Any] = ContextVar("layout of the variables that are created", default=None)
-
-
-@contextmanager
-def bound(variable: ContextVar[Any], value: object) -> Iterator[None]:
-    """Runs the block with a value in a context variable."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def laid_out(layout: Any) -> AbstractContextManager[None]:
-    """Runs the block; a Keras variable that it creates gets this layout.
-
-    Args:
-        layout: A sharding, or the variable on servers beside which the new one lies.
-    """
-    return bound(_layout, layout)
 
 
 _in_parts: ContextVar[bool] = ContextVar("reads values as they are stored", default=False)
@@ -111,114 +93,109 @@ def _description(variable: Any) -> str:
     )
 
 
-def init(original: Callable[..., Any]) -> Callable[..., Any]:
+def init(
+    original: Callable[..., Any],
+    self: Any,
+    initializer: Any,
+    shape: Any = None,
+    dtype: Any = None,
+    *args: Any,
+    **kw: Any,
+) -> None:
     """Lets a function that is traced create a variable, also from a value.
 
     As in TensorFlow, it is then traced once more, because Python code asks whether layers and
     optimizers are built.
     """
-
-    def __init__(  # noqa: N807
-        self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kw: Any
-    ) -> None:
-        scope = current_scope() if keras_private.in_stateless_scope() else None
-        if scope is not None and not callable(initializer) and not isinstance(initializer, str):
-            with jax.ensure_compile_time_eval():
-                value = keras.ops.convert_to_tensor(initializer, dtype)
-            if not isinstance(value, jax.core.Tracer):
-                initializer = lambda shape, dtype: jnp.asarray(value, dtype)
-                shape, dtype = value.shape, value.dtype
-        note_role(self, kw.get("name"), shape)
-        try:
-            original(self, initializer, shape, dtype, *args, **kw)
-        except WorkerMismatchError as error:
-            raise error.with_traceback(None) from None  # whose frames tell nothing to users
-        is_value = not callable(initializer) and not isinstance(initializer, str)
-        if is_value and is_divided(getattr(self, "_layout", None)):
-            self._shape = tuple(np.shape(initializer))  # Keras has that of the stored array
-        if scope is not None:
-            scope.created.append(self.path)
-
-    return __init__
+    scope = current_scope() if keras_private.in_stateless_scope() else None
+    if scope is not None and not callable(initializer) and not isinstance(initializer, str):
+        with jax.ensure_compile_time_eval():
+            value = keras.ops.convert_to_tensor(initializer, dtype)
+        if not isinstance(value, jax.core.Tracer):
+            initializer = lambda shape, dtype: jnp.asarray(value, dtype)
+            shape, dtype = value.shape, value.dtype
+    note_role(self, kw.get("name"), shape)
+    try:
+        original(self, initializer, shape, dtype, *args, **kw)
+    except WorkerMismatchError as error:
+        raise error.with_traceback(None) from None  # whose frames tell nothing to users
+    is_value = not callable(initializer) and not isinstance(initializer, str)
+    if is_value and is_divided(getattr(self, "_layout", None)):
+        self._shape = tuple(np.shape(initializer))  # Keras has that of the stored array
+    if scope is not None:
+        scope.created.append(self.path)
 
 
-def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+def initialize(original: Callable[..., Any], self: Any, initializer: Any) -> None:
     """Computes the first value of a variable of a strategy on the devices that store it."""
-
-    def _initialize_with_initializer(self: Any, initializer: Any) -> None:
-        zeros = without_memory(self._shape, self._dtype)
-        if zeros is not None:
-            self._initialize(zeros)
-            return
-        strategy = _strategy_of_new(self)
-        if strategy is None:
-            original(self, initializer)
-            return
-        agreed: Callable[[Any], Any] = lambda seeds: seeds
-        layout = None
-        if not keeps_on_servers(strategy):
-            _lay_out(self, strategy)
-            if is_divided(self._layout):
-                layout, what = self._layout, f"the creation of {_description(self)}"
-                agreed = lambda seeds: strategy.extended.from_chief(seeds, what)
-        value = first_value(initializer, self._shape, self._dtype, layout, agreed)
-        if value is None:
-            original(self, initializer)
-        elif layout is None:
-            self._initialize(value)
-            self._shared = False
-        else:
-            self._value, self._shared = put_sharded(value, layout), False
-
-    return _initialize_with_initializer
+    zeros = without_memory(self._shape, self._dtype)
+    if zeros is not None:
+        self._initialize(zeros)
+        return
+    strategy = _strategy_of_new(self)
+    if strategy is None:
+        original(self, initializer)
+        return
+    agreed: Callable[[Any], Any] = lambda seeds: seeds
+    layout = None
+    if not keeps_on_servers(strategy):
+        _lay_out(self, strategy)
+        if is_divided(self._layout):
+            layout, what = self._layout, f"the creation of {_description(self)}"
+            agreed = lambda seeds: strategy.extended.from_chief(seeds, what)
+    value = first_value(initializer, self._shape, self._dtype, layout, agreed)
+    if value is None:
+        original(self, initializer)
+    elif layout is None:
+        self._initialize(value)
+        self._shared = False
+    else:
+        self._value, self._shared = put_sharded(value, layout), False
 
 
-def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
+def direct_assign(original: Callable[..., Any], self: Any, value: Any) -> None:
     """Places the values of a variable where it lies; they are equal on all workers.
 
     Values always get their layout. If the layout has only one device, Keras leaves a value that is
     already there as it is. But `jax.jit` sees another type then, and compiles the step once more.
     """
+    try:
+        _assign(original, self, value)
+    except WorkerMismatchError as error:
+        raise error.with_traceback(None) from None  # as in `init`
 
-    def _direct_assign(self: Any, value: Any) -> None:
-        try:
-            assign(self, value)
-        except WorkerMismatchError as error:
-            raise error.with_traceback(None) from None  # as in `init`
 
-    def assign(self: Any, value: Any) -> None:
-        strategy = _strategy_of_new(self)
-        argument = value
-        if current_trial() is not None and not isinstance(value, jax.core.Tracer):
-            zeros = without_memory(value.shape, value.dtype)
-            value = value if zeros is None else zeros
-        elif (strategy is not None or self._layout is not None) and not is_divided(self._layout):
-            value = _copied(value)
-        is_own = value is not argument
-        if strategy is not None:
-            value = _initial(self, strategy, value)
-        if isinstance(value, ON_SERVERS):
-            self._value = self._layout = value
-            return
-        current = getattr(self, "_value", None)
-        if isinstance(current, ON_SERVERS):
-            current.assign(value)
-            return
-        layout = self._layout
-        if isinstance(layout, NamedSharding):
-            if not layout.is_fully_addressable:
-                what = f"assign of Keras variable {self.path!r}"
-                job_programs.begin(JobEvent(what), (describe_value(value),))
-            if not isinstance(value, jax.core.Tracer):
-                if is_divided(layout) and not layout.is_fully_addressable:
-                    value = before_assign(self, value)
-                value = _put(value, layout)
-                is_own |= is_divided(layout) and value is not argument
-        with latest_program.lock:
-            original(self, value)
-            self._shared = not is_own  # whoever assigns may keep an array that was not copied
-
-    return _direct_assign
+def _assign(original: Callable[..., Any], self: Any, value: Any) -> None:
+    strategy = _strategy_of_new(self)
+    argument = value
+    if current_trial() is not None and not isinstance(value, jax.core.Tracer):
+        zeros = without_memory(value.shape, value.dtype)
+        value = value if zeros is None else zeros
+    elif (strategy is not None or self._layout is not None) and not is_divided(self._layout):
+        value = _copied(value)
+    is_own = value is not argument
+    if strategy is not None:
+        value = _initial(self, strategy, value)
+    if isinstance(value, ON_SERVERS):
+        self._value = self._layout = value
+        return
+    current = getattr(self, "_value", None)
+    if isinstance(current, ON_SERVERS):
+        current.assign(value)
+        return
+    layout = self._layout
+    if isinstance(layout, NamedSharding):
+        if not layout.is_fully_addressable:
+            what = f"assign of Keras variable {self.path!r}"
+            job_programs.begin(JobEvent(what), (describe_value(value),))
+        if not isinstance(value, jax.core.Tracer):
+            if is_divided(layout) and not layout.is_fully_addressable:
+                value = before_assign(self, value)
+            value = _put(value, layout)
+            is_own |= is_divided(layout) and value is not argument
+    with latest_program.lock:
+        original(self, value)
+        self._shared = not is_own  # whoever assigns may keep an array that was not copied
 
 
 def _copied(value: Any) -> Any:
@@ -296,7 +273,7 @@ def model_step() -> Iterator[Callable[[Any], bool]]:
 
 
 @contextmanager
-def _in_scope(scope: Any) -> Iterator[None]:
+def in_scope_of_keras(scope: Any) -> Iterator[None]:
     inner = keras_private.get_stateless_scope()
     keras_private.set_global_attribute("stateless_scope", scope)
     try:
@@ -325,32 +302,28 @@ def scope_that_knows(variable: Any) -> AbstractContextManager[None]:
             scope = scope.original_scope
         if step is not None and type(scope) is not keras.StatelessScope:
             scope = step.applied if step.applied.get_current_value(variable) is not None else scope
-    return nullcontext() if scope is inner else _in_scope(scope)
+    return nullcontext() if scope is inner else in_scope_of_keras(scope)
 
 
-def add_update(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_update(original: Callable[..., Any], self: Any, update: tuple[Any, Any]) -> None:
     """Assigns, in a model's step, also what Keras would drop with its scope, see `model_step`."""
-
-    def add_update(self: Any, update: tuple[Any, Any]) -> None:
-        variable, value = update
-        step = _model_step.get()
-        if step is None:
-            original(self, update)
+    variable, value = update
+    step = _model_step.get()
+    if step is None:
+        original(self, update)
+        return
+    if id(variable) in self.state_mapping:
+        original(self, update)
+        if _in_parts.get():  # by an optimizer
+            original(step.applied, update)
+        if id(variable) not in step.kept:
             return
-        if id(variable) in self.state_mapping:
-            original(self, update)
-            if _in_parts.get():  # by an optimizer
-                original(step.applied, update)
-            if id(variable) not in step.kept:
-                return
-        step.kept.add(id(variable))
-        scope = _outside_of_keras(self)
-        if scope is None:
-            value = computed(f"Keras variable {variable.path!r}: assign", value)
-        with _in_scope(scope):
-            variable.assign(value)
-
-    return add_update
+    step.kept.add(id(variable))
+    scope = _outside_of_keras(self)
+    if scope is None:
+        value = computed(f"Keras variable {variable.path!r}: assign", value)
+    with in_scope_of_keras(scope):
+        variable.assign(value)
 
 
 def value(original: property) -> property:
@@ -474,45 +447,36 @@ def place(variable: Any, strategy: Any) -> None:
     variable._layout = sharding
 
 
-def refuse(original: Callable[..., Any]) -> Callable[..., Any]:
+def refuse(original: Callable[..., Any], self: object, *args: Any, **kwargs: Any) -> None:
     """Refuses to create variables in a scope if Keras runs on another backend than JAX."""
-
-    def __init__(self: object, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if has_strategy():
-            raise UnsupportedError(
-                f"Keras runs on the backend {keras.backend.backend()!r}, but {get_strategy()!r}"
-                " distributes JAX. Set the environment variable KERAS_BACKEND=jax before keras is"
-                ' imported: os.environ["KERAS_BACKEND"] = "jax" in the first lines of the script.'
-            )
-        original(self, *args, **kwargs)
-
-    return __init__
+    if has_strategy():
+        raise UnsupportedError(
+            f"Keras runs on the backend {keras.backend.backend()!r}, but {get_strategy()!r}"
+            " distributes JAX. Set the environment variable KERAS_BACKEND=jax before keras is"
+            ' imported: os.environ["KERAS_BACKEND"] = "jax" in the first lines of the script.'
+        )
+    original(self, *args, **kwargs)
 
 
-def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_variable(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Lays out the variables of an optimizer.
 
     Every device holds a part of them, if the strategy shards the optimizer's state. On servers,
     they lie next to the variable that they belong to, whose `_layout` Keras hands on.
     """
-    signature = inspect.signature(original)
-
-    def add_variable(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        layout, optimizer = arguments.get("layout"), arguments["self"]
-        if not has_strategy() and not isinstance(layout, ON_SERVERS):
-            variable = original(**arguments)
-        else:
-            if has_strategy() and not isinstance(layout, ON_SERVERS):
-                extended = get_strategy().extended
-                parts = extended.optimizer_layout(arguments["shape"], layout)
-                layout = parts or extended.variable_layout().replicated
-            # Without a layout, Keras initializes it as a whole, and it is split afterwards.
-            with laid_out(layout):
-                variable = original(**{**arguments, "layout": None})
-        variable._distributary_layout = layout  # used if it is created or moved later
-        if optimizer.built:
-            settle(optimizer, len(optimizer.variables))
-        return variable
-
-    return add_variable
+    arguments = keras_private.signature_of(original).bind(*args, **kwargs).arguments
+    layout, optimizer = arguments.get("layout"), arguments["self"]
+    if not has_strategy() and not isinstance(layout, ON_SERVERS):
+        variable = original(**arguments)
+    else:
+        if has_strategy() and not isinstance(layout, ON_SERVERS):
+            extended = get_strategy().extended
+            parts = extended.optimizer_layout(arguments["shape"], layout)
+            layout = parts or extended.variable_layout().replicated
+        # Without a layout, Keras initializes it as a whole, and it is split afterwards.
+        with bound(_layout, layout):
+            variable = original(**{**arguments, "layout": None})
+    variable._distributary_layout = layout  # used if it is created or moved later
+    if optimizer.built:
+        settle(optimizer, len(optimizer.variables))
+    return variable

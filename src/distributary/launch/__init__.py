@@ -16,24 +16,7 @@ if TYPE_CHECKING:
     from distributary.launch._supervisor import run
     from distributary.launch._worker import ALLOCATOR_SETTINGS, RESTART_VARIABLE, free_addresses
 
-__all__ = [
-    "ALLOCATOR_SETTINGS",
-    "RESTART_VARIABLE",
-    "Answer",
-    "HostOptions",
-    "HttpServer",
-    "LaunchOptions",
-    "Numbers",
-    "finite",
-    "free_addresses",
-    "numbers_of",
-    "rates",
-    "refuse_job",
-    "report",
-    "report_progress",
-    "run",
-    "size_of_job",
-]
+__all__ = ["HostOptions", "LaunchOptions", "report", "run"]  # for users
 
 # Imported on first use: the command line checks its options without JAX.
 if not TYPE_CHECKING:  # or type checkers accept any name

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from distributary.cluster_resolver import checked_int, parse_address
-from distributary.errors import InvalidValueError
+from distributary.cluster_resolver import parse_address
+from distributary.errors import InvalidValueError, checked_int
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _MIN_TOKEN_CHARACTERS = 16
@@ -141,15 +141,20 @@ class LaunchOptions:
         _check_seconds("grace_seconds", self.grace_seconds)
 
     @property
+    def host_rank(self) -> int:
+        """Number of this host; 0 if the job has one."""
+        return 0 if self.hosts is None else self.hosts.host_rank
+
+    @property
     def is_first_host(self) -> bool:
         """True if this host has worker 0."""
-        return self.hosts is None or self.hosts.host_rank == 0
+        return self.host_rank == 0
 
 
 def _check_whole(options: object, **smallest_of: int) -> None:
     for name, smallest in smallest_of.items():
         field, value = f"launch: {name}", getattr(options, name)
-        checked_int(value, field, f"{smallest} or more", minimum=smallest)
+        checked_int(field, value, f"{smallest} or more", minimum=smallest)
 
 
 def _check_at_most(options: object, name: str, of: str, what: str) -> None:

@@ -114,8 +114,10 @@ def run(
         if serve is not None and options.dashboard_port is not None:
 
             def tasks() -> dict[int, restarts.Tasks]:
-                rank = 0 if options.hosts is None else options.hosts.host_rank
-                return {rank: supervisor.tasks(), **({} if master is None else master.tasks())}
+                return {
+                    options.host_rank: supervisor.tasks(),
+                    **({} if master is None else master.tasks()),
+                }
 
             dashboard = serve(
                 lambda: {k: v for host in tasks().values() for k, v in host.numbers.items()},
@@ -280,15 +282,12 @@ class Supervisor:
         return "" if hosts is None or origin in (-1, hosts.host_rank) else f"host {origin}: "
 
     def _get_ready(self, command: restarts.Prepare) -> None:
-        options, rank = (
-            self.options,
-            0 if self.options.hosts is None else self.options.hosts.host_rank,
-        )
+        options = self.options
         if options.min_workers is not None and self._workers:
             numbers = [worker.reported.numbers() for worker in self._workers]
             has_worked = any(of.get("num_runs") or of.get("num_steps") for of in numbers)
             fewer = max(options.min_workers, self._num_workers - 1)
-            is_cause = command.origin == rank
+            is_cause = command.origin == options.host_rank
             self._num_workers = fewer if is_cause and not has_worked else options.num_workers
             if self._num_workers < options.num_workers:
                 self.output.say(

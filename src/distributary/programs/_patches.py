@@ -197,6 +197,7 @@ class Stored:
 
 
 @final
+@dataclass(eq=False, slots=True)
 class Computed:
     """A result of an equation that works row by row.
 
@@ -206,14 +207,11 @@ class Computed:
         index: Number of the result.
     """
 
-    def __init__(
-        self, eqn: Equation, operands: "Sequence[Base | Patch | Array]", index: int = 0
-    ) -> None:
-        self._eqn = eqn
-        self._operands = operands
-        self._index = index
-        self._dense: Array | None = None
-        self._in_rows: tuple[RowIds, Array] | None = None
+    _eqn: Equation
+    _operands: "Sequence[Base | Patch | Array]"
+    _index: int = 0
+    _dense: Array | None = field(default=None, init=False)
+    _in_rows: tuple[RowIds, Array] | None = field(default=None, init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -37,11 +37,7 @@ from distributary.programs._logical_devices import (
     whole_on_cores,
 )
 from distributary.programs._program import TracedProgram, description_of
-from distributary.programs._sharded import (
-    Taken,
-    complete_in_parts,
-    without_scattered_sums,
-)
+from distributary.programs._sharded import Taken, complete_in_parts, without_scattered_sums
 from distributary.programs._stages import Stages, cut, uncut
 from distributary.tracing import (
     Array,

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import jax
@@ -23,6 +24,7 @@ from distributary.errors import (
     InvalidValueError,
     ReplicaMismatchError,
     UnsupportedError,
+    checked_int,
     shown,
 )
 from distributary.options import CommunicationOptions, ReduceOp
@@ -46,6 +48,7 @@ from distributary.variables import (
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class CrossReplica:
     """Reductions and gathers over the replicas of one strategy.
 
@@ -56,21 +59,18 @@ class CrossReplica:
         options: The communication options of the strategy.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        placement: Placement,
-        ops: CrossDeviceOps,
-        options: CommunicationOptions,
-    ) -> None:
-        self._strategy = strategy
-        self._placement = placement
+    _strategy: Any
+    _placement: Placement
+    _ops: CrossDeviceOps
+    _options: CommunicationOptions
+    _jitted: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    @functools.cached_property
+    def _mesh(self) -> Any:
+        """The mesh of programs that combine values; None on one device."""
+        placement = self._placement
         is_one_device = placement.num_replicas == 1 or placement.workers_mesh is not None
-        # The mesh of programs that combine values; None on one device.
-        self._mesh: Any = None if is_one_device else placement.mesh
-        self._ops = ops
-        self._options = options
-        self._jitted: dict[Any, Any] = {}
+        return None if is_one_device else placement.mesh
 
     @property
     def _num_replicas(self) -> int:
@@ -120,8 +120,7 @@ class CrossReplica:
 
     def gather(self, value: object, axis: int) -> Any:
         """Concatenates every leaf of a nest in replica order, see `Strategy.gather`."""
-        if isinstance(axis, bool) or not isinstance(axis, int):
-            raise InvalidTypeError(f"gather: axis is {axis!r}, expected an int.")
+        axis = checked_int("gather: axis", axis)
         return self._at_home(map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value))
 
     def _gather_leaf(self, leaf: object, axis: int) -> Any:

@@ -18,7 +18,7 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         # Not `super().__init__`: nobody asks for this strategy.
-        self._extended = StrategyExtended(self, Placement.on_default_device())
+        self._extended = StrategyExtended(self, Placement(num_replicas=1))
 
     def __deepcopy__(self, memo: object) -> Strategy:
         raise ContextError("There is one default strategy; it cannot be copied.")

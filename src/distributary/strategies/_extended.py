@@ -61,6 +61,7 @@ from distributary.errors import (
     ReplicaMismatchError,
     UnsupportedError,
     check_type,
+    checked_int,
     shown,
 )
 from distributary.job import consensus
@@ -135,13 +136,9 @@ class Sharded(enum.Enum):
                 f"experimental_shard_parameters is {parameters!r}, expected True, False or"
                 ' "host", which divides variables over the devices of each host.'
             )
-        return (
-            cls.PARAMETERS
-            if parameters
-            else cls.OPTIMIZER_STATE
-            if optimizer_state
-            else cls.NOTHING
-        )
+        if parameters:
+            return cls.PARAMETERS
+        return cls.OPTIMIZER_STATE if optimizer_state else cls.NOTHING
 
     def __bool__(self) -> bool:
         return self is not Sharded.NOTHING
@@ -528,10 +525,9 @@ class StrategyExtended:
         call_args = (var, *args)
         call_kwargs = dict(kwargs or {})
         if not in_default_context() and current_mode().role == "replica":
-            result = self._merge_call(
+            return self._merge_call(
                 lambda _, *a, **k: self.engine.run(fn, a, k, UPDATE), call_args, call_kwargs
             )
-            return result
         result = self.engine.run(fn, call_args, call_kwargs, UPDATE)
         return result if group else map_leaves(local_results, result)
 
@@ -854,9 +850,7 @@ class StrategyExtended:
         return list(reduce_nest(ops, reduce_op, list(gradients), self.num_replicas, options))
 
     def _all_gather(self, value: Any, axis: Any, options: CommunicationOptions | None) -> Any:
-        if isinstance(axis, bool) or not isinstance(axis, int):
-            raise InvalidTypeError(f"all_gather: axis is {axis!r}, expected an int.")
-        return gather_nest(value, axis, self.num_replicas)
+        return gather_nest(value, checked_int("all_gather: axis", axis), self.num_replicas)
 
 
 def _is_array_like(value: Any) -> bool:

@@ -10,13 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from distributary.cluster_resolver import ClusterResolver, MultiWorker, TPUClusterResolver
 from distributary.devices import DeviceAssignment, Topology, replica_devices
-from distributary.errors import (
-    ContextError,
-    InvalidValueError,
-    UnsupportedError,
-    check_type,
-    shown,
-)
+from distributary.errors import ContextError, InvalidValueError, UnsupportedError, check_type, shown
 from distributary.programs import constrained, spec_of_split
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import Sharded

@@ -21,8 +21,6 @@ from distributary.data import (
     Stream,
     as_array,
     call,
-    check_callable,
-    checked_int,
     combined,
     drawn_seed,
     flatten,
@@ -30,7 +28,7 @@ from distributary.data import (
     map_arrays,
 )
 from distributary.devices import Nest
-from distributary.errors import InvalidTypeError, InvalidValueError, shown
+from distributary.errors import InvalidTypeError, InvalidValueError, check_type, checked_int, shown
 from distributary.tensorflow import _saved_data as saved
 from distributary.tensorflow._host import as_element
 
@@ -69,7 +67,7 @@ class Dataset(data.Dataset):
         name: str | None = None,
     ) -> data.Dataset:
         """Makes an endless dataset of `start`, `start + step`, ... as scalars of a dtype."""
-        start, step = checked_int("counter", "start", start), checked_int("counter", "step", step)
+        start, step = checked_int("counter: start", start), checked_int("counter: step", step)
         number = np.dtype(dtype).type
         return cls.range(1).repeat().enumerate().map(lambda i, _: number(start + i * step))
 
@@ -94,7 +92,7 @@ class Dataset(data.Dataset):
                 "Dataset.random: rerandomize_each_iteration is True, but every pass has the same"
                 " numbers. Shuffle the dataset, which gives each pass another order."
             )
-        start = drawn_seed() if seed is None else checked_int("random", "seed", seed, minimum=0)
+        start = drawn_seed() if seed is None else checked_int("random: seed", seed, minimum=0)
 
         def numbers() -> Iterator[np.int64]:
             generator = np.random.default_rng(start)
@@ -134,7 +132,7 @@ class Dataset(data.Dataset):
                 " one per dataset, of which none is negative and one is positive."
             )
         if seed is not None:
-            seed = checked_int("sample_from_datasets", "seed", seed, minimum=0)
+            seed = checked_int("sample_from_datasets: seed", seed, minimum=0)
 
         def draw(random: np.random.Generator, *streams: Stream) -> Iterator[Nest]:
             left = shares.copy()
@@ -183,7 +181,7 @@ class Dataset(data.Dataset):
 
     def take_while(self, predicate: Callable[..., Any], name: str | None = None) -> data.Dataset:
         """Keeps the elements before the first for which `predicate` returns False."""
-        check_callable("take_while", "predicate", predicate)
+        check_type("take_while: predicate", predicate, Callable, "a function")
         holds = functools.partial(call, predicate)
         generate = functools.partial(itertools.takewhile, holds)
         return self.of(Generated((self.node,), generate, "take_while"))
@@ -216,7 +214,7 @@ class Dataset(data.Dataset):
                 f" {shown(window_size_func)}. Give one of them."
             )
         if window_size is not None:
-            window_size = checked_int("group_by_window", "window_size", window_size, minimum=1)
+            window_size = checked_int("group_by_window: window_size", window_size, minimum=1)
         key_of = functools.partial(call, key_func)
 
         def size_of(key: int) -> int:
@@ -250,7 +248,7 @@ class Dataset(data.Dataset):
             scan_func: Function from a state and an element to the new state and an output.
             name: No effect.
         """
-        check_callable("scan", "scan_func", scan_func)
+        check_type("scan: scan_func", scan_func, Callable, "a function")
 
         def generate(elements: Stream) -> Iterator[Nest]:
             state = initial_state
@@ -328,7 +326,7 @@ class Dataset(data.Dataset):
 
         Source: `tf.data.experimental.assert_cardinality`.
         """
-        expected = checked_int("assert_cardinality", "expected_cardinality", expected_cardinality)
+        expected = checked_int("assert_cardinality: expected_cardinality", expected_cardinality)
 
         def generate(elements: Stream) -> Iterator[Nest]:
             count = 0
@@ -394,9 +392,9 @@ class Dataset(data.Dataset):
 
         Source: `tf.data.Dataset.rejection_resample`, which chooses other elements.
         """
-        check_callable("rejection_resample", "class_func", class_func)
+        check_type("rejection_resample: class_func", class_func, Callable, "a function")
         if seed is not None:
-            seed = checked_int("rejection_resample", "seed", seed, minimum=0)
+            seed = checked_int("rejection_resample: seed", seed, minimum=0)
         target = _shares("target_dist", target_dist)
         initial = None if initial_dist is None else _shares("initial_dist", initial_dist)
         if initial is not None and (

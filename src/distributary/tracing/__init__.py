@@ -9,7 +9,7 @@ The variable has become an input and an output. `docs/design/tracing.md` follows
 passes in order; each module opens with an example of what it does.
 """
 
-from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow, known_through
+from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow
 from distributary.tracing._description import Line, describe_jaxpr, describe_value
 from distributary.tracing._divergence import (
     check_collectives,
@@ -55,7 +55,6 @@ from distributary.tracing._jaxprs import (
     plain_call_of,
     shape_of,
     sub_jaxprs,
-    user_frame,
     variables_made,
     variables_of,
     walk,

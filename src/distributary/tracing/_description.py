@@ -17,7 +17,6 @@ stays, on one worker and not on the other.
 
 import hashlib
 import itertools
-import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -35,7 +34,7 @@ from distributary.tracing._jaxprs import (
     Equation,
     leading_to,
     open_jaxpr,
-    user_frame,
+    place_of,
     variables_of,
     walk,
 )
@@ -45,12 +44,6 @@ from distributary.tracing._markers import Handle
 _OF_THIS_PROCESS = frozenset({"call", "serial", "tape", "where"})
 # Addresses, identities and numbers of traces, which differ between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|\bid=\d+|\btrace \d+\b")
-_INSTALLED = os.path.dirname(os.path.dirname(jax.__file__))
-_LIBRARIES = (
-    "<",  # code that is in no file
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    *(os.path.join(_INSTALLED, name, "") for name in ("jax", "keras", "optax", "flax")),
-)
 _MAX_SHOWN = 8
 
 Line = tuple[str, str]
@@ -103,8 +96,7 @@ class _Description:
         for equation in itertools.compress(jaxpr.eqns, is_needed):
             inner: list[AnyJaxpr] = []
             params = " ".join(self._params(equation.params, inner))
-            frame = user_frame(equation, _LIBRARIES)
-            where = "" if frame is None else f"{frame.file_name}:{frame.line_num}"
+            where = place_of(equation)
             yield from self._constants(equation.invars, new, where)
             operands = " ".join(map(self._atom, equation.invars))
             results = ", ".join(map(_aval, equation.outvars))

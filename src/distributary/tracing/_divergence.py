@@ -14,11 +14,9 @@ Where this forward analysis cannot know, it says that a value varies. It refuses
 does not know.
 """
 
-import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
-import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.devices import REPLICA_AXIS
@@ -28,8 +26,8 @@ from distributary.tracing._jaxprs import (
     AnyJaxpr,
     Equation,
     interpret_with,
+    place_of,
     sub_jaxprs,
-    user_frame,
     walk,
 )
 
@@ -57,7 +55,6 @@ _KNOWN_EFFECTS = frozenset(
         *("DelayEffect", "TraceEffect", "MXUEffect"),
     }
 )
-_LIBRARIES = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 # One number per replica, equal for replicas that hold the same value: (0, 0, 1) if only the third
 # has another.
@@ -100,8 +97,7 @@ def _refuse_unknown(eqn: Equation) -> None:
     if is_collective(eqn) or name in _OF_DEVICES:
         return
     if _names_replicas(eqn.params) or _has_effect_on_replicas(eqn):
-        frame = user_frame(eqn, _LIBRARIES)
-        where = "unknown location" if frame is None else f"{frame.file_name}:{frame.line_num}"
+        where = place_of(eqn) or "unknown location"
         raise UnsupportedError(
             f"The collective {name!r} at {where} is none of those whose result"
             " distributary can tell to be the same on every replica or not, so the copies of a"

@@ -166,9 +166,8 @@ class Feeds:
                 of = self._events[origin.number].item
         if of is None:
             raise ReferenceError
-        event = _begun(origin, of) if origin.begins_pass is not None else _taken(origin, of)
-        self._events.append(event)
-        return event.outcome
+        self._events.append(_taken(origin, of))
+        return self._events[-1].outcome
 
     @property
     def values(self) -> list[Array | np.ndarray]:
@@ -235,7 +234,7 @@ class Feeds:
             )
         origin = self._origin_of(of, begins_pass)
         with outside_of_trace():
-            event = _taken(origin, of) if begins_pass is None else _begun(origin, of)
+            event = _taken(origin, of)
         self._events.append(event)
         self.position += 1
         return event
@@ -259,21 +258,19 @@ def at_end() -> OutOfRangeError:
     )
 
 
-def _begun(origin: Origin, dataset: Iterated) -> _Event:
-    iterator = dataset.begin_pass(bool(origin.begins_pass))
-    return _Event(origin, dataset, "pass", iterator)
-
-
-def _taken(origin: Origin, iterator: Feedable) -> _Event:
+def _taken(origin: Origin, of: Any) -> _Event:
+    """Takes an element of an iterator, or begins a pass over a dataset."""
+    if origin.begins_pass is not None:
+        return _Event(origin, of, "pass", of.begin_pass(origin.begins_pass))
     try:
-        element = iterator.pull()
+        element = of.pull()
     except StopIteration:
-        return _Event(origin, iterator, END)
+        return _Event(origin, of, END)
     leaves, tree = jax.tree.flatten(element, is_leaf=_is_list)
     values = [_array_of(leaf) for leaf in leaves]
     dtypes = tuple([jax.dtypes.canonicalize_dtype(value.dtype) for value in values])
     outcome = tree, tuple([value.shape for value in values]), dtypes
-    return _Event(origin, iterator, outcome, element, values, tree)
+    return _Event(origin, of, outcome, element, values, tree)
 
 
 def _is_list(value: object) -> bool:

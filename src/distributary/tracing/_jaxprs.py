@@ -12,6 +12,7 @@ In
 """
 
 import functools
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -41,6 +42,13 @@ CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 # JAX 0.12 calls `closed_call` and `call` `eval_jaxpr`.
 _PLAIN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit", "pjit"})
 _CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"}) | _PLAIN_CALLS | CHECKPOINTS
+# Folders of code that is not the user's.
+_INSTALLED = os.path.dirname(os.path.dirname(jax.__file__))
+_LIBRARIES = (
+    "<",  # code that is in no file
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    *(os.path.join(_INSTALLED, name, "") for name in ("jax", "keras", "optax", "flax")),
+)
 
 
 # Variables and constants
@@ -317,9 +325,9 @@ def with_bodies(
 # Where equations come from
 
 
-def user_frame(eqn: Equation, inside: tuple[str, ...]) -> Any | None:
-    """Returns the innermost frame of the code that made an equation, outside of some folders."""
+def place_of(eqn: Equation) -> str:
+    """Returns the innermost place in the user's code that made an equation, else ""."""
     traceback = eqn.source_info.traceback
     frames: Iterable[Any] = () if traceback is None else traceback.frames
-    outside = (f for f in frames if not f.file_name.startswith(inside))
-    return next(outside, None)
+    outside = (f for f in frames if not f.file_name.startswith(_LIBRARIES))
+    return next((f"{frame.file_name}:{frame.line_num}" for frame in outside), "")

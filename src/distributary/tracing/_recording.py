@@ -112,8 +112,7 @@ def trace(
         # assignments and tapes from this record, and the strategy it depends on. JAX keeps these
         # jaxprs apart by the names of the axes.
         names = [*axis_env, (f"trace {next(_traces)}", 1)]
-        scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas, replica)
-        scope.converts = converts
+        scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas, replica, converts)
         if feeding is not None:
             feeding.position = position
 

@@ -68,6 +68,7 @@ class Known:
 
 
 @final
+@dataclass(eq=False)
 class TraceScope:
     """One trace of one function.
 
@@ -79,25 +80,20 @@ class TraceScope:
         is_for_workers: Whether the program runs on devices of other processes.
         num_replicas: Number of replicas whose program is traced.
         replica: Number of the only replica that is traced, if its Python code may look at that.
+        converts: Whether Python control flow is converted.
     """
 
-    def __init__(
-        self,
-        kind: ScopeKind,
-        known: Known | None = None,
-        uneven: "UnevenSizes | None" = None,
-        is_for_workers: bool = False,
-        num_replicas: int = 1,
-        replica: int | None = None,
-    ) -> None:
-        self.kind = kind
-        self.replica = replica
+    kind: ScopeKind
+    known: Known
+    uneven: "UnevenSizes | None"
+    is_for_workers: bool
+    num_replicas: int
+    replica: int | None
+    converts: bool
+
+    def __post_init__(self) -> None:
         self._replica_ids: list[Array] = []
-        self.num_replicas = num_replicas
         self._jax_trace: Any = None
-        self.uneven = uneven
-        self.is_for_workers = is_for_workers
-        self._known = known or Known()
         self.created: list[str] = []
         self.writes: dict[int, tuple[Handle, tuple[Call, ...]]] = {}
         self.recording: list[TapeRecord] = []
@@ -106,10 +102,9 @@ class TraceScope:
         self.tapes: dict[int, int] = {}
         # Records of the tapes that were asked for the variables they watch.
         self.asked: list[TapeRecord] = []
-        # Whether Python control flow is converted, and functions for which that is impossible.
-        self.converts = False
         # Of every check that ends the step when it runs, the errors with which it has done so.
         self.checks: list[list[Exception]] = []
+        # The functions whose control flow cannot be converted, and why.
         self.unconverted: dict[str, str] = {}
         self.merge_calls = 0
         # Whether the function has asked for the number of replicas, such as to divide by it.
@@ -120,7 +115,7 @@ class TraceScope:
     @property
     def may_create(self) -> bool:
         """True if variables may be created in this trace."""
-        return self._known.may_create
+        return self.known.may_create
 
     def begin(self) -> None:
         """Marks the beginning of the function; call it in the code that JAX traces."""
@@ -171,7 +166,7 @@ class TraceScope:
         """Returns the record of a new tape."""
         number = next(_tape_numbers)
         order = self.tapes[number] = len(self.tapes)
-        return TapeRecord(number, self._known.reads.get(order, ()))
+        return TapeRecord(number, self.known.reads.get(order, ()))
 
     def mark_tape(self, tape: int, event: str) -> None:
         """Marks where a tape starts, stops, pauses or resumes recording."""
@@ -194,7 +189,7 @@ class TraceScope:
         kinds: tuple[Kind, ...] = tuple(
             [tape.guess(s) if isinstance(s, Handle) else "dense" for s in (*arrays, *handles)]
         )
-        known = self._known.gradients.get((self.tapes[tape.number], call), ())
+        known = self.known.gradients.get((self.tapes[tape.number], call), ())
         if len(known) == len(kinds):
             kinds = known
         outs = iter(

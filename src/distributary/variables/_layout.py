@@ -1,8 +1,8 @@
 """The placement of variables on devices."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from distributary.context import in_global_view
 from distributary.devices import (
     JobEvent,
+    bound,
     fetch_whole,
     in_device_memory,
     in_host_memory,
@@ -148,26 +149,17 @@ class VariableLayout:
         return put_replicated(array, sharding)
 
 
-class _ThreadState(threading.local):
-    neighbor: Any = None
+_neighbor: ContextVar[Any] = ContextVar("variable beside which others are placed", default=None)
 
 
-_state = _ThreadState()
-
-
-@contextmanager
-def colocated_with(variable: object) -> Iterator[None]:
+def colocated_with(variable: object) -> AbstractContextManager[None]:
     """Runs the block; variables created in it are placed beside `variable`, on the same server."""
-    before, _state.neighbor = _state.neighbor, variable
-    try:
-        yield
-    finally:
-        _state.neighbor = before
+    return bound(_neighbor, variable)
 
 
 def neighbor() -> Any:
     """Returns the variable beside which new variables are placed, or None."""
-    return _state.neighbor
+    return _neighbor.get()
 
 
 def array_of(value: object, what: str) -> Any:

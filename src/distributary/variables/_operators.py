@@ -1,7 +1,7 @@
 """Arithmetic for objects that stand for an array."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -54,44 +54,20 @@ class ArrayOperators:
         __rshift__ = __rrshift__ = __and__ = __rand__ = __or__ = __ror__ = _operator
         __xor__ = __rxor__ = __lt__ = __le__ = __gt__ = __ge__ = _operator
 
+        def _unary_operator(self) -> Any: ...
+
+        __neg__ = __pos__ = __abs__ = __invert__ = __index__ = _unary_operator
+        __bool__ = __int__ = __float__ = __complex__ = __len__ = __iter__ = _unary_operator
+
     def __getitem__(self, index: object) -> Any:
         return self.value()[index]
 
-    def __len__(self) -> int:
-        return len(self.value())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.value())
-
-    def __bool__(self) -> bool:
-        return bool(self.value())
-
-    def __int__(self) -> int:
-        return int(self.value())
-
-    def __float__(self) -> float:
-        return float(self.value())
-
-    def __complex__(self) -> complex:
-        return complex(self.value())
-
-    def __index__(self) -> int:
-        return operator.index(self.value())
-
-    def __neg__(self) -> Any:
-        return -self.value()
-
-    def __pos__(self) -> Any:
-        return +self.value()
-
-    def __abs__(self) -> Any:
-        return abs(self.value())
-
-    def __invert__(self) -> Any:
-        return ~self.value()
-
     def __round__(self, ndigits: int | None = None) -> Any:
         return jnp.round(self.value(), ndigits or 0)
+
+
+def _unary(function: Callable[[Any], Any]) -> Any:
+    return lambda self: function(self.value())
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Any:
@@ -117,6 +93,10 @@ _ARITHMETIC = (
     "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()  # noqa: SIM905
 )
 _COMPARISON = ("eq", "ne", "lt", "le", "gt", "ge")
+for _name in ("neg", "pos", "abs", "invert", "index"):
+    setattr(ArrayOperators, f"__{_name}__", _unary(getattr(operator, _name)))
+for _function in (bool, int, float, complex, len, iter):
+    setattr(ArrayOperators, f"__{_function.__name__}__", _unary(_function))
 for _name in (*_ARITHMETIC, *_COMPARISON):
     setattr(ArrayOperators, f"__{_name}__", _binary(getattr(operator, f"__{_name}__")))
 for _name in _ARITHMETIC:

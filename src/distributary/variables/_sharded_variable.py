@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, check_type
 from distributary.tracing import current_scope
 from distributary.variables._assignable import Assignable
 from distributary.variables._conversion import SCATTER, checked_slices
@@ -46,10 +46,7 @@ class ShardedVariable(Assignable):
             raise InvalidValueError(f"ShardedVariable {name!r}: variables is empty.")
         first = self._shards[0]
         for i, shard in enumerate(self._shards):
-            if not isinstance(shard, Variable):
-                raise InvalidTypeError(
-                    f"ShardedVariable {name!r}: shard {i} is {shard!r}, expected a Variable."
-                )
+            check_type(f"ShardedVariable {name!r}: shard {i}", shard, Variable, "a Variable")
             if not shard.shape or (shard.dtype, shard.shape[1:]) != (first.dtype, first.shape[1:]):
                 raise InvalidValueError(
                     f"ShardedVariable {name!r}: shard {i} is {shard.dtype}{list(shard.shape)} and"
