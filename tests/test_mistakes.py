@@ -157,10 +157,7 @@ told_steps(
         ),
         "rows_by_a_mask": ("mask | jnp.where", lambda batch: batch[batch > 0].sum()),
         "unique_of_a_batch": ("`batch` | size=", lambda batch: jnp.unique(batch)),
-        "numpy_function_of_a_batch": (
-            "`batch` | jnp.log for np.log",
-            lambda batch: np.log(batch),
-        ),
+        "numpy_function_of_a_batch": ("`batch` | jnp.log for np.log", lambda batch: np.log(batch)),
         "numpy_array_of_a_batch": ("`batch` | jnp.asarray", lambda batch: np.asarray(batch)),
         "key_of_a_dict": ("hash | jnp", lambda batch: {0: "a"}[batch.argmax()]),
         "generator_from_the_data": (
@@ -357,10 +354,7 @@ told_each(
             "train_step | args=(value,)",
             lambda s: s.run(train_step, {"x": BATCH}),
         ),
-        "called_step": (
-            "strategy.run(step, args= | array",
-            lambda s: s.run(train_step(BATCH)),
-        ),
+        "called_step": ("strategy.run(step, args= | array", lambda s: s.run(train_step(BATCH))),
         "run_in_jit": (
             "jax.jit | distributary.function",
             lambda s: jax.jit(lambda batch: s.run(train_step, args=(batch,)))(BATCH),
@@ -468,10 +462,7 @@ def reduce_in_a_step(strategy):
 told_each(
     {
         "format_of_a_result": (_PER_REPLICA, lambda s: f"{_sums(s):.3f}"),
-        "reduce_without_axis": (
-            "reduce | axis=None | axis=0",
-            lambda s: s.reduce("SUM", _sums(s)),
-        ),
+        "reduce_without_axis": ("reduce | axis=None | axis=0", lambda s: s.reduce("SUM", _sums(s))),
         "float_of_a_result": (_PER_REPLICA, lambda s: float(_sums(s))),
         "method_of_a_result": (_PER_REPLICA, lambda s: _rows(s).mean()),
         "length_of_a_result": (_PER_REPLICA, lambda s: len(_rows(s))),

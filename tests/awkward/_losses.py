@@ -130,7 +130,7 @@ _losses(
         "rows_in_vmap": lambda y, p: jnp.mean(
             jax.vmap(lambda one: jnp.mean(jnp.tanh(p @ one)))(p) - jnp.mean(p * y)
         ),
-    },
+    }
 )
 
 # Statistics of all rows.
@@ -207,14 +207,14 @@ _losses(
             jnp.mean(_rows(y, p)) + 0.1 * jnp.sum(jnp.max(p, 0) - jnp.min(p, 0))
         ),
         "scaled_by_largest": lambda y, p: jnp.mean(_rows(y, p)) / jnp.max(jnp.abs(y - p)),
-    },
+    }
 )
 
 _losses(
     {
         "mean_of_shares": lambda y, p: jnp.sum(
             jnp.square(jnp.mean(jax.nn.softmax(p), 0) - jnp.mean(y, 0))
-        ),
+        )
     },
     y="onehot",
 )
@@ -271,8 +271,8 @@ _losses(
     {
         "nuclear_norm": lambda y, p: (
             jnp.mean(_rows(y, p)) + 0.05 * jnp.sum(jnp.linalg.svd(p, compute_uv=False))
-        ),
-    },
+        )
+    }
 )
 
 # The order of rows.
@@ -341,7 +341,7 @@ _losses(
             -jnp.sum(jax.nn.softmax(y.reshape(-1)) * jax.nn.log_softmax(p.reshape(-1)))
         ),
         "replaced_row": lambda y, p: jnp.mean(_rows(y, p.at[0].set(1.0).at[-1].add(y[0]))),
-    },
+    }
 )
 
 # Control flow, random numbers, callbacks, rules of differentiation.
@@ -413,7 +413,7 @@ _losses(
         ),
         "scaled_by_rows": lambda y, p: _rows(y, p) * ops.cast(ops.shape(p)[0], p.dtype) / 10,
         "gradient_of_one_norm": lambda y, p: jnp.mean(_rows(y, _of_one_norm(p))),
-    },
+    }
 )
 
 # Losses of Keras, whose divisors are those of the batch.

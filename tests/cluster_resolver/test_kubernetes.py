@@ -101,15 +101,9 @@ def test_an_api_server_that_refuses_is_reported():
     ("arguments", "message"),
     [
         ({"job_to_label_mapping": ["a"]}, r"mapping is \['a'\], expected a dict"),
-        (
-            {"job_to_label_mapping": {"worker": "a"}},
-            r"\"worker\"\] is 'a', expected a list",
-        ),
+        ({"job_to_label_mapping": {"worker": "a"}}, r"\"worker\"\] is 'a', expected a list"),
         ({"job_to_label_mapping": {"worker": []}}, r'mapping\["worker"\] is \[\], expected a list'),
-        (
-            {"job_to_label_mapping": {"worker": [1]}},
-            r'"worker"\] is \[1\], expected a list',
-        ),
+        ({"job_to_label_mapping": {"worker": [1]}}, r'"worker"\] is \[1\], expected a list'),
         ({"executable_location": 0}, "executable_location is 0, expected a member of Kubern"),
     ],
 )

@@ -76,21 +76,11 @@ def test_a_peer_gives_host_and_port_as_sockets_take_them(address, host, port):
         (_FULL, None, None, r"^task_type is None.*ps 0, 1; worker 0, 1; chief 0.*TF_CONFIG"),
         (_FULL, "worker", None, r'^task_id is None.*"index": 0'),
         (_FULL, "wrker", 0, r'^task_type is "wrker".*worker 0, 1; chief 0. Choose one'),
-        (
-            _FULL,
-            "worker",
-            2,
-            r'^task_type is "worker" and task_id is 2, .*worker 0, 1;',
-        ),
+        (_FULL, "worker", 2, r'^task_type is "worker" and task_id is 2, .*worker 0, 1;'),
         (_WORKERS_ONLY, "evaluator", 1, r'^task_type is "evaluator" and task_id is 1, but'),
         ({"chief": ["a:1", "b:1"]}, "chief", 0, r'^cluster_spec\["chief"\] has 2 tasks.*one chief'),
         ({"tpu_worker": ["a:1"]}, "worker", 0, r'has the key "tpu_worker".*not a task type'),
-        (
-            {"worker": {0: "a:1", 2: "b:1"}},
-            "worker",
-            0,
-            r"\[0, 2\], but worker 1 is missing",
-        ),
+        ({"worker": {0: "a:1", 2: "b:1"}}, "worker", 0, r"\[0, 2\], but worker 1 is missing"),
     ],
 )
 def test_a_wrong_cluster_or_task_is_refused(cluster, task_type, task_id, message):

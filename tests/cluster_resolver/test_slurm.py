@@ -14,10 +14,7 @@ def step(set_environ):
 
     def step(rank=0, nodes="t02n[13,41]", tasks="2(x2)", **more):
         set_environ(
-            SLURM_PROCID=rank,
-            SLURM_STEP_NODELIST=nodes,
-            SLURM_STEP_TASKS_PER_NODE=tasks,
-            **more,
+            SLURM_PROCID=rank, SLURM_STEP_NODELIST=nodes, SLURM_STEP_TASKS_PER_NODE=tasks, **more
         )
 
     return step
@@ -128,12 +125,7 @@ def test_a_contradiction_is_refused(step, set_environ, name, value, message):
 
 @pytest.mark.parametrize(
     ("nodes", "part"),
-    [
-        ("", "''"),
-        ("n[1-2", r"'n\[1-2'"),
-        ("a,,b", "''"),
-        ("n[1-2-3]", r"'n\[1-2-3\]'"),
-    ],
+    [("", "''"), ("n[1-2", r"'n\[1-2'"), ("a,,b", "''"), ("n[1-2-3]", r"'n\[1-2-3\]'")],
 )
 def test_a_list_of_nodes_that_cannot_be_read_is_refused(step, nodes, part):
     step(nodes=nodes)

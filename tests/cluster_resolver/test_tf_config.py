@@ -108,28 +108,16 @@ def test_an_evaluator_need_not_be_listed(set_config):
     ("config", "error", "message"),
     [
         ("", InvalidValueError, r"^TF_CONFIG is not valid JSON: .*Unset the variable"),
-        (
-            '{"cluster": {"worker": ["a:1"]',
-            InvalidValueError,
-            r"column 31 .*, near '.*json\.",
-        ),
+        ('{"cluster": {"worker": ["a:1"]', InvalidValueError, r"column 31 .*, near '.*json\."),
         (
             {"cluster": {"worker": {"0": "a:1", "1": "b:x"}}},
             InvalidValueError,
             r'^TF_CONFIG\["cluster"\]\["worker"\]\["1"\] is \'b:x\': \'x\' is not a port',
         ),
-        (
-            {"cluster": {"Worker": ["a:1"]}},
-            InvalidValueError,
-            r'the key "Worker".*types are chief',
-        ),
+        ({"cluster": {"Worker": ["a:1"]}}, InvalidValueError, r'the key "Worker".*types are chief'),
         ({"clster": {"worker": ["a:1"]}}, InvalidValueError, r"the key 'clster'.*'cluster'"),
         ("[1]", InvalidTypeError, r"^TF_CONFIG is \[1\], expected an object"),
-        (
-            {"cluster": ["a:1"]},
-            InvalidTypeError,
-            r'^TF_CONFIG\["cluster"\] is \[\'a:1\'\]',
-        ),
+        ({"cluster": ["a:1"]}, InvalidTypeError, r'^TF_CONFIG\["cluster"\] is \[\'a:1\'\]'),
     ],
 )
 def test_a_wrong_cluster_is_refused_whatever_is_asked(set_config, config, error, message):
@@ -149,17 +137,9 @@ def test_a_wrong_cluster_is_refused_whatever_is_asked(set_config, config, error,
 @pytest.mark.parametrize(
     ("task", "error", "message"),
     [
-        (
-            {"type": "worker"},
-            InvalidValueError,
-            r' is .*, expected "type" and "index", as',
-        ),
+        ({"type": "worker"}, InvalidValueError, r' is .*, expected "type" and "index", as'),
         ({"type": "wrk", "index": 0}, InvalidValueError, r'\["type"\] is "wrk".*has worker 0, 1'),
-        (
-            {"type": "worker", "index": 2},
-            InvalidValueError,
-            r'.*\["index"\] is 2, but .* 0, 1',
-        ),
+        ({"type": "worker", "index": 2}, InvalidValueError, r'.*\["index"\] is 2, but .* 0, 1'),
         (["worker", 0], InvalidTypeError, r" is \['worker', 0\], expected an object"),
         ({"type": 1, "index": 0}, InvalidTypeError, r'\["type"\] is 1'),
         ({"type": "worker", "index": "one"}, InvalidTypeError, r"\[\"index\"\] is 'one'"),

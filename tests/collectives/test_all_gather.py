@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-)
+from distributary.errors import InvalidTypeError, InvalidValueError
 
 
 def _all_gather(value, axis=0):

@@ -372,8 +372,7 @@ class _FailingData(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize(
-    ("what", "is_trained"),
-    [("fit", False), ("fit", True), ("evaluate", True), ("predict", True)],
+    ("what", "is_trained"), [("fit", False), ("fit", True), ("evaluate", True), ("predict", True)]
 )
 def test_weights_survive_data_that_fails_at_once(what, is_trained, strategy_of):
     model = small.model(strategy_of(2))

@@ -252,12 +252,7 @@ def test_rules_that_cannot_be_used_are_refused(problem, train):
     rules, what = _UNUSABLE[problem]
 
     with pytest.raises(dist.errors.InvalidValueError) as error:
-        train(
-            _build(),
-            _IDS,
-            _LABELS,
-            strategy=_strategy(2, rules, experimental_model_parallel=2),
-        )
+        train(_build(), _IDS, _LABELS, strategy=_strategy(2, rules, experimental_model_parallel=2))
 
     assert problem in str(error.value)
     assert what in str(error.value)

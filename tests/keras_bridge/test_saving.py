@@ -52,10 +52,7 @@ def state_of(model):
     return [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
 
 
-@pytest.mark.parametrize(
-    ("data", "steps"),
-    [("arrays", None), ("dataset", None), ("endless", 3)],
-)
+@pytest.mark.parametrize(("data", "steps"), [("arrays", None), ("dataset", None), ("endless", 3)])
 def test_a_run_that_goes_on_from_a_backup_ends_as_one_that_was_never_interrupted(
     strategy, data, steps, tmp_path
 ):

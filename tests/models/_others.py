@@ -285,9 +285,7 @@ def _packages() -> Iterator[Case]:
         ),
     )
     yield Case(
-        "UNETR",
-        "medicai",
-        lambda: UNETR(input_shape=(32, 32, 32, 1), encoder_name="vit_base"),
+        "UNETR", "medicai", lambda: UNETR(input_shape=(32, 32, 32, 1), encoder_name="vit_base")
     )
     yield Case("UNet of a diffusion model", "bayesflow", _denoiser)
 

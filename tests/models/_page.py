@@ -48,12 +48,7 @@ _COUNTED = {
     "refused": "refused, with an error that says what to do",
     "fails": "failed",
 }
-_SIGNS = {
-    "equal": "=",
-    "equal in float64": "64",
-    "differs, as one device": "≈",
-    "refused": "–",
-}
+_SIGNS = {"equal": "=", "equal in float64": "64", "differs, as one device": "≈", "refused": "–"}
 # The head of each column, and what it stands for.
 _COLUMNS = {
     "2 replicas": ("2", "`MirroredStrategy` with 2 replicas"),

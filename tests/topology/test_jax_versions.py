@@ -14,13 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import distributary as dist
-from distributary.devices import (
-    TESTED,
-    _jax_private,
-    make_mesh,
-    missing_names,
-    warn_of_untested,
-)
+from distributary.devices import TESTED, _jax_private, make_mesh, missing_names, warn_of_untested
 from distributary.errors import UnsupportedError
 
 _ROOT = Path(__file__).parents[2]

@@ -21,18 +21,9 @@ print(len(jax.local_devices()), os.environ.get("PJRT_NPROC"))
         ("devices.replica_devices(['/cpu:3', '/cpu:1'])", "4 8"),
         ("devices.replica_devices(None)", "1 None"),
         # A later call replaces an earlier one; a list never takes devices away.
-        (
-            "config.set_logical_cpu_devices(8); config.set_logical_cpu_devices(2)",
-            "2 4",
-        ),
-        (
-            "config.set_logical_cpu_devices(4); devices.replica_devices(['CPU:0', 'CPU:1'])",
-            "4 8",
-        ),
-        (
-            "config.set_logical_cpu_devices(2); devices.replica_devices(['CPU:0', 'CPU:4'])",
-            "5 10",
-        ),
+        ("config.set_logical_cpu_devices(8); config.set_logical_cpu_devices(2)", "2 4"),
+        ("config.set_logical_cpu_devices(4); devices.replica_devices(['CPU:0', 'CPU:1'])", "4 8"),
+        ("config.set_logical_cpu_devices(2); devices.replica_devices(['CPU:0', 'CPU:4'])", "5 10"),
     ],
 )
 def test_devices_are_made_before_jax_starts(run_python, program, expected):

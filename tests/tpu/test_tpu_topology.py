@@ -229,9 +229,7 @@ def test_replicas_are_blocks_that_do_not_overlap(request):
 )
 def test_a_ring_goes_from_neighbour_to_neighbour(grid):
     ring = DeviceAssignment.build(
-        _grid(*grid),
-        computation_shape=grid,
-        device_order_mode=DeviceOrderMode.RING,
+        _grid(*grid), computation_shape=grid, device_order_mode=DeviceOrderMode.RING
     )
 
     chips = ring.core_assignment[0, :: grid[-1], :3]
