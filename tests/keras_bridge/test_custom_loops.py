@@ -96,7 +96,7 @@ _OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("optimizer", "num_replicas", "batches"),
     [
-        *[(name, 2, _BATCHES) for name in _OPTIMIZERS],
+        *[(name, 2, _of_size(10)) for name in _OPTIMIZERS],
         ("adam, clipped", 4, _of_size(7)),
         ("sgd", 4, [(_ROWS[:1], _LABELS[:1]), (_ROWS[1:4], _LABELS[1:4])]),
         ("adam, clipped", "central", _of_size(7)),

@@ -174,8 +174,7 @@ def test_statistics_of_replicas_refuse_what_they_cannot_do(strategy):
 
 
 @pytest.mark.parametrize(
-    ("make", "steps_per_execution"),
-    [("mirrored", 1), ("mirrored", 3), ("central", 1), ("sharded", 3)],
+    ("make", "steps_per_execution"), [("mirrored", 1), ("central", 1), ("sharded", 3)]
 )
 def test_dropout_and_statistics_are_those_of_one_device(make, steps_per_execution, strategy_of):
     layers = [
@@ -193,8 +192,7 @@ def test_dropout_and_statistics_are_those_of_one_device(make, steps_per_executio
     def run(scope):
         with scope:
             model = _model(layers=layers, steps_per_execution=steps_per_execution)
-        losses = _losses(model)
-        return losses, model.get_weights(), model.predict(X, batch_size=8, verbose=0)
+        return _losses(model), model.get_weights()
 
     expected, got = run(contextlib.nullcontext()), run(strategy.scope())
 

@@ -29,9 +29,8 @@ def _parts(num_replicas, option=_OPTIONS[0]):
 def _transformer():
     ids = keras.Input((6,), dtype="int32")
     x = kl.Embedding(67, 20)(ids)  # no dim of it divides by 3
-    for _ in range(2):
-        x = kl.LayerNormalization()(x + kl.MultiHeadAttention(2, 10, use_bias=False)(x, x))
-        x = kl.LayerNormalization()(x + kl.Dense(20)(kl.Dense(40, "gelu")(x)))
+    x = kl.LayerNormalization()(x + kl.MultiHeadAttention(2, 10, use_bias=False)(x, x))
+    x = kl.LayerNormalization()(x + kl.Dense(20)(kl.Dense(40, "gelu")(x)))
     return keras.Model(ids, kl.Dense(5)(kl.GlobalAveragePooling1D()(x)))
 
 
@@ -118,6 +117,12 @@ _TRAININGS = {
     "adapters of a quantized layer": (_IMAGES, _build(_adapted)),
     "a step of one's own": (_IDS, _build(_own_step)),
 }
+_OF_EACH_MODEL = {  # Evaluation does not depend on the optimizer.
+    "transformer",
+    "batch statistics, dropout, constraint",
+    "adapters of a quantized layer",
+    "single operations",
+}
 
 
 @pytest.mark.parametrize("name", _TRAININGS)
@@ -133,6 +138,8 @@ def test_training_ends_where_it_does_on_one_device(name, train, assert_same_trai
     optimizer = divided.model.optimizer
     for owner in (divided.model, getattr(optimizer, "inner_optimizer", optimizer)):
         _assert_in_parts(owner.variables, num_replicas)
+    if name not in _OF_EACH_MODEL:
+        return
     np.testing.assert_allclose(
         divided.model.evaluate(x, _LABELS, verbose=0),
         alone.model.evaluate(x, _LABELS, verbose=0),

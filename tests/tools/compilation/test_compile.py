@@ -13,7 +13,7 @@ from distributary.errors import InvalidValueError, MissingPackageError
 from distributary.tools.compilation import collectives_of, parse_topology
 
 _PROGRAMS = Path(__file__).parent / "programs"
-ONE_SLICE = ["v5e:2x4", "v4:2x2x1", "v6e:2x4", "h100:8"]
+ONE_SLICE = ["v4:2x2x1", "v6e:2x4", "h100:8"]
 TWO_SLICES = "2xv5e:2x4"
 # Memory of a chip, or of the core that is a device; the compilers keep some of it.
 CHIP_GIB = {"v5e": 16, "v4": 16, "v6e": 32, "h100": 80}
@@ -88,8 +88,8 @@ def test_a_keras_mlp_is_reduced_at_once_and_updated_in_place(compile_all):
 
 
 def test_a_transformer_is_reduced_at_once_and_updated_in_place(compile_all):
-    # The MLP is compiled for all kinds of chips.
-    reports = _reports(compile_all, "transformer.py", one_slice=["v5e:2x4", "h100:8"])
+    # The MLP is compiled for the other kinds of chips.
+    reports = _reports(compile_all, "transformer.py", one_slice=["v5e:2x4"])
 
     num_bytes = 4 * (TRANSFORMER_TABLES + TRANSFORMER_PRODUCTS)
     flops = 2 * 64 * 64 * 3 * TRANSFORMER_PRODUCTS  # forward, and two backward

@@ -60,10 +60,11 @@ def test_what_a_plan_cannot_change_is_said(plan_of):
 
 
 def test_a_strategy_of_one_host_is_planned_for_all_hosts(plan_of):
-    plan, _ = plan_of("--layout", "sharded in each host", "large.py", "--topology", "h100:2x2")
+    plan, _ = plan_of("--layout", "sharded in each host", "--topology", "h100:2x2", "own_parts.py")
 
     report = plan["rows"][0]["outcome"]["report"]
+    weights, batch = 8 * 4 * 512 * 512, 64 * 4 * 512
     assert report["num_replicas"] == 4
-    assert 1.5 * WEIGHTS < report["memory"]["arguments"] < 1.5 * WEIGHTS + GIB / 8
+    assert report["memory"]["arguments"] == weights / 2 + batch / 4
     argument = "experimental_shard_parameters='host'"
     assert plan["code"] == [f"    strategy = dist.MultiWorkerMirroredStrategy({argument})"]
