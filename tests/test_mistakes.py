@@ -50,6 +50,23 @@ def told_step(
     return note
 
 
+def told_step_of_w(
+    *parts: str, options: dist.RunOptions | None = None
+) -> Callable[[Callable[..., Any]], None]:
+    """Notes a step of a variable 'w' and a batch that is a mistake, with parts of its message."""
+
+    def note(step: Callable[..., Any]) -> None:
+        def run(strategy: dist.Strategy) -> None:
+            with strategy.scope():
+                w = dist.Variable(np.ones(3, np.float32), name="w")
+            (batch,) = strategy.experimental_distribute_dataset([BATCH])
+            strategy.run(step, args=(w, batch), options=options)
+
+        MISTAKES[step.__name__] = run, parts
+
+    return note
+
+
 def told_steps(steps: dict[str, tuple[Any, ...]], options: dist.RunOptions | None = None) -> None:
     """Notes steps by name, with the parts of their messages, the function and its arguments."""
     for name, (parts, step, *args) in steps.items():
@@ -93,17 +110,11 @@ def assert_of_a_batch(batch):
     return batch.sum()
 
 
-@told("train_step", "jnp.where")
-def if_of_a_variable(strategy):
-    with strategy.scope():
-        total = dist.Variable(0.0, name="total")
-
-    def train_step(batch):
-        if total > 3:
-            return batch
-        return 2 * batch
-
-    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
+@told_step_of_w("if_of_a_variable", "jnp.where", options=AS_IT_IS)
+def if_of_a_variable(w, batch):
+    if w.value().sum() > 3:
+        return batch
+    return 2 * batch
 
 
 @told("update", "`x`", "jnp.where", "jax.lax.cond")
@@ -331,12 +342,9 @@ def batch_in_a_tuple(strategy):
     strategy.run(train_step, args=(next(iter(data)),))
 
 
-@told("train_step", "async", "plain function")
-def coroutine_as_step(strategy):
-    async def train_step(batch):
-        return batch
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step("async", "plain function")
+async def coroutine_as_step(batch):
+    return batch
 
 
 @told_step("yield")
@@ -504,27 +512,19 @@ def variable_outside_of_the_scope(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-@told("all_reduce", "'w'")
-def assignment_without_aggregation(strategy):
-    with strategy.scope():
-        w = dist.Variable(1.0, name="w")
-
-    def train_step(batch):
-        w.assign_add(batch.sum())
-
-    data = strategy.experimental_distribute_dataset([BATCH])
-    strategy.run(train_step, args=(next(iter(data)),))
+@told_step_of_w("all_reduce", "'w'")
+def assignment_without_aggregation(w, batch):
+    w.assign_add(batch.sum(0))
 
 
-@told("train_step", "'w'", "the function <lambda>", "call what distributary.grad returns")
-def gradient_that_is_not_called(strategy):
-    with strategy.scope():
-        w = dist.Variable(np.ones(3, np.float32), name="w")
-
-    def train_step(batch):
-        w.assign_sub(dist.grad(lambda: (batch @ w).sum(), w))
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step_of_w(
+    "gradient_that_is_not_called",
+    "'w'",
+    "the function <lambda>",
+    "call what distributary.grad returns",
+)
+def gradient_that_is_not_called(w, batch):
+    w.assign_sub(dist.grad(lambda: (batch @ w).sum(), w))
 
 
 @told("'w' does not take +=", "v.assign_add(x)")
@@ -534,35 +534,20 @@ def variable_plus_equals(strategy):
     w += 1
 
 
-@told("'w' does not take", "items", ".at[i].set(x)")
-def item_of_a_variable(strategy):
-    with strategy.scope():
-        w = dist.Variable(np.ones(3), name="w")
-
-    def train_step(batch):
-        w[0] = batch.sum()
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step_of_w("'w' does not take", "items", ".at[i].set(x)")
+def item_of_a_variable(w, batch):
+    w[0] = batch.sum()
 
 
-@told("train_step", "dist.value_and_grad(loss, variables)()")
-def value_and_gradient_that_are_not_called(strategy):
-    with strategy.scope():
-        w = dist.Variable(np.ones(3, np.float32), name="w")
-
-    def train_step(batch):
-        value, gradient = dist.value_and_grad(lambda: (batch @ w).sum(), w)
-        return value, gradient
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step_of_w("value_and_gradient_that_are_not_called", "dist.value_and_grad(loss, variables)()")
+def value_and_gradient_that_are_not_called(w, batch):
+    value, gradient = dist.value_and_grad(lambda: (batch @ w).sum(), w)
+    return value, gradient
 
 
-@told("a function that computes the loss", "an array float32[]", "def loss(): return")
-def gradient_of_a_value(strategy):
-    with strategy.scope():
-        w = dist.Variable(np.ones(3, np.float32), name="w")
-
-    strategy.run(lambda batch: dist.grad((batch @ w).sum(), w)(), args=(BATCH,))
+@told_step_of_w("a function that computes the loss", "an array float32[]", "def loss(): return")
+def gradient_of_a_value(w, batch):
+    return dist.grad((batch @ w).sum(), w)()
 
 
 def _apply(strategy, apply):
@@ -600,15 +585,9 @@ told_each(
 )
 
 
-@told("train_step", "variable", "dist.grad", ".value()")
-def gradient_of_jax_by_a_variable(strategy):
-    with strategy.scope():
-        w = dist.Variable(np.ones(3, np.float32), name="w")
-
-    def train_step(batch):
-        return jax.grad(lambda w: (batch @ w).sum())(w)
-
-    strategy.run(train_step, args=(BATCH,))
+@told_step_of_w("gradient_of_jax_by_a_variable", "variable", "dist.grad", ".value()")
+def gradient_of_jax_by_a_variable(w, batch):
+    return jax.grad(lambda w: (batch @ w).sum())(w)
 
 
 @told("A step makes", "gone when the step ends", "before, in strategy.scope()")
@@ -702,10 +681,6 @@ told_each(
         "batch_size_0": (
             "fit: batch_size is 0, expected a whole number from 1",
             lambda s: _model(s).fit(BATCH, np.ones((8, 4)), batch_size=0, verbose=0),
-        ),
-        "negative_batch_size": (
-            "predict: batch_size is -1, expected a whole number from 1",
-            lambda s: _model(s).predict({"x": BATCH}, batch_size=-1, verbose=0),
         ),
         "batch_size_of_a_division": (
             "fit: batch_size is 4.0, expected a whole number from 1",
@@ -903,10 +878,6 @@ told_each(
         "part_of_an_array": (
             "the part 'image' of an array | yield dicts",
             lambda s: s.run(lambda batch: batch["image"], args=(BATCH,)),
-        ),
-        "string_of_devices": (
-            "'gpus' is not a device | GPU:0",
-            lambda s: dist.MirroredStrategy("gpus"),
         ),
     }
 )

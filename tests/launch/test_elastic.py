@@ -1,11 +1,10 @@
 """A job that loses a host and gets it back ends as one that was never disturbed."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 
+from tests.forks import Fork
 from tests.launch.conftest import wait_until
 
 # Each epoch waits until the launcher has started the job with the number of workers of the
@@ -67,11 +66,9 @@ def test_a_job_that_shrinks_and_grows_ends_with_the_weights_of_one_device(start,
     ends = [one.communicate() for one in (first, second)]
 
     assert [one.returncode for one in (first, second)] == [0, 0], ends
-    subprocess.run(
-        [sys.executable, program, tmp_path / "alone", "1111"],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
-        check=True,
-    )
+    with open(tmp_path / "output", "w") as output:
+        environ = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+        assert Fork([program, tmp_path / "alone", "1111"], environ, stdout=output).wait(100) == 0
     found, expected = (np.load(tmp_path / name / "weights.npz") for name in ("job", "alone"))
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)

@@ -4,12 +4,12 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 from distributary.launch import free_addresses
+from tests.forks import Fork
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 60.0  # more than anything takes
@@ -38,15 +38,14 @@ class Cluster:
         environ = {
             **os.environ,
             "DISTRIBUTARY_CERTS": self._certificates,
-            "PYTHONPATH": os.pathsep.join(sys.path),
             "TF_CONFIG": json.dumps(config),
             "DISTRIBUTARY_METRICS_PORT": self._metrics_port,
         }
-        process = self._stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, _PROGRAMS / program, *args], env=environ, stdout=subprocess.PIPE
-            )
-        )
+        stderr = self._stack.enter_context(os.fdopen(os.dup(2), "w"))  # that of the tests
+        command = [_PROGRAMS / program, *args]
+        process = Fork(command, environ, stdout=subprocess.PIPE, stderr=stderr)
+        self._stack.enter_context(process.stdout)
+        self._stack.callback(process.wait, _SECONDS)
         self._stack.callback(process.kill)
         return process
 

@@ -101,7 +101,7 @@ def test_a_chief_that_was_frozen_itself_blames_nobody(cluster, new_job):
 
 def test_a_chief_is_killed_and_another_one_goes_on(cluster, new_job, tmp_path):
     chief = cluster.start_program("chief.py", "chief", 0, tmp_path)
-    assert chief.stdout.readline() == b"works\n"
+    assert chief.stdout.readline() == "works\n"
     chief.kill()
     chief.wait(_SECONDS)
     job = new_job()
