@@ -1,12 +1,10 @@
 """The core works without the wings: servers, TensorFlow's names, tools."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import distributary as dist
+from tests.interpreters import run_python
 
 _WINGS = ("servers", "tensorflow", "tools", "compat", "coordinator.py", "autograph.py")
 _PROGRAM = """
@@ -59,12 +57,6 @@ def test_fit_and_run_work_where_the_wings_are_taken_away(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", *_WINGS)
     shutil.copytree(source, tmp_path / "distributary", ignore=ignored)
 
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    done = run_python("-c", _PROGRAM, environ={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
 
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr

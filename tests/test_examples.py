@@ -1,22 +1,21 @@
 """The examples run as the README says, and reach what they promise."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
+from tests.interpreters import run_python
+
 _EXAMPLES = Path(__file__).parents[1] / "examples"
-_SECONDS = 300  # each takes about 10 on two idle cores
 _NEEDED = {"digits_flax.py": ("flax",), "compile_report.py": ("libtpu",)}
 
 
 @pytest.mark.parametrize("name", ["digits", "digits_custom_loop"])
 def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(name, tmp_path):
-    process = _run(f"{name}.py", tmp_path, _SECONDS)
+    process = _run(f"{name}.py", tmp_path)
 
     output = process.stdout
     assert process.returncode == 0, output + process.stderr
@@ -41,14 +40,14 @@ def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(name, tm
 def test_digits_fails_when_it_has_not_learned_enough(tmp_path):
     # 1437 images in three batches: one program is compiled.
     options = ["--epochs", "1", "--batch-size", "479"]
-    process = _run("digits.py", tmp_path, _SECONDS, *options)
+    process = _run("digits.py", tmp_path, *options)
 
     assert process.returncode == 1, process.stdout + process.stderr
     assert "Test accuracy: " in process.stdout
 
 
 def test_digits_explains_its_options(tmp_path):
-    process = _run("digits.py", tmp_path, 60, "--help")
+    process = _run("digits.py", tmp_path, "--help")
 
     assert process.returncode == 0
     assert {"--epochs", "--batch-size", "--learning-rate", "--seed"} <= set(
@@ -105,7 +104,7 @@ def test_example_prints_what_it_shows(command, expected, tmp_path):
     for package in _NEEDED.get(name, ()):
         pytest.importorskip(package)
 
-    process = _run(name, tmp_path, _SECONDS, *arguments)
+    process = _run(name, tmp_path, *arguments)
 
     assert process.returncode == 0, process.stdout + process.stderr
     assert re.fullmatch(expected, process.stdout.strip()), process.stdout
@@ -114,7 +113,7 @@ def test_example_prints_what_it_shows(command, expected, tmp_path):
 def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(tmp_path):
     launch = ["-m", "distributary", "launch", "--workers", "2", "--max-restarts", "1"]
     script = [str(_EXAMPLES / "multi_worker_recovery.py"), "--epochs", "6", "--lose-a-worker"]
-    process = _run_python([*launch, *script], tmp_path, _SECONDS)
+    process = _run_python(*launch, *script, directory=tmp_path)
 
     assert process.returncode == 0, process.stdout + process.stderr
     assert "worker 1 was ended by SIGKILL" in process.stderr
@@ -131,26 +130,11 @@ def test_the_list_of_examples_is_complete():
     assert missing == []
 
 
-def _run(
-    name: str, directory: Path, timeout_seconds: float, *arguments: str
-) -> subprocess.CompletedProcess[str]:
+def _run(name: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs an example as a user without accelerators would."""
-    return _run_python([str(_EXAMPLES / name), *arguments], directory, timeout_seconds)
+    return _run_python(_EXAMPLES / name, *arguments, directory=directory)
 
 
-def _run_python(
-    arguments: list[str], directory: Path, timeout_seconds: float
-) -> subprocess.CompletedProcess[str]:
-    device_variables = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC")
-    environ = {name: value for name, value in os.environ.items() if name not in device_variables}
-    # Absolute, as another directory is the current one there.
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    environ["JAX_PLATFORMS"] = "cpu"
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=directory,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-    )
+def _run_python(*arguments: object, directory: Path) -> subprocess.CompletedProcess[str]:
+    environ = {"JAX_NUM_CPU_DEVICES": None, "PJRT_NPROC": None}
+    return run_python(*arguments, environ=environ, cwd=directory)

@@ -2,8 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
+
+from tests.interpreters import run_python
 
 _PROGRAM = """
 import atexit, os, sys, threading
@@ -48,17 +48,9 @@ raise KeyError("an error of the program")
 
 def test_a_program_that_fails_ends_all_threads_and_with_its_own_error(tmp_path):
     status, writing = os.pipe()
-    environ = os.environ | {"JAX_PLATFORMS": "cpu", "DISTRIBUTARY_STATUS_FD": str(writing)}
-    log = tmp_path / "statistics.jsonl"
+    environ, log = {"DISTRIBUTARY_STATUS_FD": str(writing)}, tmp_path / "statistics.jsonl"
 
-    ended = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(log)],
-        env=environ,
-        pass_fds=[writing],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = run_python("-c", _PROGRAM, log, environ=environ, pass_fds=[writing])
 
     os.close(status)
     os.close(writing)

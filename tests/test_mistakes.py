@@ -1,11 +1,8 @@
 """Mistakes that people make in their first hour, and what they are told."""
 
 import gc
-import os
 import pickle
 import re
-import subprocess
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -21,6 +18,7 @@ import scipy.sparse
 from flax import nnx
 
 import distributary as dist
+from tests.interpreters import run_python
 
 BATCH = np.arange(24, dtype=np.float32).reshape(8, 3)
 AS_IT_IS = dist.RunOptions(autograph=False)  # otherwise the control flow is converted
@@ -990,9 +988,7 @@ def test_a_model_outside_of_the_scope_is_told_so_once(tmp_path):
     script = tmp_path / "outside.py"
     script.write_text(_OUTSIDE)
 
-    printed = subprocess.check_output([sys.executable, script], text=True)
-
-    (line,) = printed.splitlines()
+    (line,) = run_python(script).stdout.splitlines()
     assert line.startswith(f"{script} sequential.fit runs on one device")
     assert "with strategy.scope():" in line
     _check_short(line.removeprefix(str(script)))
@@ -1008,14 +1004,9 @@ def test_a_model_outside_of_the_scope_is_told_so_once(tmp_path):
     ],
 )
 def test_a_backend_of_keras_that_fails_is_told(backend, told):
-    ended = subprocess.run(
-        [sys.executable, "-c", "import distributary"],
-        env={**os.environ, "KERAS_BACKEND": backend},
-        stderr=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    ended = run_python("-c", "import distributary", environ={"KERAS_BACKEND": backend})
 
+    assert ended.returncode == 0
     assert told in ended.stderr if told else not ended.stderr
 
 

@@ -1,14 +1,12 @@
 """The public names are the documented ones, and importing them has no effects but one."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import distributary
+from tests.interpreters import run_python
 
 _API_PAGE = Path(__file__).parents[1] / "docs" / "api" / "index.md"
 
@@ -44,13 +42,8 @@ def test_public_names_are_the_documented_ones():
 
 
 def test_import_has_no_effects():
-    process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _IMPORT_WITHOUT_EFFECTS],
-        # Without the variables of this process, which has imported distributary already.
-        env={"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
+    process = run_python(
+        *("-W", "error", "-c", _IMPORT_WITHOUT_EFFECTS), environ={"KERAS_BACKEND": None}
     )
 
     assert process.returncode == 0, process.stderr
@@ -65,13 +58,10 @@ def test_import_has_no_effects():
     ],
 )
 def test_keras_finds_jax_unless_another_backend_is_set(environ, imports, backend, tmp_path):
-    process = subprocess.run(
-        [sys.executable, "-c", f"import {imports}, os; print(keras.config.backend(), os.environ)"],
+    process = run_python(
+        *("-c", f"import {imports}, os; print(keras.config.backend(), os.environ)"),
         # Keras writes a file there, in which it says that its backend is TensorFlow.
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "KERAS_HOME": str(tmp_path), **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
+        environ={"KERAS_BACKEND": None, "KERAS_HOME": str(tmp_path), **environ},
     )
 
     assert process.stdout.startswith(f"{backend} "), process.stderr
@@ -95,13 +85,7 @@ def test_a_wrong_name_gets_one_piece_of_advice():
         "distributary.get_rank": "is True in the process that saves and prints.",
     }
 
-    process = subprocess.run(
-        [sys.executable, "-c", _WRONG_NAMES, *advice],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    process = run_python("-c", _WRONG_NAMES, *advice)
 
     said = re.findall("^AttributeError: (.*)$", process.stderr, re.MULTILINE)
     for line, text in zip(said, advice.values(), strict=True):

@@ -4,8 +4,6 @@ pip install -e '.[dev,test-data]' && pytest tests/data/test_foreign.py
 """
 
 import gc
-import subprocess
-import sys
 
 import jax
 import keras
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 
 from distributary.data import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
+from tests.interpreters import run_python
 
 _X = np.arange(20, dtype=np.float32).reshape(10, 2)
 _Y = np.arange(10, dtype=np.int32)
@@ -198,5 +197,5 @@ def test_libraries_are_recognized_without_importing_them():
         "found = others & set(sys.modules);"
         "sys.exit(str(found) if found else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_python("-c", program)
     assert done.returncode == 0, done.stderr

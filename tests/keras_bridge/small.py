@@ -2,12 +2,11 @@
 
 import contextlib
 import functools
-import os
-import subprocess
-import sys
 
 import keras
 import numpy as np
+
+from tests.interpreters import run_python
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -79,12 +78,6 @@ def assert_equal_logs(got, expected):
 
 def python(code, **environ):
     """What a process of its own prints that runs `code`."""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = run_python("-c", code, environ=environ)
     assert result.returncode == 0, result.stderr
     return result.stdout

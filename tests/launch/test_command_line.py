@@ -1,7 +1,6 @@
 """The arguments of `distributary launch`."""
 
 import socket
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +12,7 @@ from distributary.tools.cli import _arguments, _bench, _doctor, launch_options, 
 from distributary.tools.compilation import known_topologies
 from distributary.tools.diagnosis import PARTS
 from distributary.tools.scaling import MODELS
+from tests.interpreters import run_python
 
 _TOKEN = {"DISTRIBUTARY_TOKEN": "0123456789abcdef"}
 
@@ -130,13 +130,7 @@ for line in lines:
             pass
 print({{"jax", "numpy", "keras"}} & set(sys.modules) or "none")
 """
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    process = run_python("-c", code, cwd=tmp_path)
 
     assert (process.stdout, process.stderr) == ("none\n", "")
 

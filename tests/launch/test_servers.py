@@ -1,14 +1,12 @@
 """Jobs with a chief, workers and parameter servers."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from distributary.launch import size_of_job
+from tests.interpreters import run_python
 
 
 def test_every_task_finds_itself_and_the_others(launch):
@@ -196,9 +194,7 @@ except ValueError as error:
     print(error)
 dist.MirroredStrategy(["CPU:0"])  # the first strategy decides
 """
-    environ = {**os.environ, "TF_CONFIG": json.dumps(config)}
-
-    out = subprocess.check_output([sys.executable, "-c", script], env=environ, text=True)
+    out = run_python("-c", script, environ={"TF_CONFIG": json.dumps(config)}).stdout
 
     assert out.startswith("MirroredStrategy: the cluster has 1 parameter server(s)")
 

@@ -14,6 +14,7 @@ import pytest
 
 from distributary.launch import free_addresses
 from tests.forks import Fork
+from tests.interpreters import run_python
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 300.0
@@ -122,20 +123,9 @@ def launch() -> Callable[..., "subprocess.CompletedProcess[str]"]:
     """A function that runs a program with `distributary launch --workers 2`; it must succeed."""
 
     def launch(options: list[str], program: str, *args: Any) -> "subprocess.CompletedProcess[str]":
-        environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-        environ |= {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
-        command = [sys.executable, "-m", "distributary", "launch", "--workers", "2", *options]
-        ended = subprocess.run(
-            [*command, str(_PROGRAMS / f"{program}.py"), *map(str, args)],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-        )
+        command = ("-m", "distributary", "launch", "--workers", "2", *options)
+        environ = {"TF_CONFIG": None, "JAX_NUM_CPU_DEVICES": "1"}
+        ended = run_python(*command, _PROGRAMS / f"{program}.py", *args, environ=environ)
         assert ended.returncode == 0, ended.stderr
         return ended
 

@@ -3,16 +3,15 @@
 Those that run in the same way share a process, where the second finds everything imported.
 """
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.interpreters import run_python
+
 _PROGRAMS = Path(__file__).parents[2] / "examples" / "tf_distribute"
-_SECONDS = 300  # about 10 on two idle cores
 
 _ONE_AFTER_THE_OTHER = """
 import runpy, sys
@@ -76,15 +75,5 @@ def _run(tasks: list[str], names: list[str], directory: Path) -> subprocess.Comp
         runner = directory / "run.py"
         runner.write_text(_ONE_AFTER_THE_OTHER, encoding="utf-8")
         script = [str(runner), *programs]
-    device_variables = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "KERAS_BACKEND")
-    environ = {name: value for name, value in os.environ.items() if name not in device_variables}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # absolute
-    environ["JAX_PLATFORMS"] = "cpu"
-    return subprocess.run(
-        [sys.executable, *launcher, *script],
-        cwd=directory,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-    )
+    environ = dict.fromkeys(("JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "KERAS_BACKEND"))
+    return run_python(*launcher, *script, environ=environ, cwd=directory)

@@ -1,14 +1,12 @@
 """`distributary devices`."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from distributary.tools.cli import main
+from tests.interpreters import run_python
 
 _CLUSTER = {
     "chief": ["10.0.0.1:1"],
@@ -97,15 +95,9 @@ def test_a_wrong_cluster_is_an_error(monkeypatch, capsys, tf_config, message):
 
 
 def test_the_command_prepares_jax_as_a_strategy_does():
-    environ = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "TF_CONFIG")}
-    environ |= {"JAX_NUM_CPU_DEVICES": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ = {"PJRT_NPROC": None, "TF_CONFIG": None, "JAX_NUM_CPU_DEVICES": "3"}
 
-    process = subprocess.run(
-        [sys.executable, "-m", "distributary", "devices"],
-        env=environ,
-        capture_output=True,
-        text=True,
-    )
+    process = run_python("-m", "distributary", "devices", environ=environ)
 
     assert (process.returncode, process.stderr) == (0, "")
     assert re.search(r"^CPU:2   cpu$", process.stdout, re.MULTILINE)

@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from distributary.tools.cli import main
 from distributary.tools.diagnosis import _machine as machine
+from tests.interpreters import run_python
 
 
 def test_it_examines_this_machine(monkeypatch, capsys):
@@ -60,20 +60,12 @@ def test_the_backend_of_keras(environ, status, detail):
 
 
 def test_workers_of_the_launcher_are_examined_together(tmp_path):
-    # KERAS_BACKEND: something to say about both.
-    settings = {"KERAS_BACKEND": "torch", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    dropped = ("TF_CONFIG", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
-    environ = {k: v for k, v in os.environ.items() if k not in dropped} | settings
+    environ = dict.fromkeys(("TF_CONFIG", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES"))
+    environ["KERAS_BACKEND"] = "torch"  # something to say about both
     doctor = ["-m", "distributary", "doctor", "--json", "report.json", "--wait-seconds", "60"]
 
-    process = subprocess.run(
-        [sys.executable, "-m", "distributary", "launch", "--workers", "2", *doctor],
-        env=environ,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    launch = ("-m", "distributary", "launch", "--workers", "2")
+    process = run_python(*launch, *doctor, environ=environ, cwd=tmp_path)
 
     assert process.returncode == 0, process.stdout + process.stderr
     report = json.loads((tmp_path / "report.json").read_text())
