@@ -57,7 +57,7 @@ _THREAD_END_SECONDS = 1.0  # for a thread that was told to stop and is on its wa
 
 # Tests that start processes take longest. Last of all, they would leave one of pytest's workers
 # without work for minutes.
-_FIRST = {"multiprocess", "compat", "test_examples.py", "test_docs.py"}
+_FIRST = {"multiprocess", "launch", "tools", "test_examples.py", "test_docs.py"}
 
 
 # Tests that start a process (a line for each file), or take more than a second beside others.

@@ -8,15 +8,14 @@ what TensorFlow 2.21 prints with one device and with two.
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distributary.launch._worker import free_addresses
+from distributary.launch import free_addresses
+from tests.forks import Fork
 from tests.tensorflow.programs.run_tensorflow import FOLDER, RECORDED, programs
 
 # `fit` and a loop: they run on workers, with MultiWorkerMirroredStrategy.
@@ -114,7 +113,6 @@ class _Started:
         environ |= {
             "JAX_NUM_CPU_DEVICES": str(num_devices),
             "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "PROGRAMS": str(folder),
             "PYTHONFAULTHANDLER": "1",
             "RESULTS": str(self._results),
@@ -122,22 +120,19 @@ class _Started:
         if tf_config:
             environ["TF_CONFIG"] = json.dumps(tf_config)
         self._paths = {name: str(sources / f"{name}.py") for name in names}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _RUN_ALL, *self._paths.values()],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        runner = folder / f"run-{task}.py"
+        runner.write_text(_RUN_ALL, encoding="utf-8")
+        self._output = folder / f"output-{task}"
+        with self._output.open("w") as output:
+            self._process = Fork([runner, *self._paths.values()], environ, stdout=output)
 
     def wait(self) -> None:
         """Waits for the end of the process."""
         try:
-            _, error = self._process.communicate(timeout=_SECONDS)
+            status = self._process.wait(_SECONDS)
         finally:
             self._process.kill()
-        status = self._process.returncode
-        self.error = f"exit status {status}: {error}" if status else ""
+        self.error = f"exit status {status}: {self._output.read_text()}" if status else ""
 
     def printed(self) -> dict[str, str]:
         """Returns what each program printed."""
