@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from tests.forks import Fork
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 300
@@ -30,26 +30,21 @@ def _installed(module: str) -> bool:
 
 
 @pytest.fixture
-def run_program() -> Callable[..., str]:
+def run_program(tmp_path: Path) -> Callable[..., str]:
     """A function that runs a program with arguments and stdin, and returns its stdout."""
     if not (_installed("libtpu") and _installed("jax_plugins.xla_cuda13")):
         pytest.skip("needs pip install -e '.[compile]'")
 
-    # The programs run in their folder, where relative folders of the path are not.
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    given, out, err = (tmp_path / name for name in ("stdin", "stdout", "stderr"))
 
     def run(name: str, *arguments: str, stdin: str = "") -> str:
-        process = subprocess.run(
-            [sys.executable, _PROGRAMS / name, *arguments],
-            input=stdin,
-            cwd=_PROGRAMS,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-        )
-        assert process.returncode == 0, process.stderr
-        return process.stdout
+        given.write_text(stdin)
+        with given.open() as stdin_file, out.open("w") as stdout, err.open("w") as stderr:
+            files = {"stdin": stdin_file, "stdout": stdout, "stderr": stderr}
+            process = Fork([_PROGRAMS / name, *arguments], os.environ, cwd=_PROGRAMS, **files)
+            code = process.wait(_SECONDS)
+        assert code == 0, err.read_text()
+        return out.read_text()
 
     return run
 
