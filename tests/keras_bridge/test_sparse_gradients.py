@@ -180,17 +180,6 @@ def test_other_networks(layout, network, train_both):
     )
 
 
-def test_half_precision_computes_what_it_computes_on_one_device(train_twice):
-    keras.config.set_dtype_policy("mixed_bfloat16")
-
-    alone, distributed = train_twice(_model(lambda: ko.SGD(0.5)), _IDS, _Y)
-
-    for expected, actual in zip(
-        alone.model.get_weights(), distributed.model.get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(actual, expected, rtol=0.02, atol=2e-3)
-
-
 def test_adapters_of_low_rank_train_as_on_one_device(train_twice, assert_same_training):
     make = lambda: keras.Sequential(_layers(lora_rank=2))
 

@@ -34,15 +34,6 @@ def test_the_same_address_twice_is_chosen_again():
     assert job.report(1, Ready(0, ["a:1"])) == _to_both(Prepare(0))
 
 
-def test_the_first_failure_counts():
-    job = _running()
-
-    commands = job.report(1, Failed(0, 3, "worker 1 ended", ["why"]))
-
-    assert commands == _to_both(Exit(3, "worker 1 ended", 1, ["why"]))
-    assert job.report(0, Failed(0, 4, "worker 0 ended", [])) == []
-
-
 def test_a_failure_restarts_all_hosts_when_all_have_stopped():
     job = _running(max_restarts=1)
 
