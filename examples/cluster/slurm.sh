@@ -24,7 +24,7 @@ if [[ -n ${IMAGE:-} ]]; then
     container=(--container-image="$IMAGE" --container-mounts="$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR")
 fi
 
-MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 # srun hands the environment to all machines. Nobody else knows the token.
 DISTRIBUTARY_TOKEN=$(openssl rand -hex 16)
 export SCRIPT MASTER DISTRIBUTARY_TOKEN
