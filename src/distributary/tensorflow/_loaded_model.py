@@ -182,7 +182,14 @@ class _Loaded:
         for program in self._programs:
             leaves = program.leaves(args, kwargs, self._is_signature)
             if leaves is not None:
-                result = program(leaves)
+                try:
+                    result = program(leaves)
+                except ValueError as error:  # sizes that break a constraint of JAX
+                    problem = str(error).partition(". ")[0]
+                    raise InvalidValueError(
+                        f"{self._name}: the arguments have the shapes {jax.tree.map(jnp.shape, args)}"
+                        f" and {jax.tree.map(jnp.shape, kwargs)}. {problem}."
+                    ) from error
                 if not self._is_signature or isinstance(result, dict):
                     return result
                 return {f"output_{i}": leaf for i, leaf in enumerate(jax.tree.leaves(result))}
