@@ -87,7 +87,7 @@ def _targets_from_before_and_after_the_tape_count_as_constants(v, w, u, f, x, n)
     with dist.GradientTape() as tape:
         inside = before * w
     after = inside * w
-    return tape.gradient([before, after, inside, w], [w, before])
+    return tape.gradient([before, after, inside, w.value()], [w, before])
 
 
 @_gives({"v": 12.0, "rest": (4.0, [12.0])})
@@ -342,6 +342,27 @@ def test_many_gradients_inside_a_persistent_tape_are_traced_in_linear_time(run):
         return gradients
 
     _equal(run(step), [float(i) for i in range(1, 21)])
+
+
+def test_a_variable_as_a_target_depends_on_itself_alone(run):
+    v, w = run.variable([2.0, 4.0]), run.variable([3.0, 5.0])
+
+    def step():
+        with dist.GradientTape(persistent=True) as tape:
+            product = v * w
+        return (
+            tape.gradient(v, [v, w]),
+            tape.gradient([product, v, v], [v, w]),
+            tape.gradient([v, product], [v, w], output_gradients=[jnp.array([5.0, 6.0]), None]),
+        )
+
+    # As with TensorFlow 2.21.
+    expected = ([[1, 1], None], [[5, 7], [2, 4]], [[8, 11], [2, 4]])
+    _equal(run(step), jax.tree.map(np.asarray, expected, is_leaf=_is_flat))
+
+
+def _is_flat(value):
+    return isinstance(value, list) and all(isinstance(one, int) for one in value)
 
 
 def test_integers_have_no_gradient_and_a_warning_says_so(run, caplog):

@@ -237,3 +237,28 @@ def test_checks_hold_or_raise():
     ):
         with pytest.raises((ValueError, TypeError)):
             check()
+
+
+def test_a_layer_that_a_call_under_a_tape_builds_has_its_gradients():
+    class Block(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            norm = tf.keras.layers.BatchNormalization()
+            self.layers_of_block = tf.keras.Sequential([tf.keras.layers.Dense(2), norm])
+
+        def call(self, x, training=None):
+            return self.layers_of_block(x, training=training)
+
+    x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+    blocks = tf.keras.Sequential([Block(), Block()])
+
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(blocks(x, training=True) ** 3)
+    first = tape.gradient(loss, blocks.trainable_variables)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(blocks(x, training=True) ** 3)
+    second = tape.gradient(loss, blocks.trainable_variables)
+
+    assert len(first) == 8
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -289,6 +289,11 @@ class GradientTape:
         targets = [_target(leaf) for leaf in jax.tree.leaves(target)]
         seeds = _seeds(output_gradients, targets)
         is_used = [_is_differentiable("target", one) for one in targets]
+        of_itself: dict[int, Any] = {}  # a variable that is a target depends on itself alone
+        for number, variable in enumerate(map(as_variable, jax.tree.leaves(target))):
+            if variable is not None and is_used[number]:
+                of_itself[id(variable)] = of_itself.get(id(variable), 0) + seeds[number]
+                is_used[number] = False
         targets, seeds = (list(itertools.compress(parts, is_used)) for parts in (targets, seeds))
         leaves, tree = jax.tree.flatten(sources, is_leaf=lambda x: x is None)
         differentiated = [self._differentiated(leaf) for leaf in leaves]
@@ -316,6 +321,10 @@ class GradientTape:
             gradient = next(of_arrays) if is_array else of_variables.get(id(source))
             if isinstance(gradient, tuple):
                 gradient = IndexedSlices(gradient[0], gradient[1], leaf.shape)
+            if id(source) in of_itself:
+                gradient = of_itself[id(source)] + (
+                    0 if gradient is None else jnp.asarray(gradient)
+                )
             if gradient is None and zero:
                 gradient = jnp.zeros(jnp.shape(leaf), leaf.dtype)
             gradients.append(gradient)
@@ -354,7 +363,7 @@ def _read_as(variable: Variable | ForeignVariable) -> Any:
 
 
 def _target(leaf: object) -> jax.Array:
-    if not isinstance(leaf, (jax.Array, Variable, float)):
+    if not isinstance(leaf, (jax.Array, float)) and as_variable(leaf) is None:
         raise InvalidTypeError(
             f"GradientTape.gradient: target is {described(leaf)}, expected an array."
         )

@@ -26,6 +26,7 @@ from distributary.tracing._feeds import (
     Feeds,
     LeaveTrace,
     Origin,
+    TracedInitialValueError,
     at_end,
     current_feeding,
     fed_by,

@@ -88,6 +88,10 @@ class LeaveTrace(BaseException):
     """A stop of the trace of a function that must run on the host; it never reaches the user."""
 
 
+class TracedInitialValueError(InvalidValueError):
+    """An error about the first variable that a function creates, with a value computed there."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Origin:

@@ -99,6 +99,7 @@ class TraceScope:
         self.is_for_workers = is_for_workers
         self._known = known or Known()
         self.created: list[str] = []
+        self.num_created = 0  # without the variables of Keras, which get their values later
         self.writes: dict[int, tuple[Handle, tuple[Call, ...]]] = {}
         self.recording: list[TapeRecord] = []
         self.strategies: list[Any] = []  # their replicas run inside the function
