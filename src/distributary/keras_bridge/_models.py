@@ -66,6 +66,10 @@ class Distributed:
             _give(model, get_strategy())
         return model
 
+    def compiled_loss(self, y: Any, y_pred: Any, sample_weight: Any = None, *rest: object) -> Any:
+        """Returns `compute_loss`; steps that were written for TensorFlow call it by this name."""
+        return self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)  # type: ignore[attr-defined]
+
     # What Keras notes of a model's state, which is empty under a strategy, belongs to a call. On
     # the model, it would be that of another thread, too; and Keras would search it for layers.
 
