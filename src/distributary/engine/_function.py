@@ -63,9 +63,9 @@ def function(
     random one, the first call runs its Python code.
 
     Some functions cannot be compiled as a whole: those that take from a distributed dataset or
-    iterator, take more than 100 elements, or return a dataset. They run their Python code in every
-    call, and compile each `Strategy.run` in it. A step function that they define themselves is
-    compiled only once.
+    iterator, take more than 100 elements, return a dataset, or let a `tf.TensorArray` grow. They
+    run their Python code in every call, and compile each `Strategy.run` in it. A step function that
+    they define themselves is compiled only once.
 
     Args:
         func: The function. Without it, `function` returns a decorator.
@@ -217,8 +217,8 @@ class Function:
             if not feeds.handles:
                 return pair
         raise UnsupportedError(
-            f"{Subject(self.python_function, tree)} takes elements from an iterator or a dataset."
-            " Pass the element as an argument."
+            f"{Subject(self.python_function, tree)} takes elements from an iterator or a dataset,"
+            " or lets a tf.TensorArray grow. Pass the element as an argument, or the final size."
         )
 
     def _traced(

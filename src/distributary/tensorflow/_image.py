@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from distributary.errors import InvalidValueError
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow import _draws as draws
-from distributary.tensorflow._host import Element, require_host
+from distributary.tensorflow._host import host_array, require_host
 from distributary.tensorflow._operations import Shape
 
 
@@ -285,7 +285,7 @@ def sample_distorted_bounding_box(
     area_range: Sequence[float] | None = (0.05, 1.0),
     max_attempts: int | None = 100,
     use_image_if_no_bounding_boxes: bool | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, ...]:
     """`tf.image.sample_distorted_bounding_box`: a random crop, of which the host draws the size.
 
     Returns:
@@ -295,35 +295,38 @@ def sample_distorted_bounding_box(
     key = draws.key_of_number(seed or None)
     require_host("tf.image.sample_distorted_bounding_box", key, image_size, bounding_boxes)
     outer, boxes = np.asarray(image_size)[:2], np.asarray(bounding_boxes, np.float32).reshape(-1, 4)
-    if not len(boxes) and not use_image_if_no_bounding_boxes:
-        raise InvalidValueError(
-            "tf.image.sample_distorted_bounding_box: there are no bounding_boxes. Pass one, or"
-            " use_image_if_no_bounding_boxes=True."
-        )
-    boxes = boxes if len(boxes) else np.array([[0, 0, 1, 1]], np.float32)
-    boxes = np.int32(boxes * np.tile(outer, 2))  # in pixels
-    areas = np.prod(boxes[:, 2:] - boxes[:, :2], 1)
+    if not len(boxes):
+        if not use_image_if_no_bounding_boxes:
+            raise InvalidValueError(
+                "tf.image.sample_distorted_bounding_box: there are no bounding_boxes. Pass one, or"
+                " use_image_if_no_bounding_boxes=True."
+            )
+        boxes = np.array([[0, 0, 1, 1]], np.float32)
+    begins, ends = np.split(np.int32(boxes * np.tile(outer, 2)), 2, axis=1)  # in pixels
     low, high = aspect_ratio_range or (0.75, 1.33)
     least, most = np.array(area_range or (0.05, 1.0)) * np.prod(outer)
-    start, size = np.zeros(2, np.int32), outer
     for ratio, share, *place in np.asarray(draws.uniform(key, (max_attempts or 100, 4)), float):
         aspect = low + ratio * (high - low)
         highest = min(round(np.sqrt(most / aspect)), outer[0], int((outer[1] + 0.5) / aspect))
         height = min(round(np.sqrt(least / aspect)), highest)
         height += int(share * (highest - height + 1))
-        height += int(height * round(height * aspect) < least)  # so that rounding alone is no failure
+        # No failure from rounding alone.
+        height += int(height * round(height * aspect) < least)
         height -= int(height * round(height * aspect) > most)
-        crop = np.array([height, round(height * aspect)])
-        begin = np.int32(place * np.maximum(outer - crop, 0))
-        inner = np.minimum(boxes[:, 2:], begin + crop) - np.maximum(boxes[:, :2], begin)
+        size = np.array([height, round(height * aspect)])
+        start = np.int32(place * np.maximum(outer - size, 0))
+        fits = least <= np.prod(size) <= most and (size >= 1).all() and (size <= outer).all()
+        inner = np.minimum(ends, start + size) - np.maximum(begins, start)
+        areas = np.prod(ends - begins, 1)
         covered = np.prod(np.maximum(inner, 0), 1) >= np.asarray(min_object_covered) * areas
-        if least <= np.prod(crop) <= most and (1 <= crop).all() and (crop <= outer).all():
-            if (covered & (areas >= 1)).any():
-                start, size = begin, crop
-                break
+        if fits and (covered & (areas >= 1)).any():
+            break
+    else:
+        start, size = np.zeros(2), outer
     box = np.concatenate([start, start + size]) / np.tile(outer, 2)
-    ends = (np.int32([*start, 0]), np.int32([*size, -1]), np.float32(box).reshape(1, 1, 4))
-    return tuple(part.view(Element) for part in ends)  # type: ignore[return-value]
+    return tuple(
+        map(host_array, ([*start, 0], [*size, -1], [[box]]), (np.int32, np.int32, np.float32))
+    )
 
 
 random_brightness = draws.seeded(_random_brightness, draws.key_of_number, 2, __name__)

@@ -31,6 +31,7 @@ from distributary.tracing._feeds import (
     current_feeding,
     fed_by,
     iterator_of,
+    leave_trace,
     next_of,
     refuse_in_trace,
 )
