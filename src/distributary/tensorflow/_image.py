@@ -305,6 +305,8 @@ def sample_distorted_bounding_box(
     begins, ends = np.split(np.int32(boxes * np.tile(outer, 2)), 2, axis=1)  # in pixels
     low, high = aspect_ratio_range or (0.75, 1.33)
     least, most = np.array(area_range or (0.05, 1.0)) * np.prod(outer)
+    start: Any
+    size: Any
     for ratio, share, *place in np.asarray(draws.uniform(key, (max_attempts or 100, 4)), float):
         aspect = low + ratio * (high - low)
         highest = min(round(np.sqrt(most / aspect)), outer[0], int((outer[1] + 0.5) / aspect))

@@ -33,11 +33,7 @@ from distributary.errors import (
     described,
 )
 from distributary.tensorflow._functions import ConcreteFunction, Function, Method
-from distributary.tensorflow._loaded_model import (
-    INDEX,
-    contains_saved_model,
-    needs_flatbuffers,
-)
+from distributary.tensorflow._loaded_model import INDEX, contains_saved_model, needs_flatbuffers
 from distributary.tensorflow._operations import canonical
 from distributary.variables import ForeignVariable, Variable
 
@@ -173,7 +169,9 @@ class _Programs:
         specs = jax.tree.leaves(list(taken.values()))
         structure = jax.tree.structure(list(taken.values()))
         shared = sum(spec.shape[:1] == (None,) for spec in specs if spec.shape is not None) > 1
-        attempts = [((), first) for first in (("batch{}", "batch") if shared else ("batch",))]
+        attempts: list[tuple[tuple[str, ...], str]] = [((), "batch")]
+        if shared:
+            attempts.insert(0, ((), "batch{}"))
         error: Exception | None = None
         for constraints, first in attempts:  # grows by those that JAX asks for
             structs = _structs_of(what, specs, first, constraints)
@@ -200,7 +198,10 @@ class _Programs:
             )
         return {
             "names": list(taken),
-            "specs": [[_sizes_of(struct), str(struct.dtype)] for struct in structs],
+            "specs": [
+                [[n if isinstance(n, int) else None for n in struct.shape], str(struct.dtype)]
+                for struct in structs
+            ],
             "state": places,
             "code": base64.b64encode(zlib.compress(code)).decode(),
         }
@@ -274,10 +275,6 @@ def _specs_in(argument: object) -> Any:
     """Returns an argument with None in place of all that is not an array."""
     keep = lambda leaf: leaf if isinstance(leaf, TensorSpec) else None
     return jax.tree.map(keep, argument)
-
-
-def _sizes_of(struct: jax.ShapeDtypeStruct) -> list[int | None]:
-    return [size if isinstance(size, int) else None for size in struct.shape]
 
 
 def _constraints_in(message: str) -> Iterator[str]:
