@@ -87,7 +87,7 @@ def _targets_from_before_and_after_the_tape_count_as_constants(v, w, u, f, x, n)
     with dist.GradientTape() as tape:
         inside = before * w
     after = inside * w
-    return tape.gradient([before, after, inside, w], [w, before])
+    return tape.gradient([before, after, inside, w.value()], [w, before])
 
 
 @_gives({"v": 12.0, "rest": (4.0, [12.0])})
@@ -344,6 +344,50 @@ def test_many_gradients_inside_a_persistent_tape_are_traced_in_linear_time(run):
     _equal(run(step), [float(i) for i in range(1, 21)])
 
 
+def test_a_variable_as_a_target_depends_on_itself_alone(run):
+    v, w = run.variable([2.0, 4.0]), run.variable([3.0, 5.0])
+
+    def step():
+        with dist.GradientTape(persistent=True) as tape:
+            product = v * w
+        return (
+            tape.gradient(v, [v, w]),
+            tape.gradient([product, v, v], [v, w]),
+            tape.gradient([v, product], [v, w], output_gradients=[jnp.array([5.0, 6.0]), None]),
+        )
+
+    # As with TensorFlow 2.21.
+    expected = ([[1, 1], None], [[5, 7], [2, 4]], [[8, 11], [2, 4]])
+    _equal(run(step), jax.tree.map(np.asarray, expected, is_leaf=_is_flat))
+
+
+def _is_flat(value):
+    return isinstance(value, list) and all(isinstance(one, int) for one in value)
+
+
+def test_integers_have_no_gradient_and_a_warning_says_so(run, caplog):
+    v, n = run.variable(2.0), run.variable(3)
+
+    def step():
+        count = jnp.int32(5) + n.value()
+        with dist.GradientTape(persistent=True) as tape:
+            tape.watch([count, n])
+            square, rounded = count * count, v.value().astype(jnp.int32)
+            scaled = v * count.astype(jnp.float32)
+        return (
+            tape.gradient(square, count),
+            tape.gradient(rounded, [v, n], unconnected_gradients="zero"),
+            tape.gradient([rounded, scaled], [count, v]),
+            tape.gradient(scaled, [count, v]),
+            tape.jacobian(rounded, v),
+        )
+
+    # As with TensorFlow 2.21.
+    _equal(run(step), (None, [0.0, 0], [None, 8.0], [None, 8.0], None))
+    for role in ("watched value", "target", "source"):
+        assert f"the {role} has dtype int32, so its gradient is None" in caplog.text
+
+
 # Misuse
 
 
@@ -378,10 +422,6 @@ _MISUSES = {
         lambda tape, loss, v: (tape.gradient(loss, v), tape.gradient(loss, v)),
         *(ContextError, r"second time.*persistent=True"),
     ),
-    "integer target": (
-        lambda tape, loss, v: tape.gradient(v.value().astype(jnp.int32), v),
-        *(InvalidTypeError, "target has dtype int32"),
-    ),
     "text as target": (
         lambda tape, loss, v: tape.gradient("loss", v),
         *(InvalidTypeError, "target is 'loss', a str, expected"),
@@ -394,9 +434,9 @@ _MISUSES = {
         lambda tape, loss, v: tape.gradient(loss, [v, "v"]),
         *(InvalidTypeError, "source is 'v', a str"),
     ),
-    "watched integers": (
-        lambda tape, loss, v: tape.watch(np.arange(3)),
-        *(InvalidTypeError, r"watch: got .*expected a floating point array"),
+    "watched text": (
+        lambda tape, loss, v: tape.watch("loss"),
+        *(InvalidTypeError, r"watch: got .*loss.*expected an array or variable"),
     ),
     "output gradient of another shape": (
         lambda tape, loss, v: tape.gradient(loss, v, output_gradients=jnp.ones(2)),

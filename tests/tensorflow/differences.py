@@ -202,7 +202,7 @@ DIFFERENT = {
     "io.parse_single_sequence_example": ("without sparse sequences and ragged features"),
     "timestamp": "outside of steps",
     "config.experimental.enable_op_determinism": "before the first array, if there are GPUs",
-    "TensorArray": "in a compiled loop, size is the final one",
+    "TensorArray": "a function in which one grows is not compiled; in a step, size is final",
     "TensorArray(clear_after_read)": "no effect: rows stay readable",
     "TensorArray(tensor_array_name)": "no effect",
     "TensorArray(handle)": "no effect",

@@ -24,7 +24,8 @@ def changed(before):
         and not isinstance(own.get(name), types.ModuleType)
     }
 
-METHODS = {(True, name) for name in "numpy get_shape assign assign_add assign_sub".split()}
+names = "numpy get_shape set_shape assign assign_add assign_sub"
+METHODS = {(True, name) for name in names.split()}
 before, environ = surroundings(), dict(os.environ)
 import distributary.compat.tensorflow as tf
 assert changed(before) == METHODS, changed(before)

@@ -46,19 +46,11 @@ def test_rows_are_written_in_compiled_loops(strategy_of):
         (lambda: tf.TensorArray(tf.float32, 2).write(0, [1.0]).write(1, 2.0), "others have"),
         (lambda: tf.TensorArray(tf.float32, 2, element_shape=[3]).write(0, 1.0), r"expected \(3,"),
         (lambda: tf.TensorArray(tf.float32, 2).split([1.0, 2.0, 3.0], [1, 2]), "expected one"),
-        (lambda: tf.function(_grow)(tf.constant(3)), r"size 0.*size=n"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(use, message):
     with pytest.raises(InvalidValueError, match=message):
         use()
-
-
-def _grow(count):
-    rows = tf.TensorArray(tf.float32, size=0, dynamic_size=True)
-    for i in tf.range(count):
-        rows = rows.write(i, 1.0)
-    return rows.stack()
 
 
 def test_branches_are_chosen_in_steps():
@@ -237,3 +229,44 @@ def test_checks_hold_or_raise():
     ):
         with pytest.raises((ValueError, TypeError)):
             check()
+
+
+def test_a_layer_that_a_call_under_a_tape_builds_has_its_gradients():
+    class Block(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            norm = tf.keras.layers.BatchNormalization()
+            self.layers_of_block = tf.keras.Sequential([tf.keras.layers.Dense(2), norm])
+
+        def call(self, x, training=None):
+            return self.layers_of_block(x, training=training)
+
+    x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+    blocks = tf.keras.Sequential([Block(), Block()])
+
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(blocks(x, training=True) ** 3)
+    first = tape.gradient(loss, blocks.trainable_variables)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(blocks(x, training=True) ** 3)
+    second = tape.gradient(loss, blocks.trainable_variables)
+
+    assert len(first) == 8
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic_size", [False, True])
+def test_a_write_beyond_the_end_of_an_array_in_a_step_shows(dynamic_size):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(count):
+        rows = tf.TensorArray(tf.float32, size=3, dynamic_size=dynamic_size)
+        for i in tf.range(count):
+            rows = rows.write(i, tf.cast(i + 1, tf.float32))
+        return rows.stack()
+
+    within, beyond = (strategy.run(step, args=(tf.constant(n),)) for n in (2, 4))
+
+    assert strategy.experimental_local_results(within)[0].tolist() == [1, 2, 0]
+    np.testing.assert_array_equal(strategy.experimental_local_results(beyond)[1], [1, 2, np.nan])

@@ -203,3 +203,46 @@ def test_a_layer_may_use_the_size_of_the_batch_in_a_model_that_leaves_it_open():
 
     assert model.output_shape == (None, 4)
     assert model.predict(np.ones((3, 4)), verbose=0).shape == (3, 4)
+
+
+# The mean areas and ratios are those of 3000 boxes of TensorFlow 2.21.
+@pytest.mark.parametrize(
+    ("covered", "mean_area", "mean_ratio"), [(0.1, 0.449, 1.239), (0.7, 0.548, 1.373)]
+)
+def test_distorted_bounding_boxes_keep_to_their_limits(covered, mean_area, mean_ratio):
+    image, box = tf.zeros([60, 80, 3]), tf.constant([[[0.2, 0.3, 0.5, 0.9]]])
+    top, left, bottom, right = 12, 24, 30, 71  # of the box, in whole pixels
+    found = []
+
+    for _ in range(80):
+        begin, size, crop_box = tf.image.sample_distorted_bounding_box(
+            tf.shape(image), box, 1, covered, aspect_ratio_range=(0.5, 2.0), area_range=(0.2, 1)
+        )
+        assert tf.slice(image, begin, size).shape == (*size[:2], 3)
+        (y, x, _), (height, width, rest) = begin.tolist(), size.tolist()
+        expected = [y / 60, x / 80, (y + height) / 60, (x + width) / 80]
+        np.testing.assert_allclose(crop_box[0, 0], expected, rtol=1e-6)
+        overlap = (min(bottom, y + height) - max(top, y)) * (min(right, x + width) - max(left, x))
+        assert overlap >= covered * (bottom - top) * (right - left)
+        assert rest == -1
+        found.append([height * width / 4800, width / height])
+
+    assert np.all(np.min(found, 0) >= [0.2, 0.49])
+    assert np.all(np.max(found, 0) <= [1.0, 2.05])
+    np.testing.assert_allclose(np.mean(found, 0), [mean_area, mean_ratio], rtol=0.15)
+
+
+def test_distorted_bounding_boxes_of_no_box_and_of_no_fit_are_the_image():
+    none, far = tf.zeros([1, 0, 4]), tf.constant([[[0.0, 0.0, 1.0, 1.0]]])
+    crop = tf.image.sample_distorted_bounding_box
+
+    begin, size, box = crop([6, 8, 3], far, min_object_covered=1.0, area_range=(0.1, 0.5))
+
+    assert begin.numpy().tolist() == [0, 0, 0]
+    assert size.numpy().tolist() == [6, 8, -1]
+    assert box.numpy().tolist() == [[[0, 0, 1, 1]]]
+    assert crop([6, 8, 3], none, use_image_if_no_bounding_boxes=True)[1][2] == -1
+    with pytest.raises(ValueError, match="there are no bounding_boxes"):
+        crop([6, 8, 3], none)
+    with pytest.raises(NotImplementedError, match=r"sample_distorted_bounding_box: .* in a step"):
+        tf.function(lambda x: crop(tf.shape(x), far)[1])(tf.zeros([6, 8, 3]))

@@ -230,6 +230,67 @@ def test_while_loops_write_arrays_and_give_gradients(compiled):
     np.testing.assert_array_equal(power(tf.constant(9)), [32, 80])
 
 
+def test_an_array_that_grows_in_a_loop_of_a_function_has_as_many_rows_as_are_written():
+    x = tf.Variable(2.0)
+
+    @tf.function
+    def powers(limit, most):
+        rows = tf.TensorArray(tf.float32, size=0, dynamic_size=True)
+        power = tf.constant(1.0)
+        with tf.GradientTape() as tape:
+            for i in tf.range(most):
+                power = power * x
+                power.set_shape([])
+                rows = rows.write(i, power)
+                if power > limit:
+                    break
+            total = tf.reduce_sum(rows.stack())
+        x.assign_add(tape.gradient(total, x))
+        return rows.stack(), rows.size()
+
+    # The gradient of x + x ** 2 + x ** 3 for x = 2 is 17.
+    first, size = powers(tf.constant(7.0), tf.constant(9))
+    np.testing.assert_array_equal(first, [2, 4, 8])
+    assert size == 3
+    np.testing.assert_array_equal(powers(tf.constant(500.0), tf.constant(9))[0], [19, 361, 6859])
+    with pytest.raises(ValueError, match=r"\(2,\) and \(\) do not fit"):
+        x.value().set_shape([2])
+
+
+def test_in_a_step_an_array_must_not_grow():
+    def step():
+        rows = tf.TensorArray(tf.float32, size=0, dynamic_size=True)
+        for i in tf.range(tf.cast(tf.constant(3.5), tf.int32)):
+            rows = rows.write(i, 1.0)
+        return rows.stack()
+
+    with pytest.raises(ValueError, match=r"writes to an array of size 0. Pass the number of rows"):
+        tf.distribute.OneDeviceStrategy("cpu:0").run(step)
+
+
+def test_a_step_for_keras_2_updates_its_metrics():
+    class Model(tf.keras.Sequential):
+        def train_step(self, data):
+            inputs, targets = data
+            with tf.GradientTape() as tape:
+                predictions = self(inputs, training=True)
+                loss = self.compiled_loss(targets, predictions)
+            gradients = tape.gradient(loss, self.trainable_weights)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+            self.compiled_metrics.update_state(targets, predictions)
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    model = Model([tf.keras.Input((2,)), tf.keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile("sgd", "mse", metrics=["mae"])
+
+    history = model.fit(x, x[:, :1], batch_size=3, verbose=0).history
+
+    # As with TensorFlow: "loss" is the mean of what is predicted, 1, 5 and 9, and not the loss.
+    np.testing.assert_allclose(history["loss"], [5.0])
+    np.testing.assert_allclose(history["mae"], [3.0])
+
+
 def test_python_functions_by_decorator():
     @tf.numpy_function(Tout=[tf.float32, tf.int32])
     def step(action):

@@ -1,5 +1,6 @@
 """Saved models compute the same numbers again, in programs that do not have their code."""
 
+import re
 import sys
 
 import jax
@@ -167,6 +168,47 @@ def test_a_new_process_loads_it_without_the_code_of_the_model(tmp_path, run_pyth
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, rtol=1e-6)
 
 
+def _padded(x):
+    return tf.concat([x[:, :-1], tf.ones([x.shape[0], 3])], axis=1) - tf.range(9.0)
+
+
+KERNEL = np.linspace(-1, 1, 40, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("function", "rank", "fits", "others", "says"),
+    [
+        (lambda x: x - KERNEL, 2, [(3, 40), (1, 40)], [(3, 41), (3, 1)], "dim0_1 == 40"),
+        (lambda x: x @ KERNEL.reshape(5, 8), 3, [(2, 3, 5), (4, 1, 5)], [(2, 3, 6)], "dim0_2 == 5"),
+        (_padded, 2, [(3, 7)], [(3, 9)], "dim0_1 == 7"),
+        (
+            lambda x: tf.reshape(x, [-1, 8]) @ KERNEL.reshape(8, 5),
+            *(4, [(3, 4, 2, 1), (2, 2, 2, 2)], [(3, 3, 1, 1)], r"mod\(.*8\) == 0"),
+        ),
+        (
+            lambda x: tf.nn.conv2d(x, KERNEL.reshape(2, 2, 2, 5), 1, "SAME"),
+            *(4, [(1, 4, 3, 2), (2, 2, 5, 2)], [(1, 4, 3, 3)], "dim0_3 == 2"),
+        ),
+    ],
+    ids=["broadcast", "matmul", "concat", "reshape", "conv2d"],
+)
+def test_open_dims_are_saved_for_the_sizes_that_the_function_fits(
+    function, rank, fits, others, says, tmp_path, caplog
+):
+    spec = tf.TensorSpec([None] * rank, tf.float32)
+
+    tf.saved_model.save(_module("apply", function, spec), tmp_path / "model")
+    loaded = tf.saved_model.load(tmp_path / "model")
+
+    for shape in fits:
+        x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 7
+        np.testing.assert_allclose(loaded.apply(x), function(tf.constant(x)), rtol=1e-5, atol=1e-5)
+    for shape in others:
+        with pytest.raises((TypeError, ValueError), match="apply: the arguments have the shapes"):
+            loaded.apply(np.zeros(shape, np.float32))
+    assert re.search(f"'apply' takes only sizes with {says}, because", caplog.text)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -185,6 +227,10 @@ def test_a_new_process_loads_it_without_the_code_of_the_model(tmp_path, run_pyth
         (
             _module("grid", lambda x: x.reshape(int(x.shape[0]), 2), OPEN),
             "'grid' cannot be exported .* Give dims of size None their sizes",
+        ),
+        (
+            _module("both", lambda x: (x - KERNEL, x - KERNEL[:8]), tf.TensorSpec([None, None])),
+            r"'both' cannot be exported .* shapes=\[\(batch, dim0_1\), \(40,\)\]",
         ),
         (
             _module("step", lambda x: dist.get_strategy().run(lambda: x.sum()), OPEN),

@@ -31,6 +31,7 @@ from distributary.tracing import (
     LeaveTrace,
     Origin,
     Subject,
+    TracedInitialValueError,
     TraceScope,
     current_scope,
     is_recording,
@@ -58,10 +59,13 @@ def function(
     or that it captures: every call takes the next ones. A loop over such a dataset starts a new
     pass in every call. Taking elements from any other iterator during a trace is an error.
 
+    If the first variable that a function creates has a value that is computed there, such as a
+    random one, the first call runs its Python code.
+
     Some functions cannot be compiled as a whole: those that take from a distributed dataset or
-    iterator, take more than 100 elements, or return a dataset. They run their Python code in every
-    call, and compile each `Strategy.run` in it. A step function that they define themselves is
-    compiled only once.
+    iterator, take more than 100 elements, return a dataset, or let a `tf.TensorArray` grow. They
+    run their Python code in every call, and compile each `Strategy.run` in it. A step function that
+    they define themselves is compiled only once.
 
     Args:
         func: The function. Without it, `function` returns a decorator.
@@ -128,6 +132,10 @@ class Function:
             return self._take_and_call(leaves, tree, key, programs, mode.strategy)
         except LeaveTrace:
             programs[key] = "host"
+        except TracedInitialValueError:  # a function computes it anew in every call
+            if programs.get(key) == "begun":
+                raise
+            programs[key] = "begun"
         except Exception as error:
             shorten(error)
             raise
@@ -209,8 +217,8 @@ class Function:
             if not feeds.handles:
                 return pair
         raise UnsupportedError(
-            f"{Subject(self.python_function, tree)} takes elements from an iterator or a dataset."
-            " Pass the element as an argument."
+            f"{Subject(self.python_function, tree)} takes elements from an iterator or a dataset,"
+            " or lets a tf.TensorArray grow. Pass the element as an argument, or the final size."
         )
 
     def _traced(
@@ -270,8 +278,8 @@ class Function:
 
 # Under the key of a call is the origin of the element that is taken first. Under that key and its
 # outcome is the next origin, and so on. The last one holds the program, or "host" if the call runs
-# on the host.
-_Programs = dict[_Key, Executable | Origin | Literal["host"]]
+# on the host, or "begun" if the first one did.
+_Programs = dict[_Key, Executable | Origin | Literal["host", "begun"]]
 
 
 def _after(key: _Key, outcome: object) -> _Key:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from distributary.devices import Nest
 from distributary.engine import function
-from distributary.errors import InvalidTypeError, InvalidValueError, shown
+from distributary.errors import InvalidTypeError, InvalidValueError, described, shown
 from distributary.gradients._tape import GradientTape
 from distributary.tracing import current_scope
 from distributary.variables import as_variable
@@ -111,5 +111,10 @@ def _scalar(result: Nest, has_aux: bool) -> jax.Array:
         raise InvalidValueError(
             f"value_and_grad: the function returned a value of shape {jnp.shape(value)}, expected a"
             " scalar. Sum or average it first."
+        )
+    if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+        raise InvalidTypeError(
+            f"value_and_grad: the function returned {described(value)}, expected a floating point"
+            " scalar; nothing else can be differentiated."
         )
     return value

@@ -1,6 +1,8 @@
 """`tf.GradientTape`, in traced functions and outside of them."""
 
 import enum
+import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,8 @@ from distributary.errors import (
 )
 from distributary.tracing import EagerRecord, TapeRecord, TraceScope, current_scope
 from distributary.variables import ForeignVariable, IndexedSlices, Variable, as_variable
+
+_logger = logging.getLogger(__name__)
 
 
 class UnconnectedGradients(enum.Enum):
@@ -109,18 +113,18 @@ class GradientTape:
     def watch(self, tensor: Nest) -> None:
         """Watches an array or variable, or a nest of them.
 
-        You need to watch variables that are not trainable. Arrays need not be watched.
+        You need to watch variables that are not trainable. Arrays need not be watched. Integers
+        are logged as a warning: gradients with respect to them are None.
 
         Raises:
-            InvalidTypeError: for values that are not floating point arrays or variables.
+            InvalidTypeError: for values that are not arrays or variables.
         """
         for leaf in jax.tree.leaves(tensor):
-            dtype = getattr(leaf, "dtype", None)
-            if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            if not hasattr(leaf, "dtype"):
                 raise InvalidTypeError(
-                    f"GradientTape.watch: got {shown(leaf)}, expected a floating point array or"
-                    " variable; nothing can be differentiated with respect to it."
+                    f"GradientTape.watch: got {shown(leaf)}, expected an array or variable."
                 )
+            _is_differentiable("watched value", leaf)
             variable = as_variable(leaf)
             self._watched.append(leaf if variable is None else variable)
 
@@ -187,12 +191,12 @@ class GradientTape:
 
         Returns:
             A nest like `sources`: arrays; `IndexedSlices` for variables that are read only by
-            `sparse_read`; None for sources the target does not depend on.
+            `sparse_read`; None for sources that are integers, or on which the target does not
+            depend, as integers never do.
 
         Raises:
             ContextError: if the tape recorded nothing, or was used before and is not persistent.
-            InvalidTypeError: if a target is not floating point, or a source is not an array or
-                variable.
+            InvalidTypeError: if a target is not an array, or a source not an array or variable.
 
         Source: `tf.GradientTape.gradient`.
         """
@@ -284,6 +288,13 @@ class GradientTape:
         scope, record = self._scope, self._record
         targets = [_target(leaf) for leaf in jax.tree.leaves(target)]
         seeds = _seeds(output_gradients, targets)
+        is_used = [_is_differentiable("target", one) for one in targets]
+        of_itself: dict[int, Any] = {}  # a variable that is a target depends on itself alone
+        for number, variable in enumerate(map(as_variable, jax.tree.leaves(target))):
+            if variable is not None and is_used[number]:
+                of_itself[id(variable)] = of_itself.get(id(variable), 0) + seeds[number]
+                is_used[number] = False
+        targets, seeds = (list(itertools.compress(parts, is_used)) for parts in (targets, seeds))
         leaves, tree = jax.tree.flatten(sources, is_leaf=lambda x: x is None)
         differentiated = [self._differentiated(leaf) for leaf in leaves]
         arrays = [source for source in differentiated if isinstance(source, jax.Array)]
@@ -292,10 +303,13 @@ class GradientTape:
             for source in differentiated
             if source is not None and not isinstance(source, jax.Array)
         }
-        if scope is None or record is None:
+        results: Sequence[Any]
+        if not targets:
+            results = [None] * (len(arrays) + len(variables))
+        elif scope is None or record is None:
             assert self._eager is not None
             read = [_read_as(variable) for variable in variables.values()]
-            results: Sequence[Any] = self._eager.gradient(targets, seeds, arrays, read)
+            results = self._eager.gradient(targets, seeds, arrays, read)
         else:
             handles = [variable._handle for variable in variables.values()]
             results = scope.gradient(record, targets, seeds, arrays, handles)
@@ -307,6 +321,10 @@ class GradientTape:
             gradient = next(of_arrays) if is_array else of_variables.get(id(source))
             if isinstance(gradient, tuple):
                 gradient = IndexedSlices(gradient[0], gradient[1], leaf.shape)
+            if id(source) in of_itself:
+                gradient = of_itself[id(source)] + (
+                    0 if gradient is None else jnp.asarray(gradient)
+                )
             if gradient is None and zero:
                 gradient = jnp.zeros(jnp.shape(leaf), leaf.dtype)
             gradients.append(gradient)
@@ -319,7 +337,7 @@ class GradientTape:
             is_inexact = jnp.issubdtype(variable.dtype, jnp.inexact)
             return variable if is_inexact and self._watches(variable) else None
         if isinstance(leaf, jax.Array):
-            return leaf
+            return leaf if _is_differentiable("source", leaf) else None
         if isinstance(leaf, float):
             return None
         raise InvalidTypeError(
@@ -345,17 +363,23 @@ def _read_as(variable: Variable | ForeignVariable) -> Any:
 
 
 def _target(leaf: object) -> jax.Array:
-    if not isinstance(leaf, (jax.Array, Variable, float)):
+    if not isinstance(leaf, (jax.Array, float)) and as_variable(leaf) is None:
         raise InvalidTypeError(
             f"GradientTape.gradient: target is {described(leaf)}, expected an array."
         )
-    array = jnp.asarray(leaf)
-    if not jnp.issubdtype(array.dtype, jnp.inexact):
-        raise InvalidTypeError(
-            f"GradientTape.gradient: the target has dtype {array.dtype}; only floating point values"
-            " can be differentiated."
-        )
-    return array
+    return jnp.asarray(leaf)
+
+
+def _is_differentiable(role: str, value: Any) -> bool:
+    """Returns whether a value has a gradient, and logs a warning if not."""
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return True
+    _logger.warning(
+        "GradientTape: the %s has dtype %s, so its gradient is None; only floating point values can"
+        " be differentiated.",
+        *(role, value.dtype),
+    )
+    return False
 
 
 def _seeds(output_gradients: Nest, targets: Sequence[jax.Array]) -> list[jax.Array]:

@@ -103,10 +103,7 @@ def foldr(
 
 
 def py_function(
-    func: Any = None,
-    inp: Any = None,
-    Tout: Any = None,
-    name: str | None = None,
+    func: Any = None, inp: Any = None, Tout: Any = None, name: str | None = None
 ) -> Any:
     """`tf.py_function`: in a step, `Tout` are `tf.TensorSpec`s, which say the shapes."""
     if func is None:

@@ -60,11 +60,7 @@ class Dataset(data.Dataset):
 
     @classmethod
     def counter(
-        cls,
-        start: int = 0,
-        step: int = 1,
-        dtype: DTypeLike = np.int64,
-        name: str | None = None,
+        cls, start: int = 0, step: int = 1, dtype: DTypeLike = np.int64, name: str | None = None
     ) -> data.Dataset:
         """Makes an endless dataset of `start`, `start + step`, ... as scalars of a dtype."""
         start, step = checked_int("counter: start", start), checked_int("counter: step", step)

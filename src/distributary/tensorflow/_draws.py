@@ -75,11 +75,7 @@ def key_of_number(seed: int | None) -> Array:
 
 
 def seeded(
-    draw: Callable[..., Array],
-    key: Callable[[Any], Array],
-    place: int,
-    module: str,
-    **more: Any,
+    draw: Callable[..., Array], key: Callable[[Any], Array], place: int, module: str, **more: Any
 ) -> Callable[..., Array]:
     """Returns a function that draws with the key of its argument `seed`.
 

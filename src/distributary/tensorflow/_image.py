@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from distributary.errors import InvalidValueError
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow import _draws as draws
+from distributary.tensorflow._host import host_array, require_host
 from distributary.tensorflow._operations import Shape
 
 
@@ -273,6 +274,61 @@ def _random_crop(key: Array, value: Array, size: Shape) -> Array:
     shares = draws.uniform(key, (value.ndim,))
     starts = [jnp.int32(shares[i] * (room + 1)) for i, room in enumerate(free)]
     return jax.lax.dynamic_slice(value, starts, [int(part) for part in size])
+
+
+def sample_distorted_bounding_box(
+    image_size: Sequence[int],
+    bounding_boxes: ArrayLike,
+    seed: int | None = 0,
+    min_object_covered: ArrayLike = 0.1,
+    aspect_ratio_range: Sequence[float] | None = (0.75, 1.33),
+    area_range: Sequence[float] | None = (0.05, 1.0),
+    max_attempts: int | None = 100,
+    use_image_if_no_bounding_boxes: bool | None = None,
+) -> tuple[np.ndarray, ...]:
+    """`tf.image.sample_distorted_bounding_box`: a random crop, of which the host draws the size.
+
+    Returns:
+        Where the crop begins, int32 `[3]`; its size, int32 `[3]`; and its box, float32 `[1, 1, 4]`:
+        the whole image if no attempt covers enough of a box.
+    """
+    key = draws.key_of_number(seed or None)
+    require_host("tf.image.sample_distorted_bounding_box", key, image_size, bounding_boxes)
+    outer, boxes = np.asarray(image_size)[:2], np.asarray(bounding_boxes, np.float32).reshape(-1, 4)
+    if not len(boxes):
+        if not use_image_if_no_bounding_boxes:
+            raise InvalidValueError(
+                "tf.image.sample_distorted_bounding_box: there are no bounding_boxes. Pass one, or"
+                " use_image_if_no_bounding_boxes=True."
+            )
+        boxes = np.array([[0, 0, 1, 1]], np.float32)
+    begins, ends = np.split(np.int32(boxes * np.tile(outer, 2)), 2, axis=1)  # in pixels
+    low, high = aspect_ratio_range or (0.75, 1.33)
+    least, most = np.array(area_range or (0.05, 1.0)) * np.prod(outer)
+    start: Any
+    size: Any
+    for ratio, share, *place in np.asarray(draws.uniform(key, (max_attempts or 100, 4)), float):
+        aspect = low + ratio * (high - low)
+        highest = min(round(np.sqrt(most / aspect)), outer[0], int((outer[1] + 0.5) / aspect))
+        height = min(round(np.sqrt(least / aspect)), highest)
+        height += int(share * (highest - height + 1))
+        # No failure from rounding alone.
+        height += int(height * round(height * aspect) < least)
+        height -= int(height * round(height * aspect) > most)
+        size = np.array([height, round(height * aspect)])
+        start = np.int32(place * np.maximum(outer - size, 0))
+        fits = least <= np.prod(size) <= most and (size >= 1).all() and (size <= outer).all()
+        inner = np.minimum(ends, start + size) - np.maximum(begins, start)
+        areas = np.prod(ends - begins, 1)
+        covered = np.prod(np.maximum(inner, 0), 1) >= np.asarray(min_object_covered) * areas
+        if fits and (covered & (areas >= 1)).any():
+            break
+    else:
+        start, size = np.zeros(2), outer
+    box = np.concatenate([start, start + size]) / np.tile(outer, 2)
+    return tuple(
+        map(host_array, ([*start, 0], [*size, -1], [[box]]), (np.int32, np.int32, np.float32))
+    )
 
 
 random_brightness = draws.seeded(_random_brightness, draws.key_of_number, 2, __name__)

@@ -179,15 +179,18 @@ class _Loaded:
         self._name, self._programs, self._is_signature = name, programs, is_signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args_have, kwargs_have = jax.tree.map(jnp.shape, (args, kwargs))
+        shapes = f"the arguments have the shapes {args_have} and {kwargs_have}"
         for program in self._programs:
             leaves = program.leaves(args, kwargs, self._is_signature)
             if leaves is not None:
-                result = program(leaves)
+                try:
+                    result = program(leaves)
+                except ValueError as error:  # sizes that break a constraint of JAX
+                    problem = str(error).partition(". ")[0]
+                    raise InvalidValueError(f"{self._name}: {shapes}. {problem}.") from error
                 if not self._is_signature or isinstance(result, dict):
                     return result
                 return {f"output_{i}": leaf for i, leaf in enumerate(jax.tree.leaves(result))}
         takes = " or ".join(f"{one.names}: {one.specs}" for one in self._programs)
-        raise InvalidTypeError(
-            f"{self._name}: the arguments have the shapes {jax.tree.map(jnp.shape, args)} and"
-            f" {jax.tree.map(jnp.shape, kwargs)}, but it was saved for {takes}."
-        )
+        raise InvalidTypeError(f"{self._name}: {shapes}, but it was saved for {takes}.")

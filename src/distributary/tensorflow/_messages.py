@@ -9,11 +9,7 @@ from typing import Any
 from distributary.errors import MissingPackageError
 
 # Messages and their fields, with the numbers that `tensorflow/core/example/*.proto` gives them.
-_LISTS = {
-    "BytesList": "TYPE_BYTES",
-    "FloatList": "TYPE_FLOAT",
-    "Int64List": "TYPE_INT64",
-}
+_LISTS = {"BytesList": "TYPE_BYTES", "FloatList": "TYPE_FLOAT", "Int64List": "TYPE_INT64"}
 MESSAGES = (
     *_LISTS,
     *("Feature", "Features", "Example", "FeatureList", "FeatureLists", "SequenceExample"),

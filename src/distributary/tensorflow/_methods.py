@@ -1,4 +1,4 @@
-"""TensorFlow's methods of arrays: `numpy()`, `get_shape()`, and `assign` of a variable's slice."""
+"""TensorFlow's methods of arrays, such as `numpy()`, and `assign` of a variable's slice."""
 
 import weakref
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def install() -> None:
     kinds: tuple[Any, ...] = (jax.Array, jax.core.Tracer)
     jax.Array.numpy = _numpy  # type: ignore[attr-defined]
     for kind in (*kinds, Element, Variable, ShardedVariable):
-        kind.get_shape = _get_shape
+        kind.get_shape, kind.set_shape = _get_shape, _set_shape
     for kind in kinds:
         kind.assign = _assignment("set")
         kind.assign_add = _assignment("add")
@@ -36,6 +36,12 @@ def _numpy(array: jax.Array) -> np.ndarray:
 
 def _get_shape(array: Any) -> TensorShape:
     return TensorShape(array.shape)
+
+
+def _set_shape(array: Any, shape: Any) -> None:
+    """Raises an error if an array, whose shape is known always, has another one."""
+    if shape is not None:
+        TensorShape(shape).assert_is_compatible_with(array.shape)
 
 
 def _slice(variable: Variable, index: Any) -> Any:

@@ -8,7 +8,9 @@ writes it.
 import base64
 import inspect
 import json
+import logging
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,16 +33,15 @@ from distributary.errors import (
     described,
 )
 from distributary.tensorflow._functions import ConcreteFunction, Function, Method
-from distributary.tensorflow._loaded_model import (
-    INDEX,
-    contains_saved_model,
-    needs_flatbuffers,
-)
+from distributary.tensorflow._loaded_model import INDEX, contains_saved_model, needs_flatbuffers
 from distributary.tensorflow._operations import canonical
 from distributary.variables import ForeignVariable, Variable
 
+_logger = logging.getLogger(__name__)
+
 _PLATFORMS = ("cpu", "cuda", "tpu")
 _DEFAULT = "serving_default"
+_MAX_ATTEMPTS = 32
 _Path = str | os.PathLike[str]
 
 
@@ -48,7 +49,8 @@ def save(obj: object, export_dir: _Path, signatures: object = None, options: obj
     """Saves the functions of a `tf.Module` or a Keras model, with the values of their variables.
 
     A `tf.function` is saved for its `input_signature`, or for all that its `get_concrete_function`
-    was called with. A Keras model is saved as it predicts. Dims of size None stay open.
+    was called with. A Keras model is saved as it predicts. Dims of size None stay open;
+    if the function fits only some sizes, such as those of a kernel, it is saved for these.
 
     Args:
         obj: The module or model.
@@ -166,15 +168,22 @@ class _Programs:
         taken = {name: nest for name, nest in taken.items() if jax.tree.leaves(nest)}
         specs = jax.tree.leaves(list(taken.values()))
         structure = jax.tree.structure(list(taken.values()))
+        shared = sum(spec.shape[:1] == (None,) for spec in specs if spec.shape is not None) > 1
+        attempts: list[tuple[tuple[str, ...], str]] = [((), "batch")]
+        if shared:
+            attempts.insert(0, ((), "batch{}"))
         error: Exception | None = None
-        for structs in _structs_of(what, specs):
+        for constraints, first in attempts:  # grows by those that JAX asks for
+            structs = _structs_of(what, specs, first, constraints)
             try:
                 code, places = self._exported(what, function, structs, structure)
                 break
             except (UnsupportedError, MissingPackageError):
                 raise
             except Exception as failure:  # of the function itself, or of JAX
-                error = failure
+                error = error if constraints else failure
+                more = [((*constraints, one), first) for one in _constraints_in(str(failure))]
+                attempts += more[: _MAX_ATTEMPTS - len(attempts)]
         else:
             problem = str(error).partition("\n")[0].removesuffix(".")
             raise UnsupportedError(
@@ -182,9 +191,17 @@ class _Programs:
                 " of size None their sizes, return arrays in dicts, lists or tuples, or leave the"
                 " function out."
             ) from error
+        if constraints:
+            _logger.warning(
+                "tf.saved_model.save: %s takes only sizes with %s, because %s",
+                *(what, " and ".join(constraints), error),
+            )
         return {
             "names": list(taken),
-            "specs": [[spec.shape, str(canonical(spec.dtype))] for spec in specs],
+            "specs": [
+                [[n if isinstance(n, int) else None for n in struct.shape], str(struct.dtype)]
+                for struct in structs
+            ],
             "state": places,
             "code": base64.b64encode(zlib.compress(code)).decode(),
         }
@@ -260,21 +277,34 @@ def _specs_in(argument: object) -> Any:
     return jax.tree.map(keep, argument)
 
 
-def _structs_of(what: str, specs: Sequence[Any]) -> Iterator[list[jax.ShapeDtypeStruct]]:
-    """Yields structs with all dims of size None open, then with first dims of one size."""
-    for spec in specs:
+def _constraints_in(message: str) -> Iterator[str]:
+    """Yields constraints that can mend what JAX says: sizes, and remainders of sizes.
+
+    JAX decides whether they do, and checks them when the loaded function is called.
+    """
+    for remainder in re.findall(r"(mod\(.*\)) should be 0", message):
+        yield f"{remainder} == 0"
+    for name, offset in re.findall(r"(?<![\w*])(dim\d+_\d+)( [+-] \d+)?(?! *\*)", message):
+        for size in dict.fromkeys(re.findall(r"(?<![+-] )\b\d+\b", message)):
+            number = int(size) - int(offset.replace(" ", "") or 0)
+            if number > 0:
+                yield f"{name} == {number}"
+
+
+def _structs_of(
+    what: str, specs: Sequence[Any], first: str, constraints: Sequence[str]
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns structs in which dims of size None are open; `first` names the first of them."""
+    scope, structs = export.SymbolicScope(constraints), []
+    for number, spec in enumerate(specs):
         if spec.shape is None or spec.dtype == object:
             raise InvalidValueError(
                 f"tf.saved_model.save: {what} takes {spec}. Give it a number of dims, and a dtype"
                 " of numbers."
             )
-    num_open = sum(spec.shape[:1] == (None,) for spec in specs)
-    for first in ("batch{}", "batch") if num_open > 1 else ("batch",):
-        scope, structs = export.SymbolicScope(), []
-        for number, spec in enumerate(specs):
-            names = [first.format(number), *[f"dim{number}_{i}" for i in range(1, len(spec.shape))]]
-            sizes = zip(spec.shape, names, strict=False)
-            text = ", ".join(name if size is None else str(size) for size, name in sizes)
-            shape = export.symbolic_shape(text, scope=scope)
-            structs.append(jax.ShapeDtypeStruct(shape, canonical(spec.dtype)))
-        yield structs
+        names = [first.format(number), *[f"dim{number}_{i}" for i in range(1, len(spec.shape))]]
+        sizes = zip(spec.shape, names, strict=False)
+        text = ", ".join(name if size is None else str(size) for size, name in sizes)
+        shape = export.symbolic_shape(text, scope=scope)
+        structs.append(jax.ShapeDtypeStruct(shape, canonical(spec.dtype)))
+    return structs

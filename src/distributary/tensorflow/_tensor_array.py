@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from distributary.errors import InvalidValueError
 from distributary.tensorflow._operations import TensorLike, array, canonical
 from distributary.tensorflow.autograph import NOT_YET, is_traced
+from distributary.tracing import leave_trace
 
 
 @final
@@ -18,8 +19,10 @@ from distributary.tensorflow.autograph import NOT_YET, is_traced
 class TensorArray:
     """Rows of one shape, which are written one by one and read together.
 
-    In a compiled loop, `size` must be the final one; in other loops it grows if `dynamic_size` is
-    True. Rows that are not written are zeros.
+    It grows if `dynamic_size` is True. A compiled loop has a `size` that stays: a `tf.function` in
+    which one could grow is not compiled, and runs its Python code in every call; in a step, `size`
+    must be the final one, and a write beyond it makes the last row NaN, if rows are not integers.
+    Rows that are not written are zeros.
 
     Args:
         dtype: Dtype of the rows.
@@ -74,8 +77,8 @@ class TensorArray:
         (result._rows,) = rows
         return result
 
-    def _with(self, rows: jax.Array) -> "TensorArray":
-        fixed = self.dtype, len(rows), self.dynamic_size, self._shape
+    def _with(self, rows: jax.Array, size: int | None = None) -> "TensorArray":
+        fixed = self.dtype, len(rows) if size is None else size, self.dynamic_size, self._shape
         return TensorArray.tree_unflatten(fixed, (rows,))
 
     @property
@@ -85,7 +88,7 @@ class TensorArray:
 
     def _read(self) -> jax.Array:
         if self._rows is not NOT_YET:
-            return self._rows
+            return self._rows[: self._size]
         if self._shape is None or None in self._shape:
             raise InvalidValueError(
                 "tf.TensorArray: nothing has been written, so there is no shape. Write a row, or"
@@ -111,21 +114,28 @@ class TensorArray:
                 f"tf.TensorArray: a row has shape {row.shape}, but others have {rows.shape[1:]}."
                 " All rows have one shape; pad them."
             )
+        if is_traced(place) and self.dynamic_size:
+            leave_trace()
         if is_traced(place) and not self._size:
             raise InvalidValueError(
                 "tf.TensorArray: a compiled loop writes to an array of size 0. Pass the number of"
                 " rows, tf.TensorArray(dtype, size=n)."
             )
+        size = self._size
         if not is_traced(place):
-            missing = int(place) + 1 - len(rows)
-            if int(place) < 0 or (missing > 0 and not self.dynamic_size):
+            size = max(size, int(place) + 1)
+            if int(place) < 0 or (size > self._size and not self.dynamic_size):
                 raise InvalidValueError(
-                    f"tf.TensorArray: write to row {int(place)} of {len(rows)}. Pass a larger size,"
-                    " or dynamic_size=True."
+                    f"tf.TensorArray: write to row {int(place)} of {self._size}. Pass a larger"
+                    " size, or dynamic_size=True."
                 )
-            more = jnp.zeros((max(missing, 0), *row.shape), self.dtype)
-            rows = jnp.concatenate([rows, more]) if missing > 0 else rows
-        return self._with(rows.at[place].set(row))
+            if size > len(rows):  # room for more, because JAX compiles for every length
+                rows = jnp.pad(rows, [(0, size)] + [(0, 0)] * row.ndim)
+        elif jnp.issubdtype(self.dtype, jnp.inexact):
+            # JAX drops a write beyond the end, for which TensorFlow raises or grows.
+            row = jnp.where((place >= 0) & (place < size), row, jnp.nan)
+            place = jnp.clip(place, 0, size - 1)
+        return self._with(rows.at[place].set(row), size)
 
     def read(self, index: TensorLike, name: str | None = None) -> jax.Array:
         """Returns a row."""

@@ -17,12 +17,7 @@ from typing import Any, Final, TypeAlias, final
 import jax
 import numpy as np
 
-from distributary.errors import (
-    ContextError,
-    InvalidTypeError,
-    InvalidValueError,
-    UnsupportedError,
-)
+from distributary.errors import ContextError, InvalidTypeError, InvalidValueError, UnsupportedError
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow._host import (
     bucket_of,

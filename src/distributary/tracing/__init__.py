@@ -26,10 +26,12 @@ from distributary.tracing._feeds import (
     Feeds,
     LeaveTrace,
     Origin,
+    TracedInitialValueError,
     at_end,
     current_feeding,
     fed_by,
     iterator_of,
+    leave_trace,
     next_of,
     refuse_in_trace,
 )

@@ -252,7 +252,7 @@ def is_recording() -> bool:
 
 def noted_read(variable: object, array: jax.Array) -> jax.Array:
     """Returns the value that a variable is read as, which tapes know as such."""
-    if not _state.records:
+    if not _state.records or isinstance(array, jax.core.Tracer):  # Keras infers shapes
         return array
     # A new object: variables that were assigned from one array are different sources.
     return _noted(variable, _Read(alias_of(array)))

@@ -88,6 +88,17 @@ class LeaveTrace(BaseException):
     """A stop of the trace of a function that must run on the host; it never reaches the user."""
 
 
+def leave_trace() -> None:
+    """Stops the trace of a function, which then runs on the host; has no effect in a step."""
+    scope = current_scope()
+    if current_feeding() is not None and scope is not None and scope.kind == "function":
+        raise LeaveTrace
+
+
+class TracedInitialValueError(InvalidValueError):
+    """An error about the first variable that a function creates, with a value computed there."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -212,9 +223,7 @@ class Feeds:
         return self._next(dataset, is_plain).item
 
     def leave(self, error: Exception) -> None:
-        scope = current_scope()
-        if scope is not None and scope.kind == "function" and not scope.tapes:
-            raise LeaveTrace
+        leave_trace()
         raise error
 
     def _next(self, of: Any, begins_pass: bool | None) -> _Event:

@@ -95,6 +95,7 @@ class TraceScope:
         self._replica_ids: list[Array] = []
         self._jax_trace: Any = None
         self.created: list[str] = []
+        self.num_created = 0  # without the variables of Keras, which get their values later
         self.writes: dict[int, tuple[Handle, tuple[Call, ...]]] = {}
         self.recording: list[TapeRecord] = []
         self.strategies: list[Any] = []  # their replicas run inside the function

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from distributary.tracing import TracedInitialValueError, current_scope
 from distributary.variables._distributed import Array, ArrayInput, PerReplica
 from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._layout import array_of
@@ -76,7 +77,9 @@ def initial_array(initial_value: ArrayInput | Callable[[], ArrayInput] | None, w
             " replicas; take strategy.reduce(...) or one of its components."
         )
     if isinstance(value, jax.core.Tracer):
-        raise InvalidValueError(
+        scope = current_scope()
+        is_first = scope is not None and scope.kind == "function" and scope.num_created == 1
+        raise (TracedInitialValueError if is_first else InvalidValueError)(
             f"{what}: initial_value is computed by the traced function {shown(value)}. Create the"
             " variable outside of Strategy.run, or give a function: initial_value=lambda:"
             " jnp.zeros(...)."

@@ -727,6 +727,7 @@ def _note_creation(scope: TraceScope, name: str) -> None:
             " self.v is None: self.v = distributary.Variable(...)`."
         )
     scope.created.append(name)
+    scope.num_created += 1
 
 
 class _ThreadState(threading.local):

@@ -2,10 +2,10 @@
 
     import distributary.compat.tensorflow as tf
 
-Arrays are JAX arrays. From this import on, all of them have TensorFlow's methods `numpy()` and
-`get_shape()`, as have the NumPy arrays that a loop over a `tf.data.Dataset` yields, and slices of
-variables have `assign`. If you use a name that is not here, you get an AttributeError that says
-what to use instead.
+Arrays are JAX arrays. From this import on, all of them have TensorFlow's methods `numpy()`,
+`get_shape()` and `set_shape()`, as have the NumPy arrays that a loop over a `tf.data.Dataset`
+yields, and slices of variables have `assign`. If you use a name that is not here, you get an
+AttributeError that says what to use instead.
 """
 
 import importlib

@@ -93,7 +93,6 @@ _ADVICE: dict[str, str] = {
     "data.experimental": "tf.data.Dataset, the methods of distributary.data.Dataset",
     "io.gfile": "pathlib, os and shutil of Python, or fsspec for object stores",
     "io": "functions of Python and NumPy in Dataset.map; pillow for images",
-    "image.sample_distorted_bounding_box": "tf.image.random_crop",
     "image.crop_and_resize": "jax.image.scale_and_translate",
     "image.decode_and_crop_jpeg": "tf.image.decode_jpeg and crop_to_bounding_box",
     "image.extract_jpeg_shape": "the shape of tf.image.decode_jpeg",

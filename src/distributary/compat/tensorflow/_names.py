@@ -60,12 +60,7 @@ from distributary.tensorflow import (
     _training,
 )
 from distributary.tensorflow._functions import function
-from distributary.tensorflow._operations import (
-    Operation,
-    named,
-    operations,
-    public,
-)
+from distributary.tensorflow._operations import Operation, named, operations, public
 from distributary.tensorflow._tensor_array import TensorArray
 from distributary.tensorflow._variables import Variable
 
@@ -149,8 +144,7 @@ def _root() -> Names:
 def _distribute() -> Names:
     return {
         **named(
-            values,
-            "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce ReductionToOneDevice",
+            values, "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce ReductionToOneDevice"
         ),
         **named(
             context,
