@@ -45,12 +45,8 @@ import distributary as dist
 dist.config.set_logical_cpu_devices(8)
 
 # To trace and compile creates objects by the hundred thousand, few of which become garbage. With
-# Python's own threshold, searches for it take 7 % of the tests' time, and as much of programs that
-# they start: the paths that these get from here lead to site/sitecustomize.py.
+# Python's own threshold, searches for it take 7 % of the tests' time.
 gc.set_threshold(20_000)
-_SITE = str(Path(__file__).with_name("site"))
-sys.path.append(_SITE)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _SITE]))
 
 _THREAD_END_SECONDS = 1.0  # for a thread that was told to stop and is on its way out
 

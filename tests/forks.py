@@ -173,6 +173,7 @@ if __name__ == "__main__":
 
     for _name in distributary.__all__:  # imported on first use
         getattr(distributary, _name)
+    gc.set_threshold(20_000)
     gc.freeze()  # no search for garbage in a fork walks through, and copies, what was imported
 
     if _asked := _serve():
