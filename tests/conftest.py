@@ -44,10 +44,6 @@ import distributary as dist
 # Must come before anything starts the JAX backends.
 dist.config.set_logical_cpu_devices(8)
 
-# To trace and compile creates objects by the hundred thousand, few of which become garbage. With
-# Python's own threshold, searches for it take 7 % of the tests' time.
-gc.set_threshold(20_000)
-
 _THREAD_END_SECONDS = 1.0  # for a thread that was told to stop and is on its way out
 
 

@@ -40,7 +40,7 @@ else:
     def step(x):
         strategy.run(lambda x: w.assign_add(x.sum()), (x,))
 
-    for row in strategy.experimental_distribute_dataset(x[:, None]):
+    for row in strategy.experimental_distribute_dataset(list(x[:, None])):
         step(row)
     result = w.numpy()
 print(found.count("/jax/compilation_cache/cache_hits"), np.sum(result).item().hex())

@@ -223,7 +223,9 @@ class Feeds:
         return self._next(dataset, is_plain).item
 
     def leave(self, error: Exception) -> None:
-        leave_trace()
+        scope = current_scope()
+        if scope is None or not scope.tapes:  # with one, it trains: op by op, or without end
+            leave_trace()
         raise error
 
     def _next(self, of: Any, begins_pass: bool | None) -> _Event:
