@@ -157,6 +157,28 @@ def test_kernels_of_grouped_convolutions_have_their_gradient_once(
     assert_same_training(alone, divided)
 
 
+@pytest.mark.parametrize("channels", [3, 1])
+def test_a_kernel_of_which_replicas_have_parts_has_its_gradient_once(
+    channels, train, assert_same_training, monkeypatch
+):
+    """Parts of its channels, or of its window, which has two rows, if there is one channel."""
+    monkeypatch.setattr("distributary.strategies._extended._MIN_BYTES_IN_PARTS", 1)
+    images = _RANDOM.normal(size=(8, 6, 6, 2)).astype(np.float32)
+
+    def build():
+        convolutions = [kl.Conv2D(channels, 3), kl.UpSampling2D(), kl.Conv2D(channels, 2)]
+        layers = [*convolutions, kl.GlobalAveragePooling2D(), kl.Dense(3)]
+        model = keras.Sequential([keras.Input((6, 6, 2)), *layers])
+        model.compile(ko.SGD(0.05), "mse")
+        return model
+
+    alone = train(build, images, images[:, 0, :3, 0])
+    strategy = _strategy(experimental_model_parallel=2, experimental_shard_parameters=True)
+    divided = train(build, images, images[:, 0, :3, 0], strategy=strategy)
+
+    assert_same_training(alone, divided)
+
+
 def test_a_step_has_two_sums_per_block_and_pass_and_gathers_no_weight():
     strategy = _strategy(2, experimental_model_parallel=2)
     blocks, passes = 2, 2

@@ -166,7 +166,8 @@ def local_copy(value: object) -> Any:
 def shard_spec(shape: Sequence[int], num_shards: int, spec: P = P(), axis: str = REPLICA_AXIS) -> P:
     """Returns the sharding with the smallest parts: along the dim that needs the least padding.
 
-    Scalars and empty arrays are not partitioned.
+    Of four dims and more, those before the last two, such as the window of a convolution, are taken
+    if parts are then less than half as large. Scalars and empty arrays are not partitioned.
 
     Args:
         shape: Shape of the array.
@@ -182,7 +183,8 @@ def shard_spec(shape: Sequence[int], num_shards: int, spec: P = P(), axis: str =
         free = [i for i in free if shape[i] % num_shards == 0]
     if num_shards == 1 or 0 in shape or not free or is_gathered(spec):
         return spec
-    axes[min(free, key=lambda i: math.ceil(shape[i] / num_shards) / shape[i])] = axis
+    weights = [2 if 3 < len(shape) > i + 2 else 1 for i in range(len(shape))]
+    axes[min(free, key=lambda i: weights[i] * math.ceil(shape[i] / num_shards) / shape[i])] = axis
     return spec_of_axes(axes)
 
 

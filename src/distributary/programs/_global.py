@@ -14,20 +14,28 @@ XLA pads `z` again, but inside of its own operations, so the step never sees tha
 """
 
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec as P
 
-from distributary.devices import REPLICA_AXIS, num_logical_devices, shard_dim, shard_spec
+from distributary.devices import (
+    REPLICA_AXIS,
+    is_divided,
+    num_logical_devices,
+    shard_dim,
+    shard_spec,
+)
 from distributary.programs._logical_devices import laid_out
 from distributary.programs._program import TracedProgram, description_of
 from distributary.programs._stages import cut, uncut
 from distributary.tracing import (
     Array,
     Handle,
+    Pure,
     Subject,
     check_collectives,
     computed_from,
@@ -83,7 +91,7 @@ class GlobalProgram(TracedProgram):
         super().__init__([pure])
         self._rewrite = rewrite
         self._mesh = None if mesh is None or (mesh.size == 1 and data is None) else mesh
-        self._divides_rows = self._mesh is None or not _is_miscounted(pure.jaxpr, self._mesh)
+        self._divides_rows = self._mesh is None or not _is_miscounted(pure, self._mesh)
         self._keeps_rows = keeps_rows
         self._is_staged = data is not None
         self._avals = list(avals)
@@ -165,15 +173,20 @@ class GlobalProgram(TracedProgram):
         return set(computed_from(eqns, parts)) if parts else set()
 
 
-def _is_miscounted(jaxpr: Jaxpr, mesh: Any) -> bool:
+def _is_miscounted(pure: Pure, mesh: Any) -> bool:
     """Returns whether XLA would add up a gradient of a step wrongly, if rows were divided.
 
     If several devices have the same rows, XLA (jaxlib 0.10.2) counts the gradient of the kernel of
-    a grouped convolution once for each of them.
+    a convolution once for each of them, if it is grouped, or stored in parts of its window.
     """
-    return num_logical_devices(mesh) > 1 and any(
-        eqn.params.get("batch_group_count", 1) > 1 for eqn in walk(jaxpr.eqns)
-    )
+    if num_logical_devices(mesh) == 1:
+        return False
+    eqns = [eqn for eqn in walk(pure.jaxpr.eqns) if eqn.primitive is lax.conv_general_dilated_p]
+    num_dims = {len(eqn.params["dimension_numbers"].out_spec) for eqn in eqns}
+    kernels = [handle for handle in pure.handles if len(handle.shape) in num_dims]
+    windows = [tuple(kernel.parts)[: len(kernel.shape) - 2] for kernel in kernels]
+    is_grouped = any(eqn.params["batch_group_count"] > 1 for eqn in eqns)
+    return is_grouped or any(map(is_divided, starmap(P, windows)))
 
 
 def _read(handle: Handle, stored: Array) -> Array:
