@@ -90,7 +90,8 @@ class _Job:
     def __init__(self, directory):
         environ = {k: v for k, v in os.environ.items() if k != "PJRT_NPROC"}
         program = directory / "job.py"
-        program.write_text(_JOB)
+        if not program.exists():  # the first job may be reading it
+            program.write_text(_JOB)
         with (directory / f"job-{os.urandom(4).hex()}.log").open("w") as log:
             self.process = Fork([program], environ, stdin=PIPE, stdout=PIPE, stderr=log)
 
