@@ -75,6 +75,8 @@ def test_torch_loader(strategy):
     with pytest.raises(ValueError, match="batch_size=None"):
         single = torch.utils.data.DataLoader(pairs, batch_size=None)
         strategy.experimental_distribute_dataset(single)
+    with pytest.raises(TypeError, match="not batches"):
+        strategy.experimental_distribute_dataset(torch.tensor(_X))
 
 
 def test_torch_loader_with_workers(strategy):

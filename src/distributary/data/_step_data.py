@@ -296,7 +296,8 @@ def _without_prefetch(node: Node) -> tuple[Node, int]:
 
 def _batches(dataset: object, what: str) -> Node:
     is_batch = isinstance(dataset, tuple) and dataset and all(hasattr(x, "shape") for x in dataset)
-    if is_batch or isinstance(dataset, (np.ndarray, jax.Array, dict)):
+    is_array = hasattr(dataset, "shape") and hasattr(dataset, "dtype")  # of any library
+    if is_batch or is_array or isinstance(dataset, dict):
         raise InvalidTypeError(
             f"{what} {shown(dataset)}, not batches. For batches of its rows, pass"
             " Dataset.from_tensor_slices(data).batch(global_batch_size). If it is one batch, pass"
