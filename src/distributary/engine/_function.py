@@ -31,12 +31,12 @@ from distributary.tracing import (
     LeaveTrace,
     Origin,
     Subject,
-    TracedInitialValueError,
     TraceScope,
     current_scope,
     is_recording,
     shorten,
 )
+from distributary.variables import TracedInitialValueError
 
 _INPUTS = (Dataset, DatasetIterator, DistributedInput)
 # Structure, signature of the leaves with the outcomes of what was taken, role, kind of context.

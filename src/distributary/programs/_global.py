@@ -14,7 +14,6 @@ XLA pads `z` again, but inside of its own operations, so the step never sees tha
 """
 
 from collections.abc import Callable, Sequence
-from itertools import starmap
 from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
@@ -22,13 +21,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec as P
 
-from distributary.devices import (
-    REPLICA_AXIS,
-    is_divided,
-    num_logical_devices,
-    shard_dim,
-    shard_spec,
-)
+from distributary.devices import REPLICA_AXIS, num_logical_devices, shard_dim, shard_spec
 from distributary.programs._logical_devices import laid_out
 from distributary.programs._program import TracedProgram, description_of
 from distributary.programs._stages import cut, uncut
@@ -186,7 +179,7 @@ def _is_miscounted(pure: Pure, mesh: Any) -> bool:
     kernels = [handle for handle in pure.handles if len(handle.shape) in num_dims]
     windows = [tuple(kernel.parts)[: len(kernel.shape) - 2] for kernel in kernels]
     is_grouped = any(eqn.params["batch_group_count"] > 1 for eqn in eqns)
-    return is_grouped or any(map(is_divided, starmap(P, windows)))
+    return is_grouped or any(map(any, windows))
 
 
 def _read(handle: Handle, stored: Array) -> Array:

@@ -39,7 +39,7 @@ def _get_shape(array: Any) -> TensorShape:
 
 
 def _set_shape(array: Any, shape: Any) -> None:
-    """Raises an error if an array, whose shape is known always, has another one."""
+    """Raises an error if an array has another shape; its own is always known."""
     if shape is not None:
         TensorShape(shape).assert_is_compatible_with(array.shape)
 

@@ -26,7 +26,6 @@ from distributary.tracing._feeds import (
     Feeds,
     LeaveTrace,
     Origin,
-    TracedInitialValueError,
     at_end,
     current_feeding,
     fed_by,

@@ -95,10 +95,6 @@ def leave_trace() -> None:
         raise LeaveTrace
 
 
-class TracedInitialValueError(InvalidValueError):
-    """An error about the first variable that a function creates, with a value computed there."""
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Origin:

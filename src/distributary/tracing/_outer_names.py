@@ -53,7 +53,8 @@ class OuterNames:
         self._states: dict[str, list[Any]] = {}
         for name, value in _names(function):
             known, state = [leaf for leaf in _leaves(value) if _is_known(leaf)], _state(value)
-            self._before |= {name: known} if known else {}
+            if known:
+                self._before[name] = known
             # Two functions can use one name for different numbers.
             self._states.setdefault(name, []).extend([] if state is None else [state])
 

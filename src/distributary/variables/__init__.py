@@ -2,7 +2,7 @@
 
 from distributary.variables._aggregation import across_replicas, of_rows
 from distributary.variables._algorithms import all_gather, all_reduce_of_vectors, over_replicas
-from distributary.variables._conversion import computed, initial_array
+from distributary.variables._conversion import TracedInitialValueError, computed, initial_array
 from distributary.variables._cross_device_ops import (
     CollectiveAllReduce,
     CrossDeviceOps,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from distributary.tracing import TracedInitialValueError, current_scope
+from distributary.tracing import current_scope
 from distributary.variables._distributed import Array, ArrayInput, PerReplica
 from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._layout import array_of
@@ -54,6 +54,10 @@ def same_kind(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
         return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), 4)
 
     return source == target or rank(source) <= rank(target) < 4
+
+
+class TracedInitialValueError(InvalidValueError):
+    """An error about the first variable that a function creates, with a value computed there."""
 
 
 def initial_array(initial_value: ArrayInput | Callable[[], ArrayInput] | None, what: str) -> Array:
