@@ -1,6 +1,8 @@
 """Distributed datasets: they take global batches and give each replica its part."""
 
+import collections
 import functools
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -151,9 +153,17 @@ class DistributedDataset(DistributedInput):
         self._num_passes += 1
         return DistributedIterator(self, self._num_passes - 1, self._distribute, _per_replica)
 
-    def skip_passes(self, count: int) -> None:
-        """Continues as if `count` passes had been made."""
-        self._num_passes += count
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds that the dataset has drawn because none were given; none of several datasets."""
+        is_one = len(self._source.nodes) == 1
+        return self._source.node().drawn_seeds() if is_one else []
+
+    def go_on(self, passes: int, seeds: list[int]) -> None:
+        """Continues as if so many passes had been made, with seeds that were drawn then."""
+        self._num_passes += passes
+        if seeds and len(seeds) == len(self.seeds):
+            self._source.set_node(self._source.node().with_drawn_seeds(seeds))
 
     def global_batches(self, skip: int = 0) -> "DistributedIterator":
         """Returns an iterator over global batches, which are nests of arrays.
@@ -166,8 +176,10 @@ class DistributedDataset(DistributedInput):
         is_alone = self.share.num_workers == 1
         place = (lambda batch: _worker_batch(batch).rows) if is_alone else _worker_batch
         batches = DistributedIterator(self, self._num_passes - 1, place, _worker_batch)
-        if skip:
+        if skip and len(self._source.nodes) == 1:
             batches.set_state({**batches.get_state(), "position": skip})
+        else:
+            collections.deque(itertools.islice(batches, skip), maxlen=0)
         return batches
 
     # For the iterator

@@ -12,9 +12,15 @@ from distributary.context import get_strategy
 from distributary.devices import Fit, JobEvent, job_programs, progress
 from distributary.errors import InvalidTypeError, shown
 from distributary.job import consensus, copies
+from distributary.keras_bridge._backup import (
+    back_up_due,
+    distribute,
+    ending,
+    is_backup,
+    resume_metrics,
+)
 from distributary.keras_bridge._data import current_call
 from distributary.keras_bridge._models import strategy_of
-from distributary.keras_bridge._saving import distribute, ending, is_backup
 from distributary.keras_bridge._summaries import Summaries, has_tensorflow
 
 # These write or send data of the whole job, not of a single worker. So do those of other packages,
@@ -105,6 +111,10 @@ class LeanCallbackList(keras.callbacks.CallbackList):
     def on_train_begin(self, logs: object = None) -> None:
         """Takes note of it for those who watch."""
         progress.fit = Fit(int(self.params.get("epochs") or 1), self.params.get("steps"))
+        call = current_call.get()
+        assert call is not None
+        call.passes = 0  # to build the model may have taken one
+        self._model._initial_epoch = None  # Keras keeps that of an earlier call
         super().on_train_begin(logs)
 
     def on_train_end(self, logs: object = None) -> None:
@@ -131,6 +141,12 @@ class LeanCallbackList(keras.callbacks.CallbackList):
             progress.fit.begin_epoch(epoch)
         if get_strategy().extended.num_workers > 1:
             job_programs.begin(JobEvent(f"the begin of an epoch of {self._model.name}"))
+        call = current_call.get()
+        assert call is not None
+        call.epoch = epoch
+        for callback in filter(is_backup, self.callbacks):
+            callback._current_epoch = epoch  # Keras knows it only after the first one
+        resume_metrics(self._model)
         super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: object = None) -> None:
@@ -139,6 +155,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
             compare_copies(self._model, f"at the end of epoch {epoch + 1}")
         progress.note_logs(logs)
         super().on_epoch_end(epoch, logs)
+        back_up_due()
         # A callback may decide this from something that only its worker knows, such as the time.
         job = consensus()
         if get_strategy().extended.num_workers > 1 and job is not None:

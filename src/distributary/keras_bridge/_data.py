@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import GeneratorType
-from typing import Any, final
+from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,28 @@ from distributary.options import InputOptions
 
 
 @final
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where `fit` is in its data, as a backup has it.
+
+    Args:
+        steps: Finished steps of the epoch.
+        batches: Batches that this pass over the data has given; 0 between two passes.
+        passes: Passes that have ended.
+        before: The state of random numbers when the pass began, from which comes its order.
+        now: Their state now.
+        seeds: Seeds that a dataset has drawn.
+    """
+
+    steps: int
+    batches: int
+    passes: int
+    before: list[Any]
+    now: list[Any]
+    seeds: list[int]
+
+
+@final
 @dataclasses.dataclass
 class Call:
     """A call of `fit`, `evaluate` or a related method.
@@ -56,11 +78,130 @@ class Call:
         method: Name of the method.
         data: Adapter of its data; with validation data, the adapter of the training data.
         callbacks: Callbacks that have the same state on all workers.
+        epoch: Number of the epoch, from 0.
+        resumes: Where the next epoch goes on.
+        metrics: Values of the metrics there.
+        due: Backups that wait for the end of the epoch.
+        passes: Passes over the data that have begun.
     """
 
     method: str
     data: Any = None
     callbacks: list[Any] = dataclasses.field(default_factory=list)
+    epoch: int = 0
+    resumes: Position | None = None
+    metrics: list[Any] = dataclasses.field(default_factory=list)
+    due: list[Any] = dataclasses.field(default_factory=list)
+    passes: int = 0
+    _epochs: Any = None  # Keras' iterator over the data
+    _batches: Any = None  # the iterator of the pass
+    _before: list[Any] = dataclasses.field(default_factory=list)
+
+    def begin_epoch(self, epochs: Any) -> Iterator[Any]:
+        """Returns the steps of an epoch over the data, as Keras' iterator has them.
+
+        If the epoch goes on from a backup, they are those that are left.
+        """
+        at, self.resumes, self._epochs = self.resumes, None, epochs
+        epochs._get_iterator = self._begin_pass
+        in_pass = epochs.steps_per_epoch and epochs._current_iterator and epochs._steps_seen
+        if not in_pass:  # a thread may draw the order as soon as the pass begins
+            self.passes += 1
+            self._before = random_state()
+        if at is None:
+            return epochs._enumerate_iterator()
+        self.passes = at.passes + 1
+        if at.batches:
+            self._before = at.before
+        set_random_state(self._before)
+        if at.batches > at.steps:  # an earlier epoch has begun the pass
+            epochs._current_iterator = self._begin_pass()
+            epochs._steps_seen = at.batches - at.steps
+        return _rest(epochs, at)
+
+    def _begin_pass(self) -> Any:
+        self._batches = batches_of(self.data, get_strategy().extended)
+        return self._batches
+
+    @property
+    def order_is_known(self) -> bool:
+        """Whether the order of the data is that of a known state of random numbers.
+
+        Threads of a `PyDataset` shuffle it again while they read ahead.
+        """
+        return not (getattr(self.data, "enqueuer", None) and self.data.shuffle)
+
+    def is_last_step(self, steps: int, num_steps: int | None) -> bool:
+        """Returns whether an epoch ends after so many steps; may read a batch ahead.
+
+        Args:
+            steps: Finished steps of the epoch.
+            num_steps: Steps of an epoch, if they are known.
+        """
+        if num_steps is None:
+            return bool(self._batches.is_at_end())
+        epochs = self._epochs
+        ends_early = epochs._num_batches and epochs._steps_seen >= epochs._num_batches
+        return bool(steps >= num_steps or ends_early)
+
+    def position(self, steps: int) -> Position:
+        """Returns the position after so many steps of an epoch, or 0 at its end."""
+        epochs = self._epochs
+        in_pass = steps or (epochs.steps_per_epoch and epochs._current_iterator)
+        batches = epochs._steps_seen if in_pass else 0
+        seeds = self.data.seeds if isinstance(self.data, DatasetAdapter) else []
+        passes = self.passes - (batches > 0)
+        return Position(steps, batches, passes, self._before, random_state(), seeds)
+
+    def go_to(self, position: Position) -> None:
+        """Lets the next epoch go on at a position."""
+        self.resumes = position
+        set_random_state(position.now)
+        if isinstance(self.data, DatasetAdapter):
+            self.data.go_on(position.passes, position.seeds)
+        elif epoch_of(self.data) is not None:
+            self.data._epoch += position.passes
+
+
+def _rest(epochs: Any, at: Position) -> Iterator[Any]:
+    """Yields the steps after a position, from an iterator that stands where its pass begins."""
+    steps = itertools.islice(
+        epochs._enumerate_iterator(), at.steps // epochs.steps_per_execution, None
+    )
+    for number, step in enumerate(steps):
+        if number == 0:
+            if at.batches:
+                _skip(step[-1], at.batches)
+            set_random_state(at.now)
+        yield step
+
+
+def _skip(batches: Any, count: int) -> None:
+    if hasattr(batches, "skip"):
+        batches.skip(count)
+        return
+    for number in range(count):
+        try:
+            next_own(batches)
+        except StopIteration:
+            raise InvalidValueError(
+                f"BackupAndRestore: the data ends after {number} batches, and the backup was made"
+                f" after {count}. Give the data of that time, or remove the backup to begin anew."
+            ) from None
+
+
+def random_state() -> list[Any]:
+    """Returns the state of the random numbers of NumPy and Python, which shuffle data, for JSON."""
+    _, key, *others = np.random.get_state(legacy=True)
+    version, words, gauss = random.getstate()
+    return [[np.asarray(key).tolist(), *others], [version, list(words), gauss]]
+
+
+def set_random_state(state: list[Any]) -> None:
+    """Goes back to what `random_state` has returned."""
+    (key, *others), (version, words, gauss) = state
+    np.random.set_state(("MT19937", np.array(key, np.uint32), *others))
+    random.setstate((version, tuple(words), gauss))
 
 
 #: The innermost call in progress.
@@ -237,14 +378,15 @@ class DatasetAdapter(UnknownSizes):
     def __init__(self, dataset: DistributedDataset, class_weight: object) -> None:
         self._dataset = dataset
         self._class_weight = class_weight
-        self._skip = 0
 
-    def start_at(self, epoch: int, steps: int | None) -> None:
-        """Positions the next pass at the start of an epoch of `steps` steps, after those before."""
-        if steps and self._dataset.cardinality == INFINITE_CARDINALITY:
-            self._skip = epoch * steps
-        else:
-            self._dataset.skip_passes(epoch)
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds that the dataset has drawn."""
+        return self._dataset.seeds
+
+    def go_on(self, passes: int, seeds: list[int]) -> None:
+        """Continues as if so many passes had been made, with seeds that were drawn then."""
+        self._dataset.go_on(passes, seeds)
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """Returns an iterator over global batches as NumPy arrays."""
@@ -265,9 +407,8 @@ class DatasetAdapter(UnknownSizes):
         )
         return stacked(batches, super_batch)
 
-    def _batches(self) -> Iterator[Any]:
-        batches = self._dataset.global_batches(self._skip)
-        self._skip = 0
+    def _batches(self, skip: int) -> Iterator[Any]:
+        batches = self._dataset.global_batches(skip)
         return batches if self._class_weight is None else map(self._weighted, batches)
 
     def _weighted(self, batch: object) -> Any:
@@ -311,8 +452,10 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
         # Arrays of nonzero elements do not have rows that could be split over the replicas.
         iterator = map(_with_dense, iterator)
     if extended.num_workers > 1 and not isinstance(adapter, DatasetAdapter):
-        return _same_everywhere(iterator)
-    return iterator
+        iterator = _same_everywhere(iterator)
+    if isinstance(adapter, DatasetAdapter) or adapter.num_batches is not None:
+        return iterator
+    return ReadAhead(lambda skip: iterator)
 
 
 def _with_dense(batch: object) -> Any:
@@ -331,23 +474,54 @@ class OwnRows:
     rows: Any
 
 
+class ReadAhead:
+    """Batches, of which one can be read ahead to learn whether it is there.
+
+    Args:
+        begin: Begins a pass after a number of batches. Called when the first batch is needed,
+            because Keras makes iterators that it does not use.
+    """
+
+    def __init__(self, begin: Callable[[int], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._batches: Iterator[Any] | None = None
+        self._ahead: list[Any] = []
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return self._next()
+
+    def is_at_end(self) -> bool:
+        """Returns whether there is no batch left."""
+        if not self._ahead:
+            try:
+                self._ahead.append(self._next())
+            except StopIteration:
+                self._batches = iter(())
+        return not self._ahead
+
+    def _next(self) -> Any:
+        if self._ahead:
+            return self._ahead.pop()
+        if self._batches is None:
+            self._batches = self._begin(0)
+        return next(self._batches)
+
+
 @final
-class DatasetBatches:
+class DatasetBatches(ReadAhead):
     """The batches of a dataset, or the rows of them that a worker has read.
 
     Args:
-        begin: Begins a pass. Called when the first batch is needed, because Keras makes iterators
-            that it does not use.
+        begin: See `ReadAhead`.
         share: Number of replicas here and elsewhere.
     """
 
-    def __init__(self, begin: Callable[[], Iterator[Any]], share: WorkerShare) -> None:
-        self._begin = begin
-        self._batches: Iterator[Any] | None = None
+    def __init__(self, begin: Callable[[int], Iterator[Any]], share: WorkerShare) -> None:
+        super().__init__(begin)
         self._num_own = share.replicas_per_worker
-
-    def __iter__(self) -> "DatasetBatches":
-        return self
 
     def __next__(self) -> Any:
         batch = self._next()
@@ -361,10 +535,9 @@ class DatasetBatches:
         # For an uneven batch, all workers have all rows.
         return OwnRows(batch.rows) if len(batch.sizes) == self._num_own else batch.rows
 
-    def _next(self) -> Any:
-        if self._batches is None:
-            self._batches = self._begin()
-        return next(self._batches)
+    def skip(self, count: int) -> None:
+        """Begins the pass after so many batches."""
+        self._batches = self._begin(count)
 
 
 def next_own(batches: Any) -> Any:
@@ -439,6 +612,11 @@ class ArrayBatches:
         if self._start >= self._num_rows:
             raise StopIteration
         return self._next(min(self._batch_size, self._num_rows - self._start), None, is_own)
+
+    def skip(self, count: int) -> None:
+        """Begins the pass after so many batches."""
+        self._begin()
+        self._start = count * self._batch_size
 
     def take(self, count: int) -> tuple[Any, int]:
         """Returns up to `count` full batches as one nest `[batch, row, ...]`, and their number."""

@@ -43,7 +43,7 @@ HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("keras.Operation", "_post_build", _state.post_build),
     # Models train under their strategy, see also `METHODS`.
     ("BaseTrainer", "compile", _models.compile_),  # Keras looks whether a class overrides it
-    ("keras.src.backend.jax.trainer.JAXEpochIterator", "_get_iterator", _models.get_iterator),
+    ("keras.src.trainers.epoch_iterator.EpochIterator", "__iter__", _models.begin_epoch),
     ("keras.src.trainers.data_adapters", "get_data_adapter", _data.get_data_adapter),
     # Functional models of text compute on the host.
     (_text.FUNCTIONAL, "_convert_inputs_to_tensors", _text.convert_inputs),

@@ -333,13 +333,19 @@ def symbolic_build(original: Callable[..., Any], self: Any, *args: Any, **kwargs
         return original(self, *args, **kwargs)
 
 
-def get_iterator(original: Callable[..., Any], self: Any) -> Any:
+def begin_epoch(original: Callable[..., Any], self: Any) -> Any:
     """Keeps batches on the host until a step splits them, under a strategy.
 
     The end of a dataset whose length was unknown is nothing to warn of.
     """
-    if isinstance(self.data_adapter, DatasetAdapter) and not self.steps_per_epoch:
+    adapter = self.data_adapter
+    if isinstance(adapter, DatasetAdapter) and not self.steps_per_epoch:
         self._interrupted_warning = lambda: None
-    if has_strategy():
-        return batches_of(self.data_adapter, get_strategy().extended)
+    if not has_strategy():
+        return original(self)
+    call = current_call.get()
+    if call is not None and call.data is adapter:
+        self._epoch_iterator = call.begin_epoch(self)
+        return self
+    self._get_iterator = partial(batches_of, adapter, get_strategy().extended)
     return original(self)
