@@ -46,16 +46,6 @@ def test_digits_fails_when_it_has_not_learned_enough(tmp_path):
     assert "Test accuracy: " in process.stdout
 
 
-def test_digits_explains_its_options(tmp_path):
-    process = _run("digits.py", tmp_path, "--help")
-
-    assert process.returncode == 0
-    assert {"--epochs", "--batch-size", "--learning-rate", "--seed"} <= set(
-        re.findall(r"--[\w-]+", process.stdout)
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("command", "expected"),
     [

@@ -76,22 +76,16 @@ def _assert_same(found, expected, tolerance):
     )
 
 
-def test_one_replica_trains_as_nnx_alone_bit_for_bit():
-    expected, expected_model = _alone(0.5, True)
+@pytest.mark.parametrize(
+    ("num_replicas", "args", "tolerance"), [(1, (0.5, True), 0), (2, (0.0,), 1e-5)]
+)
+def test_replicas_train_as_nnx_alone(num_replicas, args, tolerance, strategy_of):
+    expected, expected_model = _alone(*args)
 
-    losses, model, _ = _trained(dist.OneDeviceStrategy("CPU:0"), 0.5, True)
+    losses, model, _ = _trained(strategy_of(num_replicas), *args)
 
-    np.testing.assert_array_equal(losses, expected)
-    _assert_same(model, expected_model, 0)
-
-
-def test_two_replicas_train_as_nnx_alone(strategy):
-    expected, expected_model = _alone(0.0)
-
-    losses, model, _ = _trained(strategy, 0.0)
-
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    _assert_same(model, expected_model, 1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=tolerance)
+    _assert_same(model, expected_model, tolerance)
 
 
 def test_replicas_draw_their_own_numbers_anew_in_each_step(strategy):

@@ -65,7 +65,10 @@ def start(tmp_path):
     return start
 
 
-def test_own_loops_find_programs_beside_the_checkpoints_of_their_manager(start, tmp_path):
+def test_own_loops_find_programs_beside_checkpoints_or_where_the_user_says(start, tmp_path):
+    start("loop", "goes on", tmp_path / "mine")
+    assert any((tmp_path / "mine").iterdir())
+    assert not (tmp_path / "saved" / ".compiled").exists()
     first = start("loop")
     again = start("loop")
 
@@ -79,10 +82,3 @@ def test_fit_finds_programs_beside_its_backup_until_it_ends(start, tmp_path):
     assert start("fit")[0] == 0
     assert start("fit", "ends")[0] > 0
     assert not (tmp_path / "saved").exists()
-
-
-def test_the_folder_that_the_user_names_is_the_only_one(start, tmp_path):
-    start("loop", "goes on", tmp_path / "mine")
-
-    assert any((tmp_path / "mine").iterdir())
-    assert not (tmp_path / "saved" / ".compiled").exists()

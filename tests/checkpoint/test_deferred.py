@@ -56,8 +56,11 @@ def _built():
 @pytest.mark.parametrize(
     ("make", "wrap", "unbuilt"),
     [
-        (_Net, lambda x: x, r"model/dense/kernel.*\nNot built yet: model, optimizer\."),
-        (_Net, keras.optimizers.LossScaleOptimizer, r"\nNot built yet: model, optimizer\."),
+        (
+            _Net,
+            keras.optimizers.LossScaleOptimizer,
+            r"model/dense/kernel.*\nNot built yet: model, optimizer\.",
+        ),
         (_built, lambda x: x, None),  # the optimizer is built for the model
     ],
 )
@@ -195,20 +198,24 @@ def test_a_checkpoint_can_be_a_part_of_another(tmp_path):
 
 
 def test_values_arrive_on_servers(tmp_path):
-    with dist.experimental.local_cluster(workers=1, ps=1) as cluster:
-        strategy = dist.ParameterServerStrategy(cluster)
+    with dist.experimental.local_cluster(workers=1, ps=2) as cluster:
+        partitioner = dist.experimental.partitioners.FixedShardsPartitioner(2)
+        strategy = dist.ParameterServerStrategy(cluster, partitioner)
         with strategy.scope():
             models = [_sequential(), _sequential()]
             for own in models:
                 own.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+            metric, other_metric = keras.metrics.Mean(), keras.metrics.Mean()
+        metric.total.assign(3.0)
         model, other = models
         model.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
-        path = Checkpoint(model=model).write(tmp_path / "ckpt")
+        path = Checkpoint(model=model, metric=metric).write(tmp_path / "ckpt")
 
-        status = Checkpoint(model=other).restore(path)
+        status = Checkpoint(model=other, metric=other_metric).restore(path)
         for own in models:
             own.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
 
         status.assert_consumed()
         _assert_same_variables(model, other)
         _assert_same_variables(model.optimizer, other.optimizer)
+        _assert_same_variables(metric, other_metric)

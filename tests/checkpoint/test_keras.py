@@ -13,12 +13,12 @@ X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 
 
-def _model(strategy, optimizer=lambda: keras.optimizers.SGD(momentum=0.9)):
+def _model(strategy):
     with strategy.scope():
         tower = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
         layers = [keras.layers.Dense(4), tower, keras.layers.Dense(1, name="head")]
         model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
-        model.compile(optimizer(), "mse")
+        model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
         return model, keras.metrics.MeanSquaredError()
 
 
@@ -31,7 +31,8 @@ def test_a_model_goes_on_bit_for_bit_from_a_checkpoint_in_the_middle_of_an_epoch
 ):
     model, metric = _model(strategy_of(2))
     metric.update_state(Y, 0 * Y)
-    checkpoint = Checkpoint(model=model, metric=metric)
+    # The optimizer is saved under its own name, although the model has it as well.
+    checkpoint = Checkpoint(model=model, optimizer=model.optimizer, metric=metric)
 
     def save(batch, logs):
         if batch == 1:
@@ -41,7 +42,10 @@ def test_a_model_goes_on_bit_for_bit_from_a_checkpoint_in_the_middle_of_an_epoch
     # Keras numbers these layers on; their names in a checkpoint are the same.
     other, other_metric = _model(strategy_of(2))
 
-    Checkpoint(model=other, metric=other_metric).restore(tmp_path / "ckpt")
+    with pytest.raises(ValueError, match="Only in the checkpoint: optimizer/iteration"):
+        Checkpoint(model=other, metric=other_metric).restore(tmp_path / "ckpt")
+    restored = Checkpoint(model=other, optimizer=other.optimizer, metric=other_metric)
+    restored.restore(tmp_path / "ckpt")
 
     assert int(other.optimizer.iterations.value) == 2
     assert float(other_metric.result()) == float(metric.result()) > 0
@@ -59,33 +63,10 @@ def test_a_model_goes_on_bit_for_bit_from_a_checkpoint_in_the_middle_of_an_epoch
         "model/sequential/dropout/seed_generator_state",
         "model/head/kernel",
         "model/dense_1/bias",
-        "model/optimizer/iteration",
-        "model/optimizer/momentum.7",
+        "optimizer/iteration",
+        "optimizer/momentum.7",
         "metric/total",
     } <= names
-
-
-def test_a_model_moves_to_another_number_of_replicas(strategy_of, tmp_path):
-    def optimizer():
-        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
-
-    model, _ = _model(strategy_of(2), optimizer)
-    model.optimizer.build(model.trainable_variables)
-    for number, variable in enumerate(model.optimizer.variables):
-        variable.assign(variable + number)
-    # The optimizer is saved under its own name, although the model has it as well.
-    path = Checkpoint(model=model, optimizer=model.optimizer).save(tmp_path / "ckpt")
-    other, _ = _model(strategy_of(4), optimizer)
-
-    Checkpoint(model=other, optimizer=other.optimizer).restore(path)
-
-    for a, b in zip(model.weights, other.weights, strict=True):
-        np.testing.assert_array_equal(np.asarray(a.value), np.asarray(b.value))
-        assert len(b.value.sharding.device_set) == 4
-    pairs = zip(model.optimizer.variables, other.optimizer.variables, strict=True)
-    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
-    with pytest.raises(ValueError, match="Only in the checkpoint: optimizer/iteration"):
-        Checkpoint(model=other).restore(path)
 
 
 class _Odd(keras.layers.Layer):

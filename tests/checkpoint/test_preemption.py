@@ -46,23 +46,6 @@ def test_sigterm_saves_and_ends_and_the_next_process_goes_on(tmp_path):
     assert (int(v.numpy()), handler.total_run_calls) == (4, 4)
 
 
-def test_a_grace_period_is_used_for_training(tmp_path):
-    ends = []
-    config = TerminationConfig(exit_fn=lambda: ends.append(1), grace_period=0.3)
-    v, handler = _training(tmp_path, config)
-    signal.raise_signal(signal.SIGTERM)
-
-    while not ends:
-        handler.run(lambda: v.assign_add(1))
-
-    # Saved at once, trained on, and saved again before the last call.
-    last = int(v.numpy()) - 1
-    v, handler = _training(tmp_path)
-    assert int(v.numpy()) == last > 0
-    assert handler.total_run_calls == last
-    assert handler._manager.checkpoint.save_counter == 2
-
-
 def test_a_watcher_is_asked_and_a_function_saves(tmp_path):
     is_noticed, saved = threading.Event(), []
     config = TerminationConfig(
@@ -112,9 +95,6 @@ def test_wrong_arguments_are_refused(error, message, arguments, tmp_path):
 
     with pytest.raises(error, match=message):
         PreemptionCheckpointHandler(resolver, known.get(saved, saved), *others)
-
-
-def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="grace_period is -1"):
         TerminationConfig(grace_period=-1)
     with pytest.raises(TypeError, match="exit_fn is 3, expected a function"):

@@ -231,6 +231,11 @@ def test_other_names_and_folders_are_free(jobs, tmp_path):
     assert first("write", tmp_path / "ckpt-1", 3) == str(tmp_path / "ckpt-1")
     message = first("fork_and_save", tmp_path / "ckpt-1")
     assert _refusal(tmp_path / "ckpt-1", first).match(message)
+    # A folder that was removed meanwhile is locked again.
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "other")
+        first("save", tmp_path / "other", 1)
+    assert "was not written: process" in second("save", tmp_path / "other", 2)[0]
 
 
 def test_one_process_may_have_several_managers(tmp_path):
@@ -250,18 +255,6 @@ def test_one_process_may_have_several_managers(tmp_path):
         steps.append(checkpoint.step)
     assert steps == sorted(steps)
     assert len(steps) == 30
-
-
-def test_a_folder_that_was_removed_meanwhile_is_locked_again(jobs, tmp_path):
-    first, second = jobs
-    for _ in range(2):
-        first("save", tmp_path / "dir", 1)
-        shutil.rmtree(tmp_path / "dir")
-    path = first("save", tmp_path / "dir", 1)[0]
-
-    assert "was not written: process" in second("save", tmp_path / "dir", 2)[0]
-
-    assert first("restore", path) == 1
 
 
 def test_locks_of_single_checkpoints_do_not_use_up_descriptors(tmp_path):

@@ -112,19 +112,16 @@ def test_a_group_that_cannot_be_used_is_reported(pages, settings, message):
         _resolver(pages, **settings)[0].cluster_spec()
 
 
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "googleapiclient", None)
-
-    with pytest.raises(ImportError, match="pip install google-api-python-client, or pass service"):
-        GCEClusterResolver("p", "z", "g", 8470)
-
-
-@pytest.mark.parametrize(("credentials", "passed"), [("default", None), ("own", "own")])
-def test_a_service_is_made_with_the_credentials(credentials, passed, monkeypatch):
+def test_a_service_is_made_with_the_credentials_or_a_missing_package_is_named(monkeypatch):
     built = []
     package = SimpleNamespace(build=lambda *args, **kwargs: built.append((args, kwargs)))
     monkeypatch.setitem(sys.modules, "googleapiclient.discovery", package)
 
-    GCEClusterResolver("p", "z", "g", 8470, credentials=credentials)
+    for credentials in ("default", "own"):
+        GCEClusterResolver("p", "z", "g", 8470, credentials=credentials)
 
-    assert built == [(("compute", "v1"), {"credentials": passed})]
+    assert built == [(("compute", "v1"), {"credentials": passed}) for passed in (None, "own")]
+    monkeypatch.delitem(sys.modules, "googleapiclient.discovery")
+    monkeypatch.setitem(sys.modules, "googleapiclient", None)
+    with pytest.raises(ImportError, match="pip install google-api-python-client, or pass service"):
+        GCEClusterResolver("p", "z", "g", 8470)

@@ -97,42 +97,32 @@ def test_tasks_per_node_can_be_given(step, nodes, tasks_per_node, expected):
 @pytest.mark.parametrize(
     "name", ["SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"]
 )
-@pytest.mark.parametrize("builtin", [RuntimeError, ValueError])  # TensorFlow raises the first
-def test_a_missing_variable_is_named(step, set_environ, name, builtin):
+def test_a_missing_variable_is_named(step, set_environ, name):
     step()
     set_environ(**{name: None})
 
-    with pytest.raises(builtin, match=f"^The environment variable {name} is not set.*srun"):
+    # TensorFlow raises a RuntimeError.
+    with pytest.raises(RuntimeError, match=f"^The environment variable {name} is not set.*srun"):
         SlurmClusterResolver()
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("SLURM_PROCID", "x", r"^The environment variable SLURM_PROCID is 'x', .*from 0 to 3"),
         ("SLURM_PROCID", 4, r"^The environment variable SLURM_PROCID is '4', .*from 0 to 3"),
         ("SLURM_STEP_TASKS_PER_NODE", "4", r"is '4', .* each of the 2 nodes in .*'t02n\[13,41\]'"),
         ("SLURM_STEP_TASKS_PER_NODE", "", r"TASKS_PER_NODE is '', .*such as '4\(x2\),3'"),
+        *[
+            ("SLURM_STEP_NODELIST", nodes, rf"^SLURM_STEP_NODELIST is .*{part} is not a node.*'nod")
+            for nodes, part in (("n[1-2", r"'n\[1-2'"), ("a,,b", "''"), ("n[1-2-3]", r"1-2-3\]'"))
+        ],
     ],
 )
-def test_a_contradiction_is_refused(step, set_environ, name, value, message):
+def test_a_wrong_variable_is_refused(step, set_environ, name, value, message):
     step()
     set_environ(**{name: value})
 
-    with pytest.raises(ClusterError, match=message):
-        SlurmClusterResolver()
-
-
-@pytest.mark.parametrize(
-    ("nodes", "part"),
-    [("", "''"), ("n[1-2", r"'n\[1-2'"), ("a,,b", "''"), ("n[1-2-3]", r"'n\[1-2-3\]'")],
-)
-def test_a_list_of_nodes_that_cannot_be_read_is_refused(step, nodes, part):
-    step(nodes=nodes)
-
-    with pytest.raises(
-        InvalidValueError, match=rf"^SLURM_STEP_NODELIST is .*{part} is not a node.*'node\[001-003"
-    ):
+    with pytest.raises((ClusterError, InvalidValueError), match=message):
         SlurmClusterResolver()
 
 

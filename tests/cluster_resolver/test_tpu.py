@@ -27,10 +27,10 @@ def serve_metadata(set_environ):
     """Starts a metadata server with the hosts and the number of a Cloud TPU VM."""
     servers = []
 
-    def serve_metadata(hosts="10.0.0.1,10.0.0.2", number="1"):
+    def serve_metadata(hosts):
         server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         server.flavors = []
-        server.answers = {"worker-network-endpoints": hosts, "agent-worker-number": number}
+        server.answers = {"worker-network-endpoints": hosts, "agent-worker-number": "1"}
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         servers.append((server, thread))
@@ -76,8 +76,11 @@ def test_ports_of_libtpu_are_not_those_of_the_program(set_environ):
     assert TPUClusterResolver().task_id is None
 
 
-def test_on_a_tpu_vm_the_metadata_server_names_the_hosts(serve_metadata, set_environ):
-    server = serve_metadata()
+@pytest.mark.parametrize(
+    "hosts", ["10.0.0.1,10.0.0.2", "unknown:0:10.0.0.1, unknown:1:10.0.0.2\n"], ids=["new", "old"]
+)
+def test_on_a_tpu_vm_the_metadata_server_names_the_hosts(hosts, serve_metadata, set_environ):
+    server = serve_metadata(hosts)
     set_environ(http_proxy="http://127.0.0.1:9", no_proxy=None)  # must not be asked
 
     resolver = TPUClusterResolver("")
@@ -86,12 +89,6 @@ def test_on_a_tpu_vm_the_metadata_server_names_the_hosts(serve_metadata, set_env
     assert resolver.cluster_spec() == {"worker": ["10.0.0.1:8482", "10.0.0.2:8482"]}
     assert resolver.task_id == 1
     assert set(server.flavors) == {"Google"}
-
-
-def test_older_machines_list_names_and_numbers_too(serve_metadata):
-    serve_metadata(hosts="unknown:0:10.0.0.1, unknown:1:10.0.0.2\n")
-
-    assert TPUClusterResolver().cluster_spec().task_address("worker", 1) == "10.0.0.2:8482"
 
 
 def test_a_metadata_server_that_does_not_answer_is_reported(serve_metadata, set_environ):
@@ -113,9 +110,7 @@ def test_local_is_this_host_alone():
         assert resolver.num_accelerators() == {"TPU": num_cores}
 
 
-@pytest.mark.parametrize(
-    "tpu", ["a:1,b:2", "grpc://a:1, grpc://b:2", ["a:1", "b:2"], ("grpc://a:1", "b:2")]
-)
+@pytest.mark.parametrize("tpu", ["a:1,b:2", "grpc://a:1, grpc://b:2", ("grpc://a:1", "b:2")])
 def test_hosts_can_be_given(tpu, set_environ):
     resolver = TPUClusterResolver(tpu)
 
@@ -139,29 +134,22 @@ def test_a_single_host_that_is_given_is_this_one_and_a_coordinator_a_task_of_its
 
 
 @pytest.mark.parametrize(
-    ("hosts", "variables", "error", "message"),
+    ("tpu", "environ", "error", "message"),
     [
-        ("a,b", {"TPU_WORKER_ID": 2}, ClusterError, "is '2', expected a number from 0 to 1. It"),
-        ("a,,b", {}, InvalidValueError, r'cluster\["worker"\]\[1\] is \':8482\': expected a host'),
-        ("a,b", {"MEGASCALE_NUM_SLICES": 2}, UnsupportedError, "NUM_SLICES is 2.*slice by slice"),
+        (None, {"TPU_WORKER_ID": 2}, ClusterError, "is '2', expected a number from 0 to 1. It"),
+        (None, {"MEGASCALE_NUM_SLICES": 2}, UnsupportedError, "NUM_SLICES is 2.*slice by slice"),
+        (
+            *(None, {"TPU_WORKER_HOSTNAMES": "a,,b"}),
+            *(InvalidValueError, r'cluster\["worker"\]\[1\] is \':8482\': expected a host'),
+        ),
+        ("my-tpu", {}, UnsupportedError, "tpu is 'my-tpu'. Names of TPUs are not"),
+        (["a:1", "b"], {}, InvalidValueError, r"\[1\] is 'b': the port is missing"),
+        ([7], {}, InvalidTypeError, r"TPUClusterResolver: tpu is \[7\], expected None"),
+        (7, {}, InvalidTypeError, r"tpu is 7, expected None, \"local\""),
     ],
 )
-def test_a_wrong_environment_is_refused(set_environ, hosts, variables, error, message):
-    set_environ(TPU_WORKER_HOSTNAMES=hosts, **variables)
+def test_a_wrong_environment_or_argument_is_refused(set_environ, tpu, environ, error, message):
+    set_environ(**{"TPU_WORKER_HOSTNAMES": "a,b", **environ})
 
     with pytest.raises(error, match=message):
-        _ = TPUClusterResolver().cluster_spec(), TPUClusterResolver().task_id
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"tpu": "my-tpu"}, UnsupportedError, "tpu is 'my-tpu'. Names of TPUs are not"),
-        ({"tpu": ["a:1", "b"]}, InvalidValueError, r"\[1\] is 'b': the port is missing"),
-        ({"tpu": [7]}, InvalidTypeError, r"TPUClusterResolver: tpu is \[7\], expected None"),
-        ({"tpu": 7}, InvalidTypeError, r"tpu is 7, expected None, \"local\""),
-    ],
-)
-def test_a_wrong_argument_is_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        TPUClusterResolver(**arguments).cluster_spec()
+        _ = TPUClusterResolver(tpu).cluster_spec(), TPUClusterResolver(tpu).task_id

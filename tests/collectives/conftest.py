@@ -16,3 +16,11 @@ def on_replicas(strategy_of) -> Callable[..., tuple[Any, ...]]:
         return replicas.experimental_local_results(result)
 
     return call
+
+
+def tape_gradient(function: Callable[[Any], Any], x: Any) -> Any:
+    """The gradient of a function by a tape."""
+    with dist.GradientTape() as tape:
+        tape.watch(x)
+        y = function(x)
+    return tape.gradient(y, x)

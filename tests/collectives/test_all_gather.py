@@ -5,18 +5,21 @@ import pytest
 
 import distributary as dist
 from distributary.errors import InvalidTypeError, InvalidValueError
+from tests.collectives.conftest import tape_gradient
 
 
 def _all_gather(value, axis=0):
     return dist.get_replica_context().all_gather(value, axis)
 
 
-def test_every_dim(on_replicas):
-    components = [np.arange(24.0, dtype=np.float32).reshape(2, 3, 4) + 100 * r for r in range(3)]
+@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 0)])
+def test_every_dim(shape, on_replicas):
+    components = [np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + r for r in range(3)]
+    axes = range(-2, len(shape))
 
-    results = on_replicas(lambda x: [_all_gather(x, axis) for axis in (0, 2, -2)], components)
+    results = on_replicas(lambda x: [_all_gather(x, axis) for axis in axes], components)
 
-    for result, axis in zip(results[1], (0, 2, -2), strict=True):
+    for result, axis in zip(results[1], axes, strict=True):
         np.testing.assert_array_equal(result, np.concatenate(components, axis))
 
 
@@ -45,33 +48,17 @@ def test_uneven_sizes(sizes, axis, on_replicas):
     ]
     components = [c if axis == 0 else c.T for c in components]
 
-    results = on_replicas(lambda x: (_all_gather(x, axis), _all_gather(x * 2, axis)), components)
+    def step(x):
+        gathered = _all_gather(x, axis)
+        return gathered, _all_gather(jnp.concatenate([x * 2, gathered], axis), axis)
+
+    results = on_replicas(step, components)
 
     whole = np.concatenate(components, axis)
     for first, second in results:
         np.testing.assert_array_equal(first, whole)
-        np.testing.assert_array_equal(second, 2 * whole)
-
-
-def test_uneven_gathers_of_several_lengths_in_one_step(on_replicas):
-    def step(x):
-        head = x[:1]
-        gathered = _all_gather(x)
-        return _all_gather(head), gathered, _all_gather(jnp.concatenate([head, gathered]))
-
-    results = on_replicas(step, [np.array([1.0, 2.0]), np.array([3.0])])
-
-    for head, gathered, both in results:
-        np.testing.assert_array_equal(head, [1, 3])
-        np.testing.assert_array_equal(gathered, [1, 2, 3])
-        np.testing.assert_array_equal(both, [1, 1, 2, 3, 3, 1, 2, 3])
-
-
-def _tape_gradient(function, x):
-    with dist.GradientTape() as tape:
-        tape.watch(x)
-        y = function(x)
-    return tape.gradient(y, x)
+        parts = [part for own in components for part in (2 * own, whole)]
+        np.testing.assert_array_equal(second, np.concatenate(parts, axis))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +74,7 @@ def test_gradient_is_the_own_slice_of_the_summed_upstream_gradients(
 ):
     def step(x):
         loss = lambda x: jnp.sum(_all_gather(x) ** 2)
-        return _tape_gradient(loss, x), jax.grad(loss)(x)
+        return tape_gradient(loss, x), jax.grad(loss)(x)
 
     results = on_replicas(step, [np.array(c, np.float32) for c in components])
 
@@ -123,12 +110,3 @@ def test_inside_jit_and_scan(on_replicas):
 def test_misuse(value, axis, error, message, on_replicas):
     with pytest.raises(error, match=message):
         on_replicas(lambda x: _all_gather(x, axis), [value, value])
-
-
-@pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
-def test_nothing_to_gather(shape, on_replicas):
-    results = on_replicas(lambda x: (_all_gather(x, 0), _all_gather(x, 1)), [np.zeros(shape)] * 2)
-
-    for rows, columns in results:
-        assert rows.shape == (2 * shape[0], shape[1])
-        assert columns.shape == (shape[0], 2 * shape[1])

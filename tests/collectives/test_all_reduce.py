@@ -5,19 +5,13 @@ import pytest
 
 import distributary as dist
 from distributary.errors import InvalidTypeError, InvalidValueError
+from tests.collectives.conftest import tape_gradient
 
 DTYPES = ["float16", "bfloat16", "float32", "int8", "uint8", "int32", "uint32", "complex64"]
 
 
 def _all_reduce(op, value, options=None):
     return dist.get_replica_context().all_reduce(op, value, options)
-
-
-def _tape_gradient(function, x):
-    with dist.GradientTape() as tape:
-        tape.watch(x)
-        y = function(x)
-    return tape.gradient(y, x)
 
 
 def _jax_gradient(function, x):
@@ -143,7 +137,7 @@ def test_unknown_operations(op, error, message, strategy_of):
 # Gradients, as in tf.distribute
 
 
-@pytest.mark.parametrize("gradient_of", [_tape_gradient, _jax_gradient], ids=["tape", "jax.grad"])
+@pytest.mark.parametrize("gradient_of", [tape_gradient, _jax_gradient], ids=["tape", "jax.grad"])
 @pytest.mark.parametrize(("op", "expected"), [("SUM", 16.0), ("MEAN", 4.0)])
 def test_upstream_gradients_that_differ_between_replicas(op, expected, gradient_of, on_replicas):
     # The upstream gradient of replica r is weight r, so each gets 3 + 5 of them, or their mean.
@@ -174,7 +168,7 @@ def test_gradient_of_the_other_dtypes(on_replicas):
 def test_second_order_through_a_reduction(on_replicas):
     # y = (x0² + x1²)²; each replica's y counts once per replica.
     def step(x):
-        first = _tape_gradient(lambda x: _all_reduce("SUM", x * x) ** 2, x)
+        first = tape_gradient(lambda x: _all_reduce("SUM", x * x) ** 2, x)
         second = jax.grad(
             lambda x: jnp.sum(_jax_gradient(lambda x: _all_reduce("SUM", x * x) ** 2, x))
         )(x)

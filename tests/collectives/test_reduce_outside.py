@@ -1,4 +1,4 @@
-"""`CrossDeviceOps.reduce` and `batch_reduce` called directly, on values that lie anywhere."""
+"""`CrossDeviceOps.reduce` and `batch_reduce` called directly, and values in a merged function."""
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +46,11 @@ def test_a_subclass_and_an_accumulation_function_are_honoured(kind, strategy_of)
 
 
 def test_a_batch_may_mix_places_and_kinds(strategy):
-    slices = dist.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (3, 2))
+    none, one = (dist.IndexedSlices(jnp.ones((n, 2)), jnp.full(n, 1), (3, 2)) for n in (0, 1))
     values = [
         _components("numpy", strategy),
         _components("result of run", strategy),
-        dist.PerReplica([slices, slices]),
+        dist.PerReplica([none, one]),
         jnp.float32(7.0),
         dist.Mirrored(jnp.float32(8.0), 2),
         dist.PerReplica([np.float32(9.0)]),
@@ -61,29 +61,13 @@ def test_a_batch_may_mix_places_and_kinds(strategy):
 
     np.testing.assert_array_equal(results[0].numpy(), [4.0, 6.0])
     np.testing.assert_array_equal(results[1].numpy(), [4.0, 6.0])
-    np.testing.assert_array_equal(results[2].value().indices, [1, 1])
+    np.testing.assert_array_equal(results[2].value().to_dense(), [[0, 0], [1, 1], [0, 0]])
     # A single component is its own sum, as in TensorFlow.
     assert [float(result.numpy()) for result in results[3:6]] == [7.0, 8.0, 9.0]
     for result, value in zip(results[6:], values[6:], strict=True):
         assert result.dtype == value.values[0].dtype
         np.testing.assert_array_equal(result.numpy(), [40, 40, 40])
     assert dist.NcclAllReduce().batch_reduce(SUM, []) == []
-
-
-@pytest.mark.parametrize("rows", [(1, 1), (0, 1)])
-def test_indexed_slices_are_concatenated(rows):
-    parts = [
-        dist.IndexedSlices(jnp.full((n, 2), i + 1.0), jnp.full(n, i), (5, 2))
-        for i, n in enumerate(rows)
-    ]
-
-    for op, scale in ((SUM, 1.0), (MEAN, 0.5)):
-        result = dist.NcclAllReduce().reduce(op, dist.PerReplica(parts), "CPU:0").value()
-
-        expected = np.concatenate([np.full((n, 2), i + 1.0) for i, n in enumerate(rows)])
-        np.testing.assert_array_equal(result.values, scale * expected)
-        np.testing.assert_array_equal(result.indices, np.repeat([0, 1], rows))
-        assert result.dense_shape == (5, 2)
 
 
 def test_values_stand_for_their_devices(strategy, variable):
@@ -129,65 +113,89 @@ def test_one_device_gets_the_only_copy(kind):
 
 
 def test_destination_in_a_step_and_in_a_function(strategy, variable):
-    value = _components("result of run", strategy)
+    value, v = _components("result of run", strategy), variable([0.0, 0.0])
 
     def merged(strategy, x):
-        return strategy.extended.reduce_to("sum", x, "CPU:5")
+        places = "CPU:5", v.values[1]
+        of_ops = strategy.extended.cross_device_ops.reduce(SUM, x, x)
+        return of_ops, *(strategy.extended.reduce_to("sum", x, place) for place in places)
 
-    v = variable([0.0, 0.0])
-
-    def merged_to_copy(strategy, x):
-        return strategy.extended.reduce_to("sum", x, v.values[1])
-
-    to_copy = strategy.run(
-        lambda x: dist.get_replica_context().merge_call(merged_to_copy, (x,)), (value,)
-    )
     in_step = strategy.run(lambda x: dist.get_replica_context().merge_call(merged, (x,)), (value,))
     in_function = dist.function(lambda x: strategy.extended.reduce_to("sum", x, "CPU:5"))(value)
 
-    for result in (*in_step.values, *to_copy.values, in_function):
+    for result in (*(copy for each in in_step for copy in each.values), in_function):
         np.testing.assert_array_equal(result, [4.0, 6.0])
 
 
-def test_device_that_does_not_exist(strategy_of):
-    value = _components("numpy", strategy_of(2))
-
-    with pytest.raises(DeviceError, match="no device 'CPU:77'"):
-        strategy_of(2).extended.reduce_to("sum", value, "CPU:77")
-    with pytest.raises(DeviceError, match="no device 'CPU:77'"):
-        dist.NcclAllReduce().reduce(SUM, value, "CPU:77")
+_OPS, _VALUE = dist.NcclAllReduce(), dist.PerReplica([np.ones(2), np.ones(2)])
+_SHAPES_DIFFER = dist.PerReplica([np.ones(2), np.ones(3)])
 
 
-@pytest.mark.parametrize("destination", [None, "", 3, ["CPU:0"]])
-def test_unusable_destinations(destination):
-    value = dist.PerReplica([np.ones(2), np.ones(2)])
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (
+            lambda s: s.extended.reduce_to("sum", _VALUE, "CPU:77"),
+            DeviceError,
+            "no device 'CPU:77'",
+        ),
+        (lambda s: _OPS.reduce(SUM, _VALUE, "CPU:77"), DeviceError, "no device 'CPU:77'"),
+        *[
+            (use, InvalidValueError, r"destinations is .*, expected a device")
+            for use in (
+                lambda s: _OPS.reduce(SUM, _VALUE, None),
+                lambda s: _OPS.reduce(SUM, _VALUE, ["CPU:0"]),
+                lambda s: _OPS.broadcast(np.ones(2), 3),
+                lambda s: _OPS.broadcast(np.ones(2), ""),
+            )
+        ],
+        *[
+            (
+                lambda s, pairs=pairs: _OPS.batch_reduce(SUM, pairs),
+                *(InvalidTypeError, r"value_destination_pairs is .*, expected a"),
+            )
+            for pairs in (3, [1.0], [(1.0,)])
+        ],
+        (
+            lambda s: _OPS.reduce(SUM, _SHAPES_DIFFER, "CPU:0"),
+            *(ReplicaMismatchError, r"components have shapes \[\(2,\), \(3,\)\]"),
+        ),
+    ],
+)
+def test_what_cannot_be_reduced_or_has_no_place_is_refused(use, error, message, strategy):
+    with pytest.raises(error, match=message):
+        use(strategy)
 
-    with pytest.raises(InvalidValueError, match=r"destinations is .*, expected a device"):
-        dist.NcclAllReduce().reduce(SUM, value, destination)
-    with pytest.raises(InvalidValueError, match=r"destinations is .*, expected a device"):
-        dist.NcclAllReduce().broadcast(np.ones(2), destination)
+
+# In a merged function; the call itself is in tests/context/.
 
 
-@pytest.mark.parametrize("pairs", [3, [1.0], [(1.0,)], [(1.0, "CPU:0", 3)]])
-def test_unusable_pairs(pairs):
-    with pytest.raises(InvalidTypeError, match=r"value_destination_pairs is .*, expected a"):
-        dist.NcclAllReduce().batch_reduce(SUM, pairs)
+def _merge(function, *args, **kwargs):
+    return dist.get_replica_context().merge_call(function, args, kwargs)
 
 
-def test_components_must_agree_in_shape():
-    value = dist.PerReplica([np.ones(2), np.ones(3)])
+def test_values_are_gathered_reduced_and_differentiated(on_replicas):
+    def step(x):
+        slices = dist.IndexedSlices(x[None], jnp.array([0]), (3, 2))
+        sums = [
+            _merge(lambda s, g, op=op: s.extended.reduce_to(op, g, "CPU:0"), slices)
+            for op in ("SUM", "MEAN")
+        ]
+        with dist.GradientTape() as tape:
+            tape.watch(x)
+            y = _merge(lambda s, x: s.reduce("SUM", x, None), x * x)
+        return _merge(lambda s, x: s.gather(x, 0), x), sums, tape.gradient(y, x)
 
-    with pytest.raises(ReplicaMismatchError, match=r"components have shapes \[\(2,\), \(3,\)\]"):
-        dist.NcclAllReduce().reduce(SUM, value, "CPU:0")
+    results = on_replicas(step, [np.ones(2), np.full(2, 3.0)])
+
+    for (gathered, sums, gradient), own in zip(results, (1, 3), strict=True):
+        np.testing.assert_array_equal(gathered, [1, 1, 3, 3])
+        np.testing.assert_array_equal(gradient, np.full(2, 4.0 * own))
+        for slices, scale in zip(sums, (1.0, 0.5), strict=True):
+            np.testing.assert_array_equal(slices.indices, [0, 0])
+            np.testing.assert_array_equal(slices.values, np.array([[1, 1], [3, 3]]) * scale)
 
 
-def test_inside_run_replicas_reduce_directly(strategy):
-    def merged(strategy, x):
-        return strategy.extended.cross_device_ops.reduce(SUM, x, x)
-
-    result = strategy.run(
-        lambda x: dist.get_replica_context().merge_call(merged, args=(x,)),
-        (dist.PerReplica([1.0, 2.0]),),
-    )
-
-    assert result.values == (3.0, 3.0)
+def test_summing_what_is_the_same_everywhere_is_refused(on_replicas):
+    with pytest.raises(InvalidValueError, match=r"cannot SUM .* over 2 replicas"):
+        on_replicas(lambda x: _merge(lambda s, n: s.reduce("SUM", n, None), 3), [1.0, 2.0])

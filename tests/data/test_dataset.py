@@ -49,28 +49,20 @@ def range_of(request):
     [
         (lambda d: d.take(3), [0, 1, 2]),
         (lambda d: d.take(-1), list(range(10))),
-        (lambda d: d.take(0), []),
-        (lambda d: d.take(99), list(range(10))),
         (lambda d: d.skip(7), [7, 8, 9]),
         (lambda d: d.skip(-1), []),
-        (lambda d: d.skip(99), []),
         (lambda d: d.shard(3, 1), [1, 4, 7]),
-        (lambda d: d.shard(4, 3), [3, 7]),
         (lambda d: d.repeat(2), [*range(10), *range(10)]),
-        (lambda d: d.repeat(0), []),
         (lambda d: d.repeat().take(12), [*range(10), 0, 1]),
-        (lambda d: d.take(3).repeat(2).skip(1), [1, 2, 0, 1, 2]),
         (lambda d: d.concatenate(d.take(2)), [*range(10), 0, 1]),
         (lambda d: d.map(lambda x: x * x).take(4), [0, 1, 4, 9]),
         (lambda d: d.map(lambda x: x + 1, num_parallel_calls=3), list(range(1, 11))),
         (lambda d: d.filter(lambda x: x % 3 == 0), [0, 3, 6, 9]),
         (lambda d: d.batch(4), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
         (lambda d: d.batch(4, drop_remainder=True), [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (lambda d: d.batch(5, drop_remainder=True), [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
         (lambda d: d.repeat(2).batch(15), [[*range(10), *range(5)], [*range(5, 10)]]),
         (lambda d: d.batch(4).unbatch(), list(range(10))),
         (lambda d: d.batch(4).rebatch(3), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]),
-        (lambda d: d.batch(4).batch(2).take(1), [[[0, 1, 2, 3], [4, 5, 6, 7]]]),
         (lambda d: d.batch(4).map(lambda x: x.sum()), [6, 22, 17]),
         (lambda d: d.prefetch(2).take(3), [0, 1, 2]),
         (lambda d: d.prefetch(AUTOTUNE).batch(8), [list(range(8)), [8, 9]]),
@@ -113,12 +105,8 @@ def test_shuffle_permutes_and_draws_from_its_buffer_only(buffer_size, range_of):
         assert sorted(order) == list(range(10))
         assert all(x < place + buffer_size for place, x in enumerate(order))
     assert len({tuple(order) for order in orders}) > (1 if buffer_size == 1 else 10) - 1
-
-
-def test_rows_and_elements_are_shuffled_alike():
-    for buffer_size in (3, 10):
-        rows = _values(Dataset.range(10).shuffle(buffer_size, seed=1))
-        assert rows == _values(_generated(*range(10)).shuffle(buffer_size, seed=1))
+    same = [_values(Dataset.range(10).shuffle(buffer_size, seed=seed)) for seed in range(20)]
+    assert orders == same  # of rows and elements
 
 
 def test_a_large_buffer_gives_a_uniform_permutation():
@@ -200,6 +188,15 @@ def test_elements_are_nests(nest):
     assert [s.shape for s in spec] == [leaf.shape[1:] for leaf in jax.tree.leaves(nest)]
 
 
+def test_tuples_are_structures_lists_arrays_and_text_stays():
+    assert Dataset.from_tensor_slices([[1, 2], [3, 4]]).element_spec == TensorSpec((2,), "int64")
+    assert _values(Dataset.from_tensor_slices(([1, 2], [3, 4]))) == [(1, 3), (2, 4)]
+    assert _values(_generated([1, 2], [3, 4]).batch(2)) == [[[1, 2], [3, 4]]]
+    assert _values(Dataset.from_tensor_slices(["a", "longer"]).batch(2)) == [["a", "longer"]]
+    records = _generated(b"a\x00", b"\x00\x00bc").batch(2)
+    assert _values(records) == [[b"a\x00", b"\x00\x00bc"]]
+
+
 def test_map_receives_the_items_of_a_tuple_and_other_nests_whole():
     pair = Dataset.from_tensor_slices((np.arange(2), np.arange(2) + 5))
     named = Dataset.from_tensor_slices({"a": np.arange(2)})
@@ -209,20 +206,6 @@ def test_map_receives_the_items_of_a_tuple_and_other_nests_whole():
     assert _values(pair.filter(lambda x, y: y == 6)) == [(1, 6)]
 
 
-def test_a_list_is_an_array_and_a_tuple_a_structure():
-    assert Dataset.from_tensor_slices([[1, 2], [3, 4]]).element_spec == TensorSpec((2,), "int64")
-    assert _values(Dataset.from_tensor_slices(([1, 2], [3, 4]))) == [(1, 3), (2, 4)]
-    assert _values(_generated([1, 2], [3, 4]).batch(2)) == [[[1, 2], [3, 4]]]
-
-
-def test_strings_and_bytes_are_carried_unchanged():
-    words = Dataset.from_tensor_slices(["a", "longer"])
-    records = _generated(b"a\x00", b"\x00\x00bc").batch(2)
-
-    assert _values(words.batch(2)) == [["a", "longer"]]
-    assert _values(records) == [[b"a\x00", b"\x00\x00bc"]]
-
-
 def test_elements_of_different_shape_are_refused_or_filled_up():
     ragged = _generated(np.arange(2), np.arange(3))
 
@@ -230,6 +213,9 @@ def test_elements_of_different_shape_are_refused_or_filled_up():
         list(ragged.batch(2))
     assert _values(ragged.padded_batch(2)) == [[[0, 1, 0], [0, 1, 2]]]
     assert _values(ragged.padded_batch(2, [4], 9)) == [[[0, 1, 9, 9], [0, 1, 2, 9]]]
+    with_scalar = ragged.map(lambda row: (row, len(row))).padded_batch(2, ([np.int32(4)], []))
+    ((rows, sizes),) = with_scalar
+    assert (rows.shape, sizes.tolist()) == ((2, 4), [2, 3])
     with pytest.raises(ValueError, match=r"asks for \(2,\).*\(3,\)"):
         list(ragged.padded_batch(2, [2]))
     with pytest.raises(ValueError, match="ragged list"):
@@ -256,6 +242,11 @@ def test_generators_keep_to_their_signature():
     ]:
         with pytest.raises(error, match=message):
             list(make(bad))
+    flat = lambda: [(1, (2, 3))]
+    nested = (TensorSpec((), np.int32), TensorSpec((2,), np.int32))
+    ((_, pair),) = Dataset.from_generator(flat, output_signature=nested)
+    assert pair.tolist() == [2, 3]
+    assert _values(Dataset.from_generator(lambda: [(1,), (2,)], np.int64, (1,))) == [[1], [2]]
     old = Dataset.from_generator(lambda n: range(n), np.int64, (), args=(3,))
     assert _values(old) == [0, 1, 2]
 
@@ -264,21 +255,16 @@ def test_generators_keep_to_their_signature():
     ("value", "dtype", "expected"),
     [
         (np.float64(1.3), np.float32, np.float32(1.3)),
-        (np.arange(2.0), np.float16, np.arange(2, dtype=np.float16)),
         (1.5, np.float32, np.float32(1.5)),
         (1.5, jnp.bfloat16, jnp.bfloat16(1.5)),
-        (3, np.float32, np.float32(3)),
         (np.float64(2), np.int32, np.int32(2)),
-        (np.int64(3), np.uint8, np.uint8(3)),
         (True, np.int32, np.int32(1)),
         (1, np.bool_, np.True_),
-        # TensorFlow gives 1, 44, 0, True, 5 and 0.
+        # TensorFlow gives 1, 0, True, 5 and 0.
         (1.5, np.int32, TypeError),
-        (np.int64(300), np.uint8, TypeError),
         (np.int64(1) << 40, np.int32, TypeError),
         (2, np.bool_, TypeError),
         ("5", np.float32, TypeError),
-        (1j, np.float32, TypeError),
         (5, object, TypeError),
         (float("nan"), np.int32, TypeError),
     ],
@@ -341,6 +327,14 @@ def test_element_spec_knows_which_sizes_vary():
     assert arrays.batch(2, drop_remainder=True).element_spec[1] == TensorSpec((2,), np.int32)
     assert arrays.batch(2).unbatch().element_spec[0] == TensorSpec((3,), np.float32)
     assert arrays.map(lambda x, y: x[:2]).element_spec == TensorSpec((2,), np.float32)
+    mapped = arrays.batch(2).map(lambda x, y: {"x": x * 2, "n": len(y), "two": np.zeros((3, 2))})
+    assert mapped.prefetch(1).element_spec == {
+        "x": TensorSpec((None, 3), np.float32),
+        "n": TensorSpec((), np.int64),
+        "two": TensorSpec((3, 2), np.float64),
+    }
+    whole = arrays.batch(2, drop_remainder=True).map(lambda x, y: y)
+    assert whole.element_spec == TensorSpec((2,), np.int32)
     with pytest.raises(ValueError, match="empty"):
         _ = Dataset.from_generator(list).element_spec
 
@@ -380,6 +374,13 @@ def test_options_are_merged_and_checked():
     merged = Dataset.range(4).with_options(first).batch(2).with_options(second).options()
     assert merged.experimental_distribute.auto_shard_policy is AutoShardPolicy.DATA
     assert merged.deterministic is True
+    first.experimental_deterministic = False
+    first.threading.private_threadpool_size = 4
+    first.experimental_optimization.apply_default_optimizations = True
+    first.autotune.enabled = False
+    assert _values(Dataset.range(3).with_options(first)) == [0, 1, 2]  # they have no effect
+    with pytest.raises(AttributeError, match=r"no option 'determinism'; it has .*deterministic"):
+        first.determinism = True
     with pytest.raises(AttributeError, match="no option 'polcy'; it has auto_shard_policy"):
         first.experimental_distribute.polcy = AutoShardPolicy.OFF
     with pytest.raises(TypeError, match="'off', expected AutoShardPolicy"):
@@ -452,12 +453,10 @@ def test_a_cache_computes_elements_once():
 
 
 _PIPELINES = {
-    "plain": lambda: Dataset.range(23).batch(3),
     "shuffled": lambda: Dataset.range(23).shuffle(23, seed=1).repeat(3).batch(4),
     "no seed": lambda: Dataset.range(23).shuffle(23).repeat(3).batch(4),
     "small buffer": lambda: Dataset.range(23).shuffle(5, seed=1).repeat(3).batch(4),
     "elements": lambda: _generated(*range(23)).shuffle(5, seed=1).repeat(3).batch(4),
-    "dropped": lambda: Dataset.range(23).batch(4, drop_remainder=True).repeat(2),
     "filtered": lambda: Dataset.range(40).filter(lambda x: x % 3).shuffle(7, seed=2).batch(4),
     "mapped": lambda: Dataset.range(23).map(lambda x: x * 2).batch(5).map(lambda b: b + 1),
     "threads": lambda: Dataset.range(23).map(lambda x: x * 2, num_parallel_calls=2).batch(5),
@@ -586,20 +585,6 @@ def test_elements_blocks_and_jumps_follow_each_other(size, operations, ways, is_
             assert stream.advance(count) == len(wanted)
 
 
-def test_the_spec_of_mapped_batches_leaves_the_number_of_rows_open():
-    rows = Dataset.from_tensor_slices((np.zeros((5, 2), np.float32), np.arange(5)))
-
-    halves = rows.batch(2).map(lambda x, y: {"x": x * 2, "n": len(y), "two": np.zeros((3, 2))})
-    assert halves.prefetch(1).element_spec == {
-        "x": TensorSpec((None, 2), np.float32),
-        "n": TensorSpec((), np.int64),
-        "two": TensorSpec((3, 2), np.float64),
-    }
-    whole = rows.batch(2, drop_remainder=True).map(lambda x, y: y)
-    assert whole.element_spec == TensorSpec((2,), np.int64)
-    assert rows.map(lambda x, y: x).element_spec == TensorSpec((2,), np.float32)
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     total=st.integers(0, 12),
@@ -618,6 +603,17 @@ def test_windows(total, size, shift, stride, drop):
     assert dataset.cardinality() == len(expected)
 
 
+def test_a_function_that_does_not_take_the_parts_of_an_element_is_refused():
+    pairs = Dataset.from_tensor_slices((np.ones(3), np.ones(3)))
+
+    for fn in (lambda pair: pair[0], lambda x, y, z: x):
+        message = r"as fn\(x, y\): .* argument.*Write def fn\(x, y\):"
+        with pytest.raises(InvalidTypeError, match=message):
+            _values(pairs.map(fn))
+    with pytest.raises(TypeError, match="'int' object is not iterable"):  # one of its own
+        _values(pairs.map(lambda x, y: sum(3)))
+
+
 def test_windows_of_nests_are_nests_of_datasets():
     pairs = Dataset.from_tensor_slices((np.arange(6), np.arange(6) * 10.0))
 
@@ -628,34 +624,3 @@ def test_windows_of_nests_are_nests_of_datasets():
     assert found == [([0, 1, 2, 3], [0, 10, 20, 30]), ([2, 3, 4, 5], [20, 30, 40, 50])]
     (named,) = Dataset.from_tensors({"a": 1}).window(2)
     assert {key: _values(part) for key, part in named.items()} == {"a": [1]}
-
-
-def test_options_without_effect_are_taken_and_others_refused():
-    options = Options()
-    options.experimental_deterministic = False
-    options.threading.private_threadpool_size = 4
-    options.experimental_optimization.apply_default_optimizations = True
-    options.autotune.enabled = False
-
-    assert _values(Dataset.range(3).with_options(options)) == [0, 1, 2]
-    with pytest.raises(AttributeError, match=r"no option 'determinism'; it has .*deterministic"):
-        options.determinism = True
-
-
-@pytest.mark.parametrize("fn", [lambda pair: pair[0], lambda x, y, z: x])
-def test_a_function_that_does_not_take_the_parts_of_an_element_is_refused(fn):
-    pairs = Dataset.from_tensor_slices((np.ones(3), np.ones(3)))
-
-    with pytest.raises(
-        InvalidTypeError, match=r"as fn\(x, y\): .* argument.*Write def fn\(x, y\):"
-    ):
-        _values(pairs.map(fn))
-
-
-def test_an_error_of_a_function_of_a_dataset_stays():
-    with pytest.raises(TypeError, match="of the user"):
-        _values(Dataset.range(3).map(lambda x: _raise(TypeError("of the user"))))
-
-
-def _raise(error):
-    raise error

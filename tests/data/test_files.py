@@ -80,12 +80,9 @@ def test_records_that_tensorflow_wrote(tmp_path):
     [
         (lambda data: b"\x01" + data[1:], "record 0 of .*, at byte 0, has a damaged length, 1:"),
         (lambda data: data[:-3], "record 3 of .*, at byte 56, is cut off: it has 21 of 24 bytes"),
-        (lambda data: data[:25], "record 1 of .*, at byte 21, is cut off: .* 4 of 12 bytes"),
         (lambda data: b"hello", "record 0 of .* is cut off"),
         (lambda data: data.replace(b"first", b"worst"), "record 0 of .* checksum of its 5 bytes"),
-        (lambda data: data[:63] + b"\x80" + data[64:], "record 3 of .* damaged length, 92233"),
-        # Lengths that are absurd, but have the right checksum.
-        (lambda data: data + _header(1 << 62), "record 4 .* has 0 of 4611686018427387908"),
+        # A length that is absurd, but has the right checksum.
         (lambda data: data + _header(1 << 63) + b"abc", "record 4 .* has 3 of "),
     ],
 )

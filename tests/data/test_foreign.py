@@ -70,6 +70,10 @@ def test_torch_loader(strategy):
     pairs = torch.utils.data.TensorDataset(torch.tensor(_X), torch.tensor(_Y))
 
     _check(strategy, torch.utils.data.DataLoader(pairs, batch_size=4))
+    with_workers = torch.utils.data.DataLoader(
+        pairs, batch_size=4, num_workers=2, multiprocessing_context="spawn"
+    )
+    assert len(list(strategy.experimental_distribute_dataset(with_workers))) == 3
     rows = Dataset.from_source(pairs)
     np.testing.assert_array_equal(next(iter(rows.shuffle(10, seed=0).batch(10)))[1].sum(), 45)
     with pytest.raises(ValueError, match="batch_size=None"):
@@ -77,17 +81,6 @@ def test_torch_loader(strategy):
         strategy.experimental_distribute_dataset(single)
     with pytest.raises(TypeError, match="not batches"):
         strategy.experimental_distribute_dataset(torch.tensor(_X))
-
-
-def test_torch_loader_with_workers(strategy):
-    torch = pytest.importorskip("torch")
-    pairs = torch.utils.data.TensorDataset(torch.tensor(_X), torch.tensor(_Y))
-    loader = torch.utils.data.DataLoader(
-        pairs, batch_size=4, num_workers=2, multiprocessing_context="spawn"
-    )
-
-    seen = list(strategy.experimental_distribute_dataset(loader))
-    assert len(seen) == 3
 
 
 # Keras' own adapter of grain says so at the end of every epoch.
@@ -153,10 +146,8 @@ def test_hugging_face(strategy):
         list(Dataset.from_source(ragged).batch(2))
 
 
-class _PyDataset(keras.utils.PyDataset):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.epochs = 0
+class _Batches:
+    epochs = 0
 
     def __len__(self):
         return 3
@@ -164,29 +155,22 @@ class _PyDataset(keras.utils.PyDataset):
     def __getitem__(self, number):
         return _expected()[number]
 
+
+class _PyDataset(_Batches, keras.utils.PyDataset):
     def on_epoch_end(self):
         self.epochs += 1
 
 
-def test_keras_py_dataset(strategy):
-    source = _PyDataset()
+@pytest.mark.parametrize("kind", [_Batches, _PyDataset])
+def test_anything_with_len_and_getitem_or_iter(kind, strategy):
+    source = kind()
 
-    _check(strategy, source)
-    assert source.epochs >= 2
+    for _ in range(2):
+        seen = [strategy.gather(b, 0) for b in strategy.experimental_distribute_dataset(source)]
+        jax.tree.map(np.testing.assert_array_equal, seen, _expected())
+    assert source.epochs >= 2 * (kind is _PyDataset)
     assert Dataset.from_source(source).cardinality() == 3
-
-
-def test_anything_with_len_and_getitem_or_iter(strategy):
-    class Batches:
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, number):
-            return _expected()[number]
-
     assert len(Dataset.from_source(_X)) == 10
-    seen = [strategy.gather(b, 0) for b in strategy.experimental_distribute_dataset(Batches())]
-    jax.tree.map(np.testing.assert_array_equal, seen, _expected())
     with pytest.raises(TypeError, match="from_source: got 5, an int, which cannot be iterated"):
         Dataset.from_source(5)
 

@@ -17,17 +17,12 @@ def _idents(seconds):
         yield threading.get_ident()
 
 
-def test_a_source_that_is_slow_gets_a_thread():
-    elements = Prefetched(_idents(0.001), 1, only_if_slow=True)
-
-    idents = list(elements)
-
+def test_a_source_that_is_slow_gets_a_thread_and_others_have_their_errors_and_end_without():
+    idents = list(Prefetched(_idents(0.001), 1, only_if_slow=True))
     assert idents[0] == threading.get_ident()
     assert idents[-1] != threading.get_ident()
     assert len(idents) == 40
 
-
-def test_errors_and_the_end_are_those_of_the_source_without_a_thread():
     def source():
         yield 1
         raise KeyError("lost")

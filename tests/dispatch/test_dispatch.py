@@ -134,25 +134,26 @@ def test_a_narrowed_window_waits_for_all_it_knows_of():
     assert [token.waited_for.is_set() for token in later] == [True, False, False, False, False]
 
 
-def test_a_program_without_a_token_takes_no_place():
-    dispatcher = _bounded(1)
-    token = _Token()
-    dispatcher.run(lambda: token, _itself)
+def test_programs_that_fail_or_have_no_token_take_no_place_and_free_the_lock():
+    class Failed(_Token):
+        def block_until_ready(self):
+            raise jax.errors.JaxRuntimeError("the program failed")
 
-    assert dispatcher.run(lambda: "result", lambda _: None) == "result"
-    assert dispatcher.run(lambda: "result", lambda _: None) == "result"
+        def is_deleted(self):
+            return False
 
-
-def test_a_dispatch_that_fails_takes_no_place_and_frees_the_lock():
     lock = threading.Lock()
     dispatcher = Dispatcher(lock, 1)
 
     with pytest.raises(ZeroDivisionError):
         dispatcher.run(lambda: 1 / 0, pytest.fail)
-
     assert not lock.locked()
+    dispatcher.run(Failed, _itself)
     unfinished = _Token(finished=False)
     assert dispatcher.run(lambda: unfinished, _itself) is unfinished
+    unfinished.finished.set()
+    for _ in range(2):
+        assert dispatcher.run(lambda: "result", lambda _: None) == "result"
 
 
 def test_a_program_may_be_dispatched_while_another_is_prepared():
@@ -164,20 +165,6 @@ def test_a_program_may_be_dispatched_while_another_is_prepared():
     )
 
     assert outer[0] is inner
-
-
-def test_a_program_that_failed_is_finished():
-    class Failed(_Token):
-        def block_until_ready(self):
-            raise jax.errors.JaxRuntimeError("the program failed")
-
-        def is_deleted(self):
-            return False
-
-    dispatcher = _bounded(1)
-    dispatcher.run(Failed, _itself)
-
-    assert dispatcher.run(_Token, lambda _: None) is not None
 
 
 def test_a_token_that_was_donated_is_an_error():

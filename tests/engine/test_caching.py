@@ -42,18 +42,13 @@ CALLS = {
     "other shape": ((_ones(2),), (_ones(3),), True),
     "other dtype": ((_ones(2),), (_ones(2, dtype=np.int32),), True),
     "other int": ((1,), (2,), False),
-    "other float": ((1.0,), (2.5,), False),
     "float for int": ((1,), (1.0,), True),
-    "same bool": ((True,), (True,), False),
     "other bool": ((True,), (False,), True),
     "int for bool": ((True,), (1,), True),
-    "same text": (("a",), ("a" + "",), False),
     "other text": (("a",), ("b",), True),
-    "None for text": (("a",), (None,), True),
     "other structure": (([_ones(1)],), ((_ones(1),),), True),
     "other keys": (({"a": _ones(1)},), ({"b": _ones(1)},), True),
     "other order of keys": (({"a": 1, "b": 2},), ({"b": 3, "a": 4},), False),
-    "more arguments": ((_ones(1),), (_ones(1), _ones(1)), True),
     "same object": ((_CONFIG,), (_CONFIG,), False),
     "other object": ((_CONFIG,), (Config(),), True),
     "components": ((dist.PerReplica([1.0, 2.0]),), (dist.PerReplica([3.0, 4.0]),), False),
@@ -81,20 +76,13 @@ def test_step_is_traced_again_only_for_other_arguments(first, later, again, trac
     assert len(traces) == twice
 
 
-def test_keyword_and_array_kinds_share_a_program(traced):
-    call, traces = traced
-
-    call(x=jnp.ones(2))
-    call(x=jnp.zeros(2))
-    assert len(traces) == 1
-
-
-def test_variables_are_part_of_the_key(traced, strategy_of):
+def test_keywords_share_a_program_and_variables_do_not(traced):
     call, traces = traced
     a, b = dist.Variable(1.0), dist.Variable(1.0)
 
     for v in (a, b, a, b):
-        call(v)
+        call(v, x=jnp.ones(2))
+        call(v, x=jnp.zeros(2))
 
     assert [args[0] is v for args, v in zip(traces, (a, b), strict=True)] == [True, True]
 
@@ -159,26 +147,6 @@ def test_retracing_warning_names_the_cause(arguments, message, traced):
 # Programs are forgotten
 
 
-def _use(strategy):
-    """A step that was run in every way."""
-    with strategy.scope():
-        v = dist.Variable(0.0, aggregation=dist.VariableAggregation.MEAN)
-
-    def step(x):
-        v.assign_add(x)
-        return x * v
-
-    @dist.function
-    def outer(x):
-        return strategy.reduce("mean", strategy.run(step, (x,)), axis=None)
-
-    for _ in range(2):
-        strategy.run(step, (jnp.float32(1.0),))
-        strategy.run(step, (dist.PerReplica([1.0, 1.0]),))
-        outer(jnp.float32(1.0))
-    return step, outer, v
-
-
 class Box:
     """Something that a step captures."""
 
@@ -213,32 +181,6 @@ def test_a_step_defined_inside_a_function_that_takes_an_iterator_is_traced_once(
     del two
     gc.collect()
     assert reference() is None
-
-
-def test_what_is_dropped_is_collected(strategy_of):
-    strategy = strategy_of(2)
-    step, outer, v = _use(strategy)
-    references = [weakref.ref(step), weakref.ref(outer)]
-    assert len(strategy.extended.engine.cache) == 2
-
-    del step, outer
-    gc.collect()
-
-    assert [r() for r in references] == [None, None]
-    assert len(strategy.extended.engine.cache) == 0
-    assert v.numpy() == 6.0
-
-    step, outer, _ = _use(strategy)
-    references = [weakref.ref(strategy), weakref.ref(v), weakref.ref(step)]
-    holder = [strategy]
-    compiled = dist.function(lambda: holder[0].run(lambda: jnp.ones(1)))
-    compiled()
-
-    holder.clear()
-    del strategy, step, outer, v, _
-    gc.collect()
-
-    assert [r() for r in references] == [None] * 3
 
 
 def test_static_argument_is_collected(traced):

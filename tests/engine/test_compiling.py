@@ -99,8 +99,5 @@ def test_a_function_that_computes_a_new_variable_in_every_call_is_refused():
     assert float(function(jnp.float32(3))) == 7
     with pytest.raises(ValueError, match="'new': initial_value is computed by the traced function"):
         function(jnp.float32(3))
-
-
-def test_a_trace_that_has_created_another_variable_is_not_left():
     with pytest.raises(ValueError, match="'v': initial_value is computed by the traced function"):
-        _Drawn(num_steps=0)(jnp.ones(2))
+        _Drawn(num_steps=0)(jnp.ones(2))  # a trace that has created another variable is not left

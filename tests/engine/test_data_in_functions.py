@@ -50,20 +50,17 @@ def test_captured_iterators_give_the_next_batch():
             function()
 
 
-def test_batches_of_other_shapes_are_taken_too():
+def test_an_iterator_given_twice_takes_turns_with_itself_and_batches_may_differ_in_shape():
     @dist.function
-    def sums(iterator):
-        first, second = next(iterator), next(iterator)
+    def sums(one, other):
+        first, second = next(one), next(other)
         return jnp.sum(first), jnp.sum(second), first.size + second.size
 
     iterator = iter(Dataset.from_tensor_slices(np.arange(11.0)).batch(3))
-
-    results = [tuple(map(float, sums(iterator))) for _ in range(2)]
-
-    assert results == [(3, 12, 6), (21, 19, 5)]
-
-
-def test_an_iterator_given_twice_takes_turns_with_itself():
+    assert [tuple(map(float, sums(iterator, iterator))) for _ in range(2)] == [
+        (3, 12, 6),
+        (21, 19, 5),
+    ]
     difference = dist.function(lambda a, b: next(a)[0] - next(b)[0])
     one, other = (iter(Dataset.from_tensor_slices(_FOUR).batch(1)) for _ in range(2))
 
@@ -218,6 +215,9 @@ def test_a_step_does_not_take_from_an_iterator(strategy_of):
                 strategy.run(lambda: next(iterator))
         with pytest.raises(ValueError, match="Take the batch outside"):
             strategy_of(2).run(lambda it: next(it), args=(iterator,))
+    distributed = strategy_of(2).experimental_distribute_dataset([_FOUR])
+    with pytest.raises(ValueError, match="pass the batches to run"):
+        strategy_of(2).run(lambda: next(iter(distributed)))
 
     assert next(iterator) == 5
 
@@ -251,21 +251,6 @@ def test_what_a_function_has_not_taken_stays():
     assert taken(jnp.ones(2)) == [2]
     assert iterator.get_state()["position"] == 3
     assert next(iterator) == 3
-
-
-def test_a_new_iterator_takes_the_place_of_one_that_is_gone():
-    class Trainer:
-        def start(self):
-            self.batches = iter(Dataset.from_tensor_slices(_FOUR))
-
-        @dist.function
-        def step(self):
-            return next(self.batches)
-
-    trainer = Trainer()
-    for _ in range(2):
-        trainer.start()
-        assert [float(trainer.step()) for _ in range(3)] == [5, 6, 7]
 
 
 def test_a_function_that_makes_a_dataset_runs_on_the_host(strategy):
@@ -321,15 +306,21 @@ def test_iterators_that_a_trace_makes_are_fine():
     assert total(2.0) == 2 + 4 + 4
 
 
-def test_an_iterator_of_ones_own_may_take_from_a_dataset():
+def test_iterators_that_an_object_holds_are_taken_from():
     class Doubled:
-        def __init__(self):
+        def start(self):
             self.rows = iter(Dataset.from_tensor_slices(_FOUR))
 
         def __next__(self):
             return 2 * next(self.rows)
 
+        @dist.function
+        def step(self):
+            return next(self.rows)
+
     doubled = Doubled()
     function = dist.function(lambda it: next(it))
-
-    assert [float(function(doubled)) for _ in range(4)] == [10, 12, 14, 16]
+    for _ in range(2):  # the second iterator takes the place of the first, which is gone
+        doubled.start()
+        assert [float(doubled.step()) for _ in range(2)] == [5, 6]
+        assert [float(function(doubled)) for _ in range(2)] == [14, 16]

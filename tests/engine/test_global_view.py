@@ -8,7 +8,6 @@ import pytest
 
 import distributary as dist
 from distributary.engine import StepKind, global_batch
-from distributary.options import VariableSynchronization
 
 _KIND = StepKind("global", "shared", "a step")
 _RANDOM = np.random.default_rng(0)
@@ -87,13 +86,16 @@ def test_a_step_is_the_only_replica():
     assert strategy.num_replicas_in_sync == 2
 
 
-@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
-def test_variables_with_a_value_per_replica_have_the_aggregated_one(aggregation):
+@pytest.mark.parametrize(
+    ("synchronization", "aggregation"),
+    [("ON_READ", "SUM"), ("ON_READ", "MEAN"), ("ON_READ", "ONLY_FIRST_REPLICA"), ("AUTO", "SUM")],
+)
+def test_variables_have_the_aggregated_value_and_are_assigned_once(synchronization, aggregation):
     strategy = _mirrored(2)
     with strategy.scope():
         count = dist.Variable(
             3.0,
-            synchronization=VariableSynchronization.ON_READ,
+            synchronization=dist.VariableSynchronization[synchronization],
             aggregation=dist.VariableAggregation[aggregation],
         )
     start = float(count.numpy())
@@ -105,13 +107,3 @@ def test_variables_with_a_value_per_replica_have_the_aggregated_one(aggregation)
     result = _run(strategy, step, np.ones((5, 1), np.float32))
 
     assert float(result) == float(count.numpy()) == start + 5
-
-
-def test_mirrored_variables_with_an_aggregation_are_assigned_once():
-    strategy = _mirrored(2)
-    with strategy.scope():
-        total = dist.Variable(1.0, aggregation=dist.VariableAggregation.SUM)
-
-    _run(strategy, lambda x: total.assign_add(x.sum()), np.ones((3, 1), np.float32))
-
-    assert float(total.numpy()) == 4

@@ -201,101 +201,6 @@ def test_numbers_in_a_merge_call_are_those_of_all_replicas(strategy):
         assert [float(value) for value in own] == [1.0, 11.0, 11.0]
 
 
-class _Record:
-    loss = None
-
-
-@pytest.mark.parametrize("keep", ["append", "item", "attribute"])
-def test_numbers_that_python_keeps_outside_of_the_step_are_refused(keep, strategy_of):
-    losses, record, last = [], {"loss": [1.0]}, _Record()
-
-    def step(x):
-        loss = jnp.mean(x)
-        if keep == "append":
-            losses.append(float(loss))
-        elif keep == "item":
-            record["loss"].append(float(loss))
-        else:
-            last.loss = float(loss)
-        return loss
-
-    with pytest.raises(TracedValueError, match=r"step keeps a number in (losses|record|last.loss)"):
-        strategy_of(2).run(step, args=(jnp.ones(3),))
-
-
-@pytest.mark.parametrize("keep", ["append", "item", "attribute"])
-def test_arrays_that_python_keeps_outside_of_the_step_are_told_of(keep, strategy_of, caplog):
-    losses, record, last = [], {"loss": [1.0]}, _Record()
-
-    def step(x):
-        loss = jnp.mean(x)
-        if keep == "append":
-            losses.append(loss)
-        elif keep == "item":
-            record["loss"] = loss
-        else:
-            last.loss = loss
-        return loss
-
-    strategy_of(2).run(step, args=(jnp.ones(3),))
-
-    (record_of_log,) = caplog.records
-    name = {"append": "losses", "item": "record", "attribute": "last.loss"}[keep]
-    assert f"step keeps an array in {name}, which is outside" in record_of_log.getMessage()
-
-
-class _Counter:
-    number = 0
-
-
-_GENERATOR = np.random.default_rng(0)
-_DRAWS = {
-    "np.random": lambda: np.random.normal(),
-    "random": lambda: random.random(),
-    "_GENERATOR": lambda: _GENERATOR.normal(),
-}
-
-
-@pytest.mark.parametrize("name", _DRAWS)
-def test_random_numbers_that_python_draws_in_the_step_are_told_of(name, strategy_of, caplog):
-    draw = _DRAWS[name]
-
-    def step(x):
-        return x + draw()
-
-    strategy_of(2).run(step, args=(jnp.ones(3),))
-
-    (record,) = caplog.records
-    assert f"step draws random numbers from {name} while" in record.getMessage()
-
-
-def test_numbers_that_python_counts_in_the_step_are_told_of(strategy_of, caplog):
-    count, counter = 0, _Counter()
-
-    def step(x):
-        nonlocal count
-        count += 1
-        counter.number += 1
-        return x
-
-    strategy_of(2).run(step, args=(jnp.ones(3),))
-
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.partition(",")[0] for text in told] == [
-        "step changes the number count",
-        "step changes the number counter.number",
-    ]
-
-
-def test_generators_that_the_step_does_not_draw_from_are_not_told_of(strategy_of, caplog):
-    def step(x):
-        return jax.random.normal(jax.random.key(0)) + x * np.float32(2), random, _GENERATOR
-
-    strategy_of(2).run(lambda x: step(x)[0], args=(jnp.ones(3),))
-
-    assert not caplog.records
-
-
 class _Options(dict):
     __getattr__ = dict.__getitem__
 
@@ -318,12 +223,67 @@ def test_names_outside_of_the_step_may_be_any_objects(strategy_of, caplog):
     assert not caplog.records
 
 
-def test_numbers_that_python_uses_in_the_step_count(strategy_of):
+class _Object:
+    loss, number = None, 0
+
+
+_GENERATOR = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("keep", ["append", "item", "attribute"])
+def test_what_python_keeps_outside_of_the_step_is_refused_or_told_of(keep, strategy, caplog):
+    losses, record, last = [], {"loss": [1.0]}, _Object()
+
+    def step(x, convert):
+        loss = convert(jnp.mean(x))
+        if keep == "append":
+            losses.append(loss)
+        elif keep == "item":
+            record["loss"] = loss
+        else:
+            last.loss = loss
+        return jnp.mean(x)
+
+    name = {"append": "losses", "item": "record", "attribute": "last.loss"}[keep]
+    with pytest.raises(TracedValueError, match=f"step keeps a number in {name}"):
+        strategy.run(step, args=(jnp.ones(3), float))
+    strategy.run(step, args=(jnp.ones(3), jnp.asarray))
+
+    (told,) = caplog.records
+    assert f"step keeps an array in {name}, which is outside" in told.getMessage()
+
+
+def test_python_code_that_runs_once_per_trace_is_told_of(strategy, caplog):
+    count, counter = 0, _Object()
+
+    def step(x):
+        nonlocal count
+        count += 1
+        counter.number += 1
+        x = x + np.random.normal() + random.random() + _GENERATOR.normal()
+        return x * np.float32(2) + jax.random.normal(jax.random.key(0))
+
+    strategy.run(step, args=(jnp.ones(3),))
+
+    told = [record.getMessage() for record in caplog.records]
+    assert sorted(text.partition(",")[0].partition(" while")[0] for text in told) == [
+        "step changes the number count",
+        "step changes the number counter.number",
+        *(
+            f"step draws random numbers from {name}"
+            for name in ("_GENERATOR", "np.random", "random")
+        ),
+    ]
+
+
+def test_generators_that_the_step_does_not_draw_from_are_not_told_of(strategy, caplog):
     def step(x):
         own = []
-        own.append(float(jnp.mean(x)))
-        return own[0] * 2
+        own.append(float(jnp.mean(x)))  # a number that Python uses in the step
+        noise = jax.random.normal(jax.random.key(0))
+        return own[0] * 2 + 0 * noise, random, _GENERATOR
 
-    result = strategy_of(2).run(step, args=(jnp.ones(3),))
+    result = strategy.run(lambda x: step(x)[0], args=(jnp.ones(3),))
 
     assert [float(x) for x in result.values] == [2.0, 2.0]
+    assert not caplog.records

@@ -1,11 +1,9 @@
 """What `Strategy.run` and `distributary.function` do with steps, and keep of them."""
 
-import dataclasses
 import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import distributary as dist
@@ -58,26 +56,6 @@ def test_run_inside_jit_is_refused(strategy, variable):
     assert v.numpy() == 1.0
 
 
-def test_a_function_compiles_runs_and_reductions_into_one_program(strategy, variable):
-    v = variable(1.0)
-    traces = []
-
-    @dist.function
-    def train(x):
-        traces.append(x)
-        first = strategy.run(lambda y: y * v, args=(x,))
-        v.assign_add(strategy.reduce("sum", first, axis=None))
-        second = strategy.run(lambda y: y * v, args=(x,))
-        return strategy.reduce("sum", second, axis=None), v.value()
-
-    ids = dist.PerReplica([np.float32(0), np.float32(1)])
-    results = [jax.tree.map(float, train(ids)) for _ in range(2)]
-
-    assert results == [(2.0, 2.0), (4.0, 4.0)]
-    assert len(traces) == 1
-    assert v.numpy() == 4.0
-
-
 def test_a_function_is_retraced_in_another_scope_and_works_as_a_method(strategy):
     seen = []
 
@@ -101,27 +79,6 @@ def test_python_results_that_differ_between_replicas_are_refused(strategy_of):
 
     with pytest.raises(ValueError, match=r"\[2\] on one replica and \[3\] on another"):
         strategy_of(2).run(lambda x: x.shape[0], (uneven,))
-
-
-@dataclasses.dataclass
-class _Trainer:
-    scale: float
-
-    def step(self):
-        return jnp.float32(self.scale)
-
-    @dist.function
-    def compiled(self):
-        return jnp.float32(self.scale)
-
-
-def test_methods_of_objects_without_a_hash(strategy_of):
-    strategy = strategy_of(1)
-    trainers = [_Trainer(2.0), _Trainer(3.0)]
-
-    assert [float(strategy.run(t.step)) for t in trainers] == [2.0, 3.0]
-    assert [float(t.compiled()) for t in trainers] == [2.0, 3.0]
-    assert len(strategy.extended.engine.cache) == 2
 
 
 def test_updating_many_variables_with_one_function_does_not_warn(strategy):

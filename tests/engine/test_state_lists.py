@@ -101,24 +101,6 @@ def test_a_collected_variable_frees_its_array_and_the_others_go_on(strategy):
     assert _are_together([kept])
 
 
-def test_a_join_that_was_interrupted_halfway_changes_no_value(strategy):
-    variables = _variables(strategy, 2)
-    apart = variables[1]._slot
-    step = _adds_to(variables, (0, 1), 1.0)
-    for _ in range(3):
-        strategy.run(step)
-    assert _are_together(variables)
-    newer = variables[1]._value + 5.0
-    apart[0].arrays[0], variables[1]._slot = newer, apart  # as if it had never come into the list
-
-    other = _adds_to(variables, (0,), 1.0)
-    for _ in range(3):
-        strategy.run(other)
-
-    assert _are_together(variables[:1])
-    np.testing.assert_array_equal(variables[1].numpy(), np.full(SIZE, 1.0 + 3 * 2 + 5))
-
-
 @pytest.mark.parametrize("kind", ["value", "numpy", "values", "on read", "first of on read"])
 def test_values_read_while_another_thread_runs_steps_are_of_one_step(strategy, variable, kind):
     options = {}

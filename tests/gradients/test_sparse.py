@@ -84,12 +84,16 @@ def test_gradients_have_rows_where_tables_are_read_by_rows(traced):
     losses = {name: loss for name, (loss, *_) in (_BY_ROWS | _DENSE).items()}
 
     def step(ids):
-        return {
+        gradients = {
             name: _gradient(lambda ids, loss=loss: loss(table, ids), table)(ids)
             for name, loss in losses.items()
         }
+        with dist.GradientTape(persistent=True) as tape:
+            a = jnp.sum(table.sparse_read(ids))
+            b = jnp.sum(table.sparse_read(ids[:2]) ** 2)
+        return gradients, tape.gradient(a, table), tape.gradient(b, table)
 
-    gradients = traced(step, IDS)
+    gradients, of_a, of_b = traced(step, IDS)
 
     for name, (_, values, indices) in _BY_ROWS.items():
         _slices(gradients[name], values, indices)
@@ -97,6 +101,9 @@ def test_gradients_have_rows_where_tables_are_read_by_rows(traced):
         expected = beside.copy()
         np.add.at(expected, IDS, 1)
         np.testing.assert_allclose(gradients[name], expected, rtol=1e-6, err_msg=name)
+    # Reads that only another target depends on have rows, too.
+    _slices(of_a, [[1, 1], [1, 1], [1, 1], [0, 0], [0, 0]], [4, 1, 4, 4, 1])
+    _slices(of_b, [[0, 0], [0, 0], [0, 0], *2 * TABLE[[4, 1]]], [4, 1, 4, 4, 1])
 
 
 def test_rows_in_every_place(place, table):
@@ -145,26 +152,10 @@ def test_rows_in_every_place(place, table):
     _slices(second, 36 * _ROWS**3, [4, 1, 4])
 
 
-def test_second_gradient_counts_reads_that_only_the_first_depends_on(traced):
-    table = traced.variable(TABLE)
-
-    def step(ids):
-        with dist.GradientTape(persistent=True) as tape:
-            a = jnp.sum(table.sparse_read(ids))
-            b = jnp.sum(table.sparse_read(ids[:2]) ** 2)
-        return tape.gradient(a, table), tape.gradient(b, table)
-
-    first, second = traced(step, IDS)
-
-    _slices(first, [[1, 1], [1, 1], [1, 1], [0, 0], [0, 0]], [4, 1, 4, 4, 1])
-    _slices(second, [[0, 0], [0, 0], [0, 0], *2 * TABLE[[4, 1]]], [4, 1, 4, 4, 1])
-
-
 # Over the replicas
 
 
-@pytest.mark.parametrize("op", ["SUM", "MEAN"])
-def test_all_reduce_concatenates_and_does_not_densify(op, strategy):
+def test_all_reduce_concatenates_and_does_not_densify(strategy):
     table_shape = (1013, 3)
     with strategy.scope():
         table = dist.Variable(jnp.ones(table_shape))
@@ -175,17 +166,17 @@ def test_all_reduce_concatenates_and_does_not_densify(op, strategy):
         with dist.GradientTape() as tape:
             loss = jnp.sum(table.sparse_read(ids)) * (1.0 + jnp.sum(bias.value()))
         gradients = tape.gradient(loss, [table, bias])
-        return dist.get_replica_context().all_reduce(op, gradients)
+        return [dist.get_replica_context().all_reduce(op, gradients) for op in ("SUM", "MEAN")]
 
-    gradient, of_bias = strategy.run(step, (ids,))
+    results = strategy.run(step, (ids,))
     text = strategy.extended.lower(step, (ids,)).compile().as_text()
 
-    scale = 1.0 if op == "SUM" else 0.5
-    for copy in gradient.values:
-        np.testing.assert_array_equal(copy.indices, [1, 5, 5, 7])
-        np.testing.assert_array_equal(copy.values, np.full((4, 3), 8.0 * scale))
-        assert copy.dense_shape == table_shape
-    np.testing.assert_array_equal(of_bias.values[1], np.full(7, 12.0 * scale))
+    for (gradient, of_bias), scale in zip(results, (1.0, 0.5), strict=True):
+        for copy in gradient.values:
+            np.testing.assert_array_equal(copy.indices, [1, 5, 5, 7])
+            np.testing.assert_array_equal(copy.values, np.full((4, 3), 8.0 * scale))
+            assert copy.dense_shape == table_shape
+        np.testing.assert_array_equal(of_bias.values[1], np.full(7, 12.0 * scale))
     collectives = [
         line for line in text.splitlines() if "all-reduce(" in line or "all-gather(" in line
     ]

@@ -154,13 +154,13 @@ def test_variables_read_inside(run):
         _equal(results[name], expected, name=name)
 
 
-@pytest.mark.parametrize("function", [_read_in_checkpoint, _read_in_checkpointed_scan])
-def test_gradient_of_jax_where_a_variable_is_read_inside_of(function, run):
-    v = run.variable(1.5)
+def test_gradient_of_jax_where_a_variable_is_read_inside_of(run):
+    functions = _read_in_checkpoint, _read_in_checkpointed_scan
+    gradients = lambda v: lambda x: [jax.grad(lambda x: f(v, x))(x) for f in functions]  # noqa: B023
 
-    actual = run(jax.grad(lambda x: function(v, x)), X)
+    actual = run(gradients(run.variable(1.5)), X)
 
-    _equal(actual, jax.grad(lambda x: function(jnp.float32(1.5), x))(X))
+    _equal(actual, gradients(jnp.float32(1.5))(X))
 
 
 # Tapes opened and closed inside
@@ -235,128 +235,93 @@ def test_tape_inside_under_a_tape_outside(run):
     _equal(results, [(12.0 * 1.5, 12.0 * 1.5, 12.0 * jnp.ones(3))] * 4)
 
 
-def test_jit_with_a_tape_serves_several_steps(run):
+def test_a_jit_with_a_tape_serves_several_steps(run):
     # JAX keeps the traced jit, with the number of its tape, and puts it into the second step.
-    v, w = run.variable(1.5), run.variable(2.0)
-    gradient = jax.jit(lambda a: _with_tape(v, a))
-    run(lambda x: gradient(x), X)
-
-    def step(x):
-        with dist.GradientTape() as tape:
-            loss = gradient(x) * w
-        return tape.gradient(loss, [v, w])
-
-    _equal(run(step, X), [2.0 * 2.0 * jnp.sum(X), jnp.sum(3.0 * X)])
-
-
-def test_none_from_a_tape_inside_a_cached_jit(run):
     v, w = run.variable(1.5), run.variable(2.0)
 
     @jax.jit
     def inner(x):
         with dist.GradientTape() as tape:
             w.value()
-            loss = jnp.sum(v * x)
+            loss = jnp.sum(v * v * x)
         return [g for g in tape.gradient(loss, [v, w]) if g is not None]
 
-    first = run(lambda x: inner(x), X)
-    second = run(lambda x: inner(x) + inner(x * 2), X)
+    def step(x):
+        with dist.GradientTape() as tape:
+            first, second = inner(x), inner(2 * x)
+            loss = (sum(first) + sum(second)) * w
+        return first, second, *tape.gradient(loss, [v, w])
 
-    _equal(first, [jnp.sum(X)])
-    _equal(second, [jnp.sum(X), jnp.sum(2 * X)])
+    total = jnp.sum(3.0 * X)
+    _equal(run(lambda x: inner(x), X), [total])
+    _equal(run(step, X), ([total], [2 * total], 3 * total / 1.5 * 2.0, 3 * total))
 
 
-@pytest.mark.parametrize(
-    "inside",
-    [
-        lambda f: lax.scan(lambda c, _: (c, f()), 0.0, None, length=2)[1],
-        lambda f: lax.cond(True, f, lambda: jnp.float32(0)),
-        lambda f: jax.jit(f)(),
-        lambda f: jax.checkpoint(f)(),
-    ],
-    ids=["scan", "cond", "jit", "checkpoint"],
-)
-def test_tape_opened_outside_and_gradient_inside(inside, run):
-    v = run.variable(1.5)
-
-    def step():
+def _gradient_inside(inside):
+    def step(v, x):
         with dist.GradientTape() as tape:
             loss = v * v
         return inside(lambda: tape.gradient(loss, v))
 
-    with pytest.raises(UnsupportedError, match="the tape was opened outside of it"):
-        run(step)
+    return step, "the tape was opened outside of it"
 
 
-def test_gradient_while_a_later_tape_records(run):
+def _gradient_while_a_later_tape_records(v, x):
+    first, second = dist.GradientTape(), dist.GradientTape()
+    first.__enter__()
+    loss = v * v
+    with second:
+        first.__exit__(None, None, None)
+        twice = first.gradient(loss, v) * v
+    return second.gradient(twice, v)
+
+
+_TRANSFORMED = r"inside a function transformed by jax\.vmap or"
+_REFUSED = {
+    "in a scan": _gradient_inside(lambda f: lax.scan(lambda c, _: (c, f()), 0.0, None, 2)[1]),
+    "in a cond": _gradient_inside(lambda f: lax.cond(True, f, lambda: jnp.float32(0))),
+    "in a jit": _gradient_inside(lambda f: jax.jit(f)()),
+    "in a checkpoint": _gradient_inside(lambda f: jax.checkpoint(f)()),
+    "in vmap": (lambda v, x: jax.vmap(lambda a: _with_tape(v, a))(x), _TRANSFORMED),
+    "in grad": (lambda v, x: jax.grad(lambda a: _with_tape(v, a))(x[0]), _TRANSFORMED),
+    "later tape": (
+        _gradient_while_a_later_tape_records,
+        "while a tape records that was opened later",
+    ),
+}
+
+
+@pytest.mark.parametrize(("step", "message"), _REFUSED.values(), ids=_REFUSED)
+def test_gradients_that_cannot_be_taken_are_refused(step, message, run):
     v = run.variable(1.5)
 
-    def step():
-        first, second = dist.GradientTape(), dist.GradientTape()
-        first.__enter__()
-        loss = v * v
-        with second:
-            first.__exit__(None, None, None)
-            gradient = first.gradient(loss, v)
-            twice = gradient * v
-        return second.gradient(twice, v)
-
-    with pytest.raises(UnsupportedError, match="while a tape records that was opened later"):
-        run(step)
-
-
-@pytest.mark.parametrize("transformation", [jax.vmap, jax.grad], ids=["vmap", "grad"])
-def test_gradient_inside_vmap_or_grad(transformation, run):
-    v = run.variable(1.5)
-
-    def inner(a):
-        with dist.GradientTape() as tape:
-            loss = v * v * a
-        return tape.gradient(loss, v)
-
-    def step(x):
-        return transformation(inner)(x if transformation is jax.vmap else x[0])
-
-    with pytest.raises(UnsupportedError, match=r"inside a function transformed by jax\.vmap or"):
-        run(step, X)
+    with pytest.raises(UnsupportedError, match=message):
+        run(lambda x: step(v, x), X)
 
 
 # Assignments while a tape records
 
 
-def test_assignment_inside_the_tape_takes_effect_and_has_no_gradient(place):
+def test_assignment_inside_the_tape_takes_effect_once_and_has_no_gradient(place):
     v = place.variable(2.0)
     average = place.variable(10.0, trainable=False)
-    count = place.variable(0, trainable=False)
+    count = place.variable(0.0, trainable=False)
 
     def step(x):
-        with dist.GradientTape() as tape:
+        with dist.GradientTape(persistent=True) as tape:
             mean = jnp.mean(v * x)
             average.assign(0.9 * average + 0.1 * mean)
-            count.assign_add(1)
-            loss = mean**2 + average * v
-        return tape.gradient(loss, v)
-
-    gradient = place(step, X)
-
-    mean = 2.0 * jnp.mean(X)
-    _equal(average.value(), 9.0 + 0.1 * mean)
-    assert count.numpy() == 1
-    _equal(gradient, 2 * mean * jnp.mean(X) + average.value())
-
-
-def test_assignment_inside_a_persistent_tape_takes_effect_once(place):
-    v, count = place.variable(2.0), place.variable(0.0, trainable=False)
-
-    def step():
-        with dist.GradientTape(persistent=True) as tape:
             scale = count.assign_add(1.0)
-            first, second = scale * v**2, scale * v**3
-        return tape.gradient(first, v), tape.gradient(second, v)
+            loss, scaled = mean**2 + average * v, scale * v**3
+        return tape.gradient(loss, v), tape.gradient(scaled, v)
 
-    _equal(place(step), (4.0, 12.0))
-    _equal(place(step), (8.0, 24.0))
-    assert count.numpy() == 2.0
+    mean, expected = 2.0 * jnp.mean(X), 10.0
+    for turn in (1.0, 2.0):
+        gradients = place(step, X)
+
+        expected = 0.9 * expected + 0.1 * mean
+        _equal((average.value(), count.value()), (expected, turn))
+        _equal(gradients, (2 * mean * jnp.mean(X) + expected, turn * 12.0))
 
 
 def test_assignment_inside_a_nested_function_of_the_tape(run):
@@ -421,33 +386,28 @@ _ASSIGNED = {
 def test_reads_of_a_source_after_an_assignment_count_as_in_tensorflow(traced):
     variables = {name: traced.variable(2.0) for name in _ASSIGNED}
 
+    cubed = traced.variable(2.0)
+
     def step(v, loss_of):
         with dist.GradientTape(persistent=True) as tape:
             loss = loss_of(v, tape)
             thrice = 3.0 * loss
         return tape.gradient(loss, v), tape.gradient(thrice, v)
 
-    results = traced(
-        lambda: {name: step(variables[name], _ASSIGNED[name][0]) for name in variables}
+    def second():
+        with dist.GradientTape() as outer:
+            with dist.GradientTape() as inner:
+                cubed.assign(3.0)
+                loss = cubed * cubed * cubed
+            first = inner.gradient(loss, cubed)
+        return first, outer.gradient(first, cubed)
+
+    results, of_cubed = traced(
+        lambda: ({name: step(variables[name], _ASSIGNED[name][0]) for name in variables}, second())
     )
 
     _equal(results, {name: (each, 3.0 * each) for name, (_, each) in _ASSIGNED.items()})
-
-
-def test_second_gradients_count_reads_after_an_assignment(traced):
-    v = traced.variable(2.0)
-
-    def step():
-        with dist.GradientTape() as outer:
-            with dist.GradientTape() as inner:
-                v.assign(3.0)
-                loss = v * v * v
-            first = inner.gradient(loss, v)
-        return first, outer.gradient(first, v)
-
-    first, second = traced(step)
-    _equal(first, 27.0)
-    _equal(second, 18.0)
+    _equal(of_cubed, (27.0, 18.0))
 
 
 # Nothing is computed twice

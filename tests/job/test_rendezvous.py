@@ -18,7 +18,7 @@ from distributary.job._rendezvous import connect_workers
 from distributary.launch import free_addresses
 
 _SECONDS = 60.0  # more than anything takes
-_NUM_LINES = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "3000"))
+_NUM_LINES = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "1000"))
 
 
 def _line_of(place):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distributary.launch import HostOptions, LaunchOptions, run
+from distributary.launch import HostOptions, LaunchOptions, free_addresses, run
 
 _SECONDS = 120.0  # for anything that is waited for; things take far less
 
@@ -97,9 +96,7 @@ def launch(script, tmp_path) -> Callable[..., Result]:
 @pytest.fixture
 def address() -> str:
     """A free address; nothing reserves it."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+    return free_addresses("127.0.0.1", 1)[0]
 
 
 @pytest.fixture

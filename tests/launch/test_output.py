@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from distributary.devices import progress
 from distributary.launch import report
+from tests.forks import Fork
 
 
 def test_lines_of_many_writers_are_not_torn(launch):
@@ -47,27 +47,24 @@ def test_lines_arrive_whole(text, lines, launch, tmp_path):
     assert (tmp_path / "stdout").read_bytes() == b"".join(b"[worker 0] %b\n" % x for x in lines)
 
 
-def test_streams_are_kept_apart_and_a_partial_last_line_is_written(launch):
-    result = launch("os.write(1, b'one\\ntwo'); os.write(2, b'three'); sys.exit(2)")
-
-    assert result.stdout == "[worker 0] one\n[worker 0] two\n"
-    assert "[worker 0] three\n" in result.stderr
-
-
-def test_log_dir_has_a_file_per_worker_and_attempt(launch, tmp_path):
+def test_streams_are_kept_apart_and_log_dir_has_a_file_per_worker_and_attempt(launch, tmp_path):
     logs = tmp_path / "new" / "logs"
 
-    launch(
-        "os.write(1, b'out\\r\\n'); os.write(2, b'err'); sys.exit(name == 'worker1')",
+    result = launch(
+        "os.write(1, b'one\\r\\ntwo'); os.write(2, b'three'); sys.exit(name == 'worker1')",
         num_workers=2,
         max_restarts=1,
         log_dir=logs,
     )
 
+    lines = [line for line in result.stdout.splitlines() if line.startswith("[worker 1]")]
+    assert lines == 2 * ["[worker 1] one", "[worker 1] two"]
+    assert result.stderr.count("[worker 1] three\n") == 2
     files = sorted(path.name for path in logs.iterdir())
     assert files == [f"worker-{i}.restart-{n}.log" for i in (0, 1) for n in (0, 1)]
     # The two streams are two pipes: their order among each other is not known.
-    assert sorted((logs / "worker-1.restart-0.log").read_bytes()) == sorted(b"out\r\nerr")
+    written = (logs / "worker-1.restart-0.log").read_bytes()
+    assert sorted(written) == sorted(b"one\r\ntwothree")
 
 
 @pytest.mark.parametrize("descriptor", [None, "4711", "no number"])
@@ -123,8 +120,9 @@ time.sleep(0.1)
     )
 
 
-def test_steps_over_datasets_are_reported_by_themselves():
-    program = """
+def test_steps_over_datasets_are_reported_by_themselves(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("""
 import jax.numpy as jnp
 import numpy as np
 import distributary as dist
@@ -134,18 +132,14 @@ dataset = dist.data.Dataset.from_tensor_slices(np.zeros((64, 2), np.float32)).ba
 while True:
     for batch in strategy.experimental_distribute_dataset(dataset):
         strategy.run(jnp.sum, args=(batch,))
-"""
-    read_fd, write_fd = os.pipe()
-    environ = {**os.environ, "DISTRIBUTARY_STATUS_FD": str(write_fd), "JAX_NUM_CPU_DEVICES": "2"}
-    environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen([sys.executable, "-c", program], env=environ, pass_fds=[write_fd])
-    try:
-        os.close(write_fd)
-        with open(read_fd) as status:
-            made, first, second = (json.loads(status.readline()) for _ in range(3))
-    finally:
+""")
+    environ = {**os.environ, "DISTRIBUTARY_STATUS_FD": "1", "JAX_NUM_CPU_DEVICES": "2"}
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = Fork([program], environ, stdout=subprocess.PIPE, stderr=stderr)
+    with process.stdout as status:
+        made, first, second = (json.loads(status.readline()) for _ in range(3))
         process.kill()
-        process.wait()
+        process.wait(100)
 
     assert made == {"num_steps": 0}
     assert second["step"] > first["step"] > 0

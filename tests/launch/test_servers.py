@@ -1,12 +1,13 @@
 """Jobs with a chief, workers and parameter servers."""
 
 import json
+import os
 import signal
 
 import pytest
 
 from distributary.launch import size_of_job
-from tests.interpreters import run_python
+from tests.forks import Fork
 
 
 def test_every_task_finds_itself_and_the_others(launch):
@@ -113,62 +114,64 @@ def test_a_server_that_ends_well_is_named(script, start):
     assert process.wait() == 143
 
 
-_MODEL = """
-import numpy as np
-import distributary.compat.tensorflow as tf
-model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
-model.compile("sgd", "mse")
+def test_a_program_that_does_not_fit_its_job_is_refused_once(launch, tmp_path):
+    script = """
+import distributary as dist
+dist.MirroredStrategy(["CPU:0"])
+put(f"{name}.trained")
 """
-
-
-@pytest.mark.parametrize(
-    ("program", "start"),
-    [
-        (
-            "import distributary as dist; dist.MirroredStrategy(['CPU:0'])",
-            "MirroredStrategy: the cluster has 2 workers, and nothing connects them: each would t",
-        ),
-        (
-            _MODEL + "model.fit(np.ones((4, 2)), np.ones(4))",
-            "sequential.fit without a strategy: the cluster has 2 workers, and nothing connects t",
-        ),
-    ],
-)
-def test_a_program_that_does_not_fit_its_job_is_refused_once(program, start, launch, tmp_path):
-    script = f'{program}\nput(f"{{name}}.trained")'
-
     result = launch(script, num_workers=2, max_restarts=2)
 
     assert result.code == 78
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("[launcher]")]
-    assert line.startswith(f"[launcher] {start}")
+    text = "MirroredStrategy: the cluster has 2 workers, and nothing connects them: each would t"
+    assert line.startswith(f"[launcher] {text}")
     assert "Use MultiWorkerMirroredStrategy, or start one worker" in line
     assert list(tmp_path.glob("*.trained")) == []
 
 
+_TWO_WORKERS = {"worker": ["h:1", "h:2"]}
+_WITH_SERVERS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}
+_MODEL = """
+import os
+import numpy as np
+import distributary.compat.tensorflow as tf
+model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x, y = np.ones((4, 2)), np.ones(4)
+"""
+
+
 @pytest.mark.parametrize(
-    "program",
+    ("program", "cluster", "said"),
     [
-        """
-import distributary as dist
-dist.MultiWorkerMirroredStrategy()
-dist.OneDeviceStrategy("CPU:0").run(lambda: 1)
-""",
-        """
-import jax, distributary as dist
-first, number = config["cluster"]["worker"][0], config["task"]["index"]
-jax.distributed.initialize(first, 2, number)
-dist.MirroredStrategy()
-""",
-        f"""{_MODEL}
-model.evaluate(np.ones((4, 2)), np.ones(4))
-os.environ.pop("TF_CONFIG")
-tf.distribute.MirroredStrategy()
-""",
+        (
+            _MODEL + "model.fit(x, y)",
+            _TWO_WORKERS,
+            "sequential.fit without a strategy: the cluster has 2 workers, and nothing connects t",
+        ),
+        (
+            "import distributary as dist; dist.MirroredStrategy(['CPU:0'])",
+            _WITH_SERVERS,
+            "MirroredStrategy: the cluster has 1 parameter server(s)",
+        ),
+        (
+            _MODEL + "model.evaluate(x, y)\ndel os.environ['TF_CONFIG']\n"
+            "tf.distribute.MirroredStrategy()",
+            _TWO_WORKERS,
+            "",
+        ),
     ],
 )
-def test_workers_may_be_connected_otherwise_or_not_train(program, launch):
-    assert launch(program, num_workers=2).code == 0
+def test_without_a_launcher_programs_that_do_not_fit_raise(program, cluster, said, tmp_path):
+    file, output = tmp_path / "program.py", tmp_path / "output"
+    file.write_text(program)
+    config = {"cluster": cluster, "task": {"type": min(cluster), "index": 0}}
+    with output.open("w") as written:
+        environ = os.environ | {"TF_CONFIG": json.dumps(config)}
+        code = Fork([file], environ, stdout=written).wait(100)
+
+    assert (code, said in output.read_text()) == (int(bool(said)), True)
 
 
 @pytest.mark.parametrize(("num_workers", "is_said"), [(1, False), (2, True)])
@@ -179,30 +182,9 @@ def test_workers_without_a_strategy_are_told_that_they_worked_alone(num_workers,
     assert result.stderr.startswith("[launcher] no worker has made a strategy.") is is_said
 
 
-def test_without_a_launcher_every_task_of_such_a_program_raises():
-    config = {
-        "cluster": {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]},
-        "task": {"type": "chief", "index": 0},
-    }
-    script = """
-import json, os, sys
-import distributary as dist
-config = json.loads(os.environ["TF_CONFIG"])
-try:
-    dist.MirroredStrategy(["CPU:0"])
-except ValueError as error:
-    print(error)
-dist.MirroredStrategy(["CPU:0"])  # the first strategy decides
-"""
-    out = run_python("-c", script, environ={"TF_CONFIG": json.dumps(config)}).stdout
-
-    assert out.startswith("MirroredStrategy: the cluster has 1 parameter server(s)")
-
-
 def test_an_evaluator_may_use_any_strategy():
-    cluster = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}
     tasks = [{"type": "evaluator", "index": 0}, {"type": "worker", "index": 0}]
-    configs = [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+    configs = [json.dumps({"cluster": _WITH_SERVERS, "task": task}) for task in tasks]
 
     sizes = [size_of_job({"TF_CONFIG": text}) for text in [*configs, "{}", "{", "[]", ""]]
 

@@ -145,7 +145,7 @@ def end(*_):
 signal.signal(signal.SIGTERM, end)
 run_forever()
 """)
-    launcher, terminal = start_on_terminal(worker)
+    launcher, terminal = start_on_terminal(worker, environ={"NO_COLOR": "1"})
     pid_of("worker0")
 
     os.write(terminal, b"\x03")
@@ -153,7 +153,8 @@ run_forever()
     seen = _read_until(terminal, None)
     os.close(terminal)
     assert launcher.wait(_SECONDS) == 130
-    assert b"told to end" in seen
+    assert b"[worker 0] told to end" in seen
+    assert b"m[worker 0]" not in seen  # no color
     assert b"interrupted" not in seen
 
 
@@ -177,16 +178,6 @@ wait_for("seen")
     assert b"\x1b[33m[worker 1]\x1b[0m begun" in seen
     assert b"2 of 2 running" in seen
     assert seen.endswith(b"\r\x1b[K")  # the line is removed at the end
-
-
-def test_no_color_is_respected(script, start_on_terminal):
-    _, terminal = start_on_terminal(script("print('plain')"), environ={"NO_COLOR": "1"})
-
-    seen = _read_until(terminal, None)
-    os.close(terminal)
-
-    assert b"[worker 0] plain" in seen
-    assert b"m[worker 0]" not in seen
 
 
 def test_a_reader_that_stops_reading_stops_no_supervision(script, start, pid_of, wait_until_gone):

@@ -18,8 +18,8 @@ from tests.interpreters import run_python
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 300.0
-# Their workers have interpreters of their own: sets in orders of their own, and as the outermost
-# call that of the program.
+# Their workers, if several, have interpreters of their own: sets in orders of their own, and as the
+# outermost call that of the program.
 _WITH_INTERPRETERS = ("contract", "hangs", "keras_contract")
 
 
@@ -66,7 +66,7 @@ class Job:
         command = [str(_PROGRAMS / f"{program}.py"), *map(str, args)]
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `kill`)
         process: Fork | subprocess.Popen[bytes]
-        if program in _WITH_INTERPRETERS:
+        if program in _WITH_INTERPRETERS and len(self.addresses) > 1:
             command.insert(0, sys.executable)
             process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
         else:

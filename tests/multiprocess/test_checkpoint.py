@@ -53,7 +53,7 @@ def test_two_workers_save_together(job, saving):
     assert latest_checkpoint(directory) == str(directory / "ckpt-1")
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+@pytest.mark.parametrize("num_replicas", [1, 4])
 def test_one_process_restores_it(num_replicas, job, saving, strategy_of):
     directory, (chief, _) = saving(job)
     with strategy_of(num_replicas).scope():
@@ -142,12 +142,6 @@ def test_each_worker_writes_its_parts_and_any_layout_restores_them(divided, job,
         restored = [w.numpy(), *model.get_weights()]
         for value, expected in zip(restored, chief.result["saved"], strict=True):
             np.testing.assert_array_equal(value, np.float32(expected))
-        model.fit(np.ones((8, 40)), np.ones((8, 30)), batch_size=8, verbose=0)
-        again = Checkpoint(w=w, model=model).save(tmp_path / "again")
-        saved = np.array(model.get_weights()[0])
-        model.set_weights([np.zeros_like(value) for value in model.get_weights()])
-        Checkpoint(w=w, model=model).restore(again, partial=True)
-        np.testing.assert_array_equal(model.get_weights()[0], saved)
 
 
 def test_a_signal_to_one_worker_saves_on_all_and_the_restarted_job_ends_on_the_same_weights(

@@ -117,17 +117,6 @@ def test_a_worker_that_raises_is_named_with_its_error(raising, faults):
     assert f"{text}. worker {other} cannot go on alone." in ended[other].result["error"]
 
 
-def test_a_worker_that_leaves_too_early_is_named(faults):
-    workers = faults(2)
-
-    workers.tell("leave", 1)
-
-    ended = workers.job.wait()
-    assert [one.code for one in ended] == [_LOST, _LOST]
-    for one in ended:
-        assert f"worker 1 at {workers.addresses[1]} has ended after" in _sentence(one)
-
-
 def test_a_worker_that_has_finished_waits_for_the_others(faults):
     workers = faults(2, num_steps=10)
 

@@ -17,7 +17,6 @@ import contextlib
 import os
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -42,7 +41,6 @@ import numpy as np
 import distributary as dist
 
 _WORKER = "--worker" in sys.argv
-_QUICK = "--quick" in sys.argv
 _STRATEGY: Any = None
 if _WORKER:
     # Before anything else asks JAX for its devices.
@@ -98,75 +96,46 @@ SETTINGS = {
 }
 
 
-class Alone:
-    """Plain Keras on one device: its results, and how far rounding takes it."""
-
-    def __init__(self) -> None:
-        self._results: dict[tuple[str, int], Results] = {}
-
-    def results(self, case: Case, steps: int) -> Results:
-        """Returns what plain Keras computes."""
-        key = case.name, steps
-        if key not in self._results:
-            self._results[key] = train(case, steps_per_execution=steps, quick=_QUICK)
-        return self._results[key]
-
-    def rounding(self, case: Case, steps: int, found: float) -> float:
-        """Returns how far plain Keras is from itself, to explain what was found."""
-        expected = self.results(case, steps)
-        options = {"steps_per_execution": steps, "quick": _QUICK}
-        return rounding_of(case, expected, found, **options)
-
-
 class Table:
     """Prints a row per case and setting, and counts the verdicts."""
 
-    def __init__(self, alone: Alone, tolerance: float, controls: bool) -> None:
-        self._alone, self._tolerance, self._controls = alone, tolerance, controls
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._alone: dict[tuple[str, int], Results] = {}  # what plain Keras computes on one device
         self.counts: dict[str, dict[str, int]] = {}
 
     def add(self, case: Case, name: str, outcome: Results | str) -> None:
         """Prints what a case came to under a setting: its results, or how it failed."""
-        if isinstance(outcome, str):
-            self._print(case, name, "", "failed", outcome)
-            return
-        steps = SETTINGS[name].steps_per_execution
-        try:
-            self._alone.results(case, steps)
-        except Exception as error:
-            self._print(case, name, "", "excluded", f"plain Keras: {_line(error)}")
-            return
-        found = difference(self._alone.results(case, steps), outcome)
-        if found.relative <= self._tolerance:
-            self._print(case, name, f"{found.relative:.1e}", "equal", "")
-            return
-        if self._controls:
-            rounding = self._alone.rounding(case, steps, found.relative)
-        else:
-            rounding = float("nan")
-        verdict = "rounding" if found.relative <= _MULTIPLE * rounding else "DIFFERS"
-        details = f"{found.where}; plain Keras a rounding away: {rounding:.1e}"
-        self._print(case, name, f"{found.relative:.1e}", verdict, details)
-
-    def _print(self, case: Case, name: str, size: str, verdict: str, details: str) -> None:
+        size, verdict, details = self._judged(case, SETTINGS[name].steps_per_execution, outcome)
         count = self.counts.setdefault(name, {})
         count[verdict] = count.get(verdict, 0) + 1
         row = f"{case.kind:<10} {case.name:<36} {name:<16} {size:>8} {verdict:<8} {details}"
         print(row.rstrip(), flush=True)
 
+    def _judged(self, case: Case, steps: int, outcome: Results | str) -> tuple[str, str, str]:
+        if isinstance(outcome, str):
+            return "", "failed", outcome
+        key = case.name, steps
+        if key not in self._alone:
+            alone = outcome_of(case, None, steps)
+            if isinstance(alone, str):
+                return "", "excluded", f"plain Keras: {alone}"
+            self._alone[key] = alone
+        found = difference(self._alone[key], outcome)
+        size = f"{found.relative:.1e}"
+        if found.relative <= self._tolerance:
+            return size, "equal", ""
+        rounding = rounding_of(case, self._alone[key], found.relative, steps_per_execution=steps)
+        verdict = "rounding" if found.relative <= _MULTIPLE * rounding else "DIFFERS"
+        return size, verdict, f"{found.where}; plain Keras a rounding away: {rounding:.1e}"
+
 
 def outcome_of(case: Case, strategy: Any, steps: int = 1) -> Results | str:
-    """Trains under a strategy; returns the results, or the last line of what was raised."""
+    """Trains under a strategy, or alone; returns the results, or what was raised in one line."""
     try:
-        return train(case, strategy, steps_per_execution=steps, quick=_QUICK)
+        return train(case, strategy, steps_per_execution=steps)
     except Exception as error:
-        if os.environ.get("AWKWARD_TRACEBACKS"):
-            traceback.print_exc()
-        return _line(error)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def outcomes_of_workers(cases: Sequence[Case], devices: int) -> Iterator[tuple[Case, Any]]:
@@ -179,7 +148,7 @@ def outcomes_of_workers(cases: Sequence[Case], devices: int) -> Iterator[tuple[C
     while left:
         chunk, left = left[:_CASES_PER_JOB], left[_CASES_PER_JOB:]
         with tempfile.TemporaryDirectory() as folder:
-            options = [one for one in ("--float64", "--quick") if one in sys.argv]
+            options = ["--float64"] if "--float64" in sys.argv else []
             names = [case.name for case in chunk]
             outputs = outputs_of_two(
                 __file__, "--worker", folder, *options, "--cases", *names,
@@ -233,13 +202,6 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", help="kinds of cases; all, if left out")
     parser.add_argument("--cases", nargs="*", help="names of cases")
     parser.add_argument("--float64", action="store_true")
-    parser.add_argument("--shard", default="1/1", help="2/3: the second third of the cases")
-    parser.add_argument(
-        "--quick", action="store_true", help="evaluates and predicts with one uneven batch only"
-    )
-    parser.add_argument(
-        "--no-controls", dest="controls", action="store_false", help="what differs is wrong at once"
-    )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     cases = [
@@ -248,15 +210,12 @@ def main() -> int:
         if (not options.kinds or case.kind in options.kinds)
         and (not options.cases or case.name in options.cases)
     ]
-    shard, shards = map(int, options.shard.split("/"))
-    cases = cases[shard - 1 :: shards]
     warnings.simplefilter("ignore")
     if options.worker:
         cases.sort(key=lambda case: options.cases.index(case.name))
         work(cases, options.worker)
         return 0
-    tolerance = _FLOAT64_TOLERANCE if options.float64 else TOLERANCE
-    table = Table(Alone(), tolerance, options.controls)
+    table = Table(_FLOAT64_TOLERANCE if options.float64 else TOLERANCE)
     names = [name for name in SETTINGS if name in options.settings]
     for number, case in enumerate(cases, 1):
         for name in names:

@@ -43,11 +43,7 @@ _STRATEGIES = ("1", "2", "2", "3", "4", "one device", "central", "sharded 2", "s
 
 
 class Options:
-    """What a seed chooses.
-
-    Args:
-        seed: Number of the case.
-    """
+    """What a seed, the number of a case, chooses."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)

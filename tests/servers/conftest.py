@@ -57,8 +57,6 @@ class Services:
                 raise ReplicaMismatchError("shapes differ")
             case "key error":
                 raise KeyError("name")
-            case "timeout":
-                raise TimeoutError("too slow")
             case _:
                 raise ValueError(f"what is {message.kind!r}?")
 

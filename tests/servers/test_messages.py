@@ -6,8 +6,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
-from hypothesis.extra import numpy as hnp
 
 from tests.servers.wire import Message, WireError, decode, encode
 
@@ -16,23 +14,6 @@ _DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128", ml_dtypes.bfloat16),
 ]
-
-_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
-    max_leaves=8,
-)
-
-
-@st.composite
-def _arrays(draw):
-    shape = draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
-    dtype = np.dtype(draw(st.sampled_from(_DTYPES)))
-    contents = draw(st.binary(min_size=0, max_size=16)) + b"\1"
-    array = np.resize(np.frombuffer(contents, np.uint8), np.prod(shape, dtype=int) * dtype.itemsize)
-    if dtype.kind == "b":
-        array = array % 2
-    return array.view(dtype).reshape(shape)
 
 
 def _frame(message):
@@ -49,43 +30,28 @@ def _with_header(header, buffers=b""):
     return bytes(frame[:24]) + content
 
 
-@given(
-    st.builds(
-        Message,
-        st.text(),
-        st.dictionaries(st.text(), _json, max_size=4),
-        st.lists(_arrays(), max_size=3),
-        st.lists(st.binary(max_size=100), max_size=3),
-    )
-)
-@settings(max_examples=50, deadline=None)
-def test_a_message_travels_unchanged(message):
-    received = decode(_frame(message))
-
-    assert (received.kind, received.fields) == (message.kind, message.fields)
-    assert received.blobs == list(message.blobs)
-    assert len(received.arrays) == len(message.arrays)
-    for array, expected in zip(received.arrays, message.arrays, strict=True):
-        assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
-        assert array.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(24, dtype=np.int32).reshape(2, 3, 4).T,
-        np.arange(24, dtype=np.int32)[::-2],
-        np.arange(24, dtype=">i4").reshape(4, 6),
+def test_a_message_travels_unchanged():
+    content = np.arange(48, dtype=np.uint8)
+    numbers = np.arange(24, dtype=np.int32)
+    arrays = [
+        *((content % 2 if d == "bool" else content).view(d).reshape(3, -1) for d in _DTYPES),
+        *(np.zeros(shape, np.float32) for shape in ((), (0, 3), (2, 0, 1), (1, 1, 1, 1))),
+        # Every layout is sent in order.
+        numbers.reshape(2, 3, 4).T,
+        numbers[::-2],
+        numbers.reshape(4, 6).astype(">i4"),
         np.broadcast_to(np.float32(3), (3, 2)),
-        np.array(5, np.int64),
         jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
-    ],
-)
-def test_every_layout_is_sent_in_order(array):
-    (received,) = decode(_frame(Message("kind", arrays=[array]))).arrays
+    ]
+    fields = {"é\0": [None, True, -1, 1 << 80, 1.5e-300, '"\ud7ff', {"a": [[]]}], "": {}}
+    blobs = [b"", bytes(range(256))]
 
-    np.testing.assert_array_equal(received, array)
-    assert (received.shape, received.dtype) == (array.shape, array.dtype.newbyteorder("="))
+    received = decode(_frame(Message("ü", fields, arrays, blobs)))
+
+    assert (received.kind, received.fields, list(received.blobs)) == ("ü", fields, blobs)
+    for array, expected in zip(received.arrays, arrays, strict=True):
+        assert (array.shape, array.dtype) == (expected.shape, expected.dtype.newbyteorder("="))
+        assert array.tobytes() == np.asarray(expected).astype(array.dtype).tobytes()
 
 
 def test_arrays_are_copied_neither_to_be_sent_nor_when_they_have_come():
@@ -140,16 +106,13 @@ _EMPTY = {"kind": "k", "fields": {}, "arrays": [], "blobs": []}
         ),
         (_frame(Message("k")) + b"\0", "but 129"),
         (_with_header(b"\xff"), "UnicodeDecodeError"),
-        (_with_header(b"[]"), "TypeError"),
         (_with_header(b"[" * 100_000), "RecursionError"),
         (_with_header({"kind": "k"}), "KeyError: 'fields'"),
-        (_with_header(_EMPTY | {"kind": 1}), "another type"),
         (_with_header(_EMPTY | {"fields": []}), "another type"),
         (_with_header(_EMPTY | {"arrays": [["object", [1]]]}), "KeyError: 'object'"),
         (_with_header(_EMPTY | {"arrays": [["float32", [-1]]]}), "-1 is not a size"),
         (_with_header(_EMPTY | {"arrays": [["float32", [0, 2**40, 2**40]]]}), "is too large"),
         (_with_header(_EMPTY | {"arrays": [["float32", [1] * 33]]}), "is not a shape"),
-        (_with_header(_EMPTY | {"arrays": [["float32", 3]]}), "3 is not a shape"),
         (_with_header(_EMPTY | {"arrays": [["float32", [1 << 40]]]}), "need 4398046511232 bytes"),
         (_with_header(_EMPTY, bytes(64)), "need 128 bytes, but it has 192"),
         (
@@ -161,12 +124,4 @@ _EMPTY = {"kind": "k", "fields": {}, "arrays": [], "blobs": []}
 )
 def test_what_is_no_message_is_refused(frame, text):
     with pytest.raises(WireError, match=text):
-        decode(frame)
-
-
-def test_a_message_beyond_the_limit_of_the_receiver_is_refused(monkeypatch):
-    frame = _frame(Message("kind", blobs=[bytes(1000)]))
-    monkeypatch.setattr(f"{_MESSAGES}MAX_MESSAGE_BYTES", 1000)
-
-    with pytest.raises(WireError, match="has 1152 bytes, expected 1000 or fewer"):
         decode(frame)

@@ -28,10 +28,9 @@ def test_a_program_runs_on_the_first_cpu_whatever_the_default_device_is():
     assert result.devices() == {first}
 
 
-@pytest.mark.parametrize("position", [0, 40, -1])
-def test_a_damaged_program_is_refused(position):
+def test_a_damaged_program_is_refused():
     damaged = bytearray(_sort().content)
-    damaged[position] ^= 1
+    damaged[40] ^= 1
 
     with pytest.raises(InvalidValueError, match=r"A program of \d+ bytes has been damaged"):
         ProgramCache().add(bytes(damaged))

@@ -1,6 +1,7 @@
 """Workers and servers that a Ray on this machine starts, and starts again."""
 
 import concurrent.futures
+import contextlib
 import os
 import sys
 import threading
@@ -10,16 +11,15 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy
 from distributary.errors import ClusterError, DistributaryWarning, PSUnavailableError
 from distributary.experimental import ray_cluster
+from tests.servers.jobs import CountingJob
 
 ray = pytest.importorskip("ray")
 
 # Starting a machine forks this process, of which JAX warns.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 
-_SECONDS = 60.0  # more than anything takes
 _HALF = {"worker_options": {"num_cpus": 0.5}}
 
 
@@ -45,42 +45,11 @@ def tasks(machines):
         yield cluster
 
 
-class _Job:
-    """A counter on each server, and a step that changes them."""
-
-    def __init__(self, tasks):
-        self.strategy = ParameterServerStrategy(tasks)
-        with self.strategy.scope():
-            self.counters = [dist.Variable(0), dist.Variable(0)]
-        self.coordinator = ClusterCoordinator(self.strategy)
-
-    def run(self, num_steps):
-        """Steps whose results are who ran them."""
-        worker = self.coordinator.create_per_worker_value(os.getpid)
-
-        def step(worker):
-            for counter in self.counters:
-                counter.assign_add(1)
-            return worker
-
-        return [self.coordinator.schedule(step, args=(worker,)) for _ in range(num_steps)]
-
-    def counts(self):
-        return [int(counter.numpy()) for counter in self.counters]
-
-
 @pytest.fixture
 def new_job():
     """A function that makes a job with new variables on some tasks."""
-    jobs = []
-
-    def new(tasks):
-        jobs.append(_Job(tasks))
-        return jobs[-1]
-
-    yield new
-    for job in jobs:
-        job.strategy._cluster.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda tasks: stack.enter_context(contextlib.closing(CountingJob(tasks)))
 
 
 def _kill(tasks, *name):
@@ -121,7 +90,8 @@ def test_data_that_workers_cannot_make_is_sent_to_them(tasks, new_job, monkeypat
 
 def test_ray_starts_killed_tasks_again(tasks, new_job):
     job = new_job(tasks)
-    results = job.run(2000)
+    pid = job.coordinator.create_per_worker_value(os.getpid)
+    results = [job.coordinator.schedule(job.step, args=(pid,)) for _ in range(2000)]
     results[50].fetch()
     _kill(tasks, "worker", 0)
     job.coordinator.join()
@@ -129,13 +99,12 @@ def test_ray_starts_killed_tasks_again(tasks, new_job):
     workers = [int(worker) for worker in job.coordinator.fetch(results)]
     assert workers[-1] != workers[50] == workers[0]
     assert job.counts() == [2000, 2000]
-    job.run(1000)[10].fetch()
+    job.schedule(1000)[10].fetch()
     _kill(tasks, "ps", 0)
     with pytest.raises(PSUnavailableError, match="ps 0"):
         job.coordinator.join()
     other = new_job(tasks)
     other.run(50)
-    other.coordinator.join()
     assert other.counts() == [50, 50]
 
 
@@ -158,41 +127,30 @@ def test_several_machines_need_certificates(machines, certificates, new_job, mon
     with ray_cluster(workers=1, ps=2, worker_options={"resources": {"second": 1}}) as tasks:
         job = new_job(tasks)
         job.run(10)
-        job.coordinator.join()
 
         assert job.counts() == [10, 10]
     machines.remove_node(node)
 
 
-def _train(x, w):
-    """Returns the rank, the number of workers, and w after a step with the gradient of x."""
+def _add(x, y):
+    """Returns the rank, the number of workers, and the sum of what all of them compute."""
     strategy = dist.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        weight = dist.Variable(np.float32(w), aggregation=dist.VariableAggregation.SUM)
-
-    def step(x):
-        weight.assign_sub(x.sum())
-
-    data = dist.data.Dataset.from_tensor_slices(x).batch(len(x))
-    for row in strategy.experimental_distribute_dataset(data):
-        strategy.run(step, (row,))
-    extended = strategy.extended
-    return extended.worker_number, extended.num_workers, float(weight.numpy())
+    total = strategy.reduce("SUM", strategy.run(lambda: x.sum() + y), axis=None)
+    return strategy.extended.worker_number, strategy.extended.num_workers, float(total)
 
 
-def test_workers_on_ray_train_together_and_return_their_results(machines):
+def test_workers_on_ray_compute_together_and_return_their_results(machines):
     x = np.arange(6, dtype=np.float32)
 
-    results = dist.experimental.ray(_train, x, 100.0, workers=2, **_HALF)
+    results = dist.experimental.ray(_add, x, 100.0, workers=2, **_HALF)
 
-    assert results == [(rank, 2, 100.0 - x.sum()) for rank in range(2)]
+    assert results == [(rank, 2, 2 * (x.sum() + 100.0)) for rank in range(2)]
 
 
 def test_parameter_servers_on_ray_train_in_this_process(machines):
     def train(cluster, number):
-        job = _Job(cluster)
+        job = CountingJob(cluster)
         job.run(number)
-        job.coordinator.join()
         return os.getpid(), job.counts()
 
     assert dist.experimental.ray(train, 5, workers=1, ps=2, **_HALF) == (os.getpid(), [5, 5])
@@ -246,4 +204,4 @@ def test_a_training_grows_when_there_is_a_place(machines, tmp_path):
 @pytest.mark.parametrize("workers", [0, (2, 1), (0, 2), "2"])
 def test_numbers_of_workers_are_checked(workers):
     with pytest.raises((ValueError, TypeError), match=r"^ray: workers is .*, expected"):
-        dist.experimental.ray(_train, workers=workers)
+        dist.experimental.ray(_add, workers=workers)

@@ -14,18 +14,11 @@ def make_batches(start=0, *, count=3):
     return [np.float32(start + i) for i in range(count)]
 
 
-class _Makers:
-    @staticmethod
-    def make():
-        return [1.0]
-
-
 @pytest.mark.parametrize(
     ("maker", "reason"),
     [
         (lambda: 1, "<lambda> is not at the top level"),
         ([1], "it is not a function, but a list"),
-        (_Makers, "it is not a function, but a type"),
         (functools.partial(make_batches, np.float32(1)), "are not JSON"),
         (functools.partial(make_batches, count=(1, 2)), "are not JSON"),
     ],

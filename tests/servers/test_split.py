@@ -9,7 +9,6 @@ import pytest
 
 import distributary as dist
 from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy, local_cluster
-from distributary.tracing import push
 
 _SECONDS = 60.0  # more than anything takes
 RNG = np.random.default_rng(0)
@@ -50,10 +49,6 @@ def _gradient(w, x):
 
 
 def _descend(state, x):
-    return [state[0] - 0.1 * push(_gradient(state[0], x)), state[1] + x.sum()]
-
-
-def _descend_without_push(state, x):
     return [state[0] - 0.1 * _gradient(state[0], x), state[1] + x.sum()]
 
 
@@ -70,9 +65,7 @@ _ADDED = ONES + 2 + 3 * (X.sum(1) + X[:, 0])
     ("step", "state", "expected"),
     [
         (_descend, [W, np.float32(0)], _SUMS),
-        (_descend_without_push, [W, np.float32(0)], _SUMS),
         (_add_several, [ONES], [_ADDED]),
-        (lambda state, x: [push(_add_several(state, x)[0])], [ONES], [_ADDED]),
         # A step that counts needs no data.
         (lambda state, x: [state[0] + 1], [np.int32(5)], [7]),
     ],

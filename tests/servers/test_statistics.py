@@ -13,6 +13,7 @@ import distributary as dist
 from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy, local_cluster
 from distributary.errors import InvalidValueError, OutOfRangeError
 from distributary.launch import free_addresses
+from tests.servers.message_faults import duplicate
 
 _SECONDS = 60.0  # more than anything takes
 
@@ -52,7 +53,10 @@ def new_job():
         yield new
 
 
-def test_closures_bytes_and_pushes_are_counted(new_job):
+def test_closures_bytes_pushes_losses_repetitions_and_failures_are_counted(new_job):
+    def push_twice(source, target, message, deliver):
+        return duplicate(message, deliver) if message.kind == "push" else deliver(message)
+
     job = new_job(1)
     job.run(10)
 
@@ -62,22 +66,10 @@ def test_closures_bytes_and_pushes_are_counted(new_job):
     assert (found.num_failed, found.num_cancelled, found.num_retried) == (0, 0, 0)
     (worker,) = found.workers
     assert (worker.name, worker.num_closures, worker.num_losses) == ("worker 0", 10, 0)
-    assert worker.received_bytes == 10 * 2 * 400
-    assert worker.sent_bytes == 10 * 2 * 400
+    assert worker.received_bytes == worker.sent_bytes == 10 * 2 * 400
     assert min(worker.pull_seconds, worker.compute_seconds, worker.push_seconds) > 0
-    assert [dataclasses.astuple(server) for server in found.servers] == [
-        ("ps 0", 10, 0, 0, 0),
-        ("ps 1", 10, 0, 0, 0),
-    ]
-
-
-def test_losses_repetitions_and_failures_are_counted(new_job):
-    job = new_job(1)
-
-    def push_twice(source, target, message, deliver):
-        if message.kind == "push":
-            deliver(message)
-        return deliver(message)
+    servers = [dataclasses.astuple(server) for server in found.servers]
+    assert servers == [("ps 0", 10, 0, 0, 0), ("ps 1", 10, 0, 0, 0)]
 
     job.cluster.fault = push_twice
     job.run(5)
@@ -93,11 +85,11 @@ def test_losses_repetitions_and_failures_are_counted(new_job):
 
     found = job.coordinator.statistics()
 
-    assert (found.num_done, found.num_failed) == (11, 1)
+    assert (found.num_done, found.num_failed) == (21, 1)
     assert [server.num_repeated for server in found.servers] == [5, 5]
     (worker,) = found.workers
-    assert (worker.state, worker.num_losses, worker.num_closures) == ("idle", 1, 11)
-    assert worker.received_bytes == 10 * 2 * 400  # of both incarnations
+    assert (worker.state, worker.num_losses, worker.num_closures) == ("idle", 1, 21)
+    assert worker.received_bytes == 20 * 2 * 400  # of both incarnations
 
 
 def test_the_staleness_of_pushes_is_counted(new_job):
@@ -158,9 +150,8 @@ def test_metrics_are_read_over_http_at_one_port_after_the_other(new_job, monkeyp
         _get(port)
 
 
-@pytest.mark.parametrize("text", ["many", "-1", "65530"])
-def test_what_is_no_port_is_named(text, new_job, monkeypatch):
-    monkeypatch.setenv("DISTRIBUTARY_METRICS_PORT", text)
-
-    with pytest.raises(InvalidValueError, match=f"DISTRIBUTARY_METRICS_PORT is '{text}'"):
-        new_job(1)
+def test_what_is_no_port_is_named(new_job, monkeypatch):
+    for text in ("many", "-1", "65530"):
+        monkeypatch.setenv("DISTRIBUTARY_METRICS_PORT", text)
+        with pytest.raises(InvalidValueError, match=f"DISTRIBUTARY_METRICS_PORT is '{text}'"):
+            new_job(1)

@@ -1,17 +1,15 @@
 """Programs in processes of their own, for what depends on when JAX starts."""
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
+from tests import interpreters
 from tests.forks import Fork
 
 _TIMEOUT_SECONDS = 90
-_CLEARED = ("NPROC", "PJRT_NPROC", "XLA_FLAGS")
 
 # JAX and XLA must find as many cores on every machine.
 _PREAMBLE = """
@@ -39,11 +37,12 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
 
     def run(program: str, environ: dict[str, str] | None = None) -> str:
         if environ:
-            return _run(["-W", "error", "-c", _PREAMBLE + program], environ)
+            return _run("-c", _PREAMBLE + program, environ=environ)
         path = tmp_path / "program.py"
         path.write_text(_PREAMBLE + program)
+        inherited = {k: v for k, v in os.environ.items() if k not in _cleared()}
         with (tmp_path / "output").open("w+") as output:
-            process = Fork([path], _environ(), stdout=output)
+            process = Fork([path], {**inherited, "JAX_PLATFORMS": "cpu"}, stdout=output)
             code = process.wait(_TIMEOUT_SECONDS)
             output.seek(0)
             printed = output.read().strip()
@@ -56,28 +55,17 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def run_file() -> Callable[..., str]:
     """Runs a Python file with arguments in a fresh process and returns what it prints."""
-    return lambda *arguments: _run(["-W", "error", *arguments], None)
+    return _run
 
 
-def _environ() -> dict[str, str]:
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _CLEARED and not name.startswith("JAX_")
-    }
-    return inherited | {"JAX_PLATFORMS": "cpu"}
+def _cleared() -> list[str]:
+    names = ("NPROC", "PJRT_NPROC", "XLA_FLAGS")
+    return [name for name in os.environ if name in names or name.startswith("JAX_")]
 
 
-def _run(arguments: list[str], environ: dict[str, str] | None) -> str:
-    try:
-        process = subprocess.run(
-            [sys.executable, *arguments],
-            env=_environ() | (environ or {}),
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        pytest.fail(f"still running after {_TIMEOUT_SECONDS} s: {error.stdout} {error.stderr}")
+def _run(*arguments: str, environ: Mapping[str, str] = {}) -> str:
+    variables = {**dict.fromkeys(_cleared()), "JAX_PLATFORMS": "cpu", **environ}
+    options = {"environ": variables, "timeout": _TIMEOUT_SECONDS}
+    process = interpreters.run_python("-W", "error", *arguments, **options)
     assert process.returncode == 0, process.stderr
     return process.stdout.strip()

@@ -1,6 +1,8 @@
 """What happens before and after JAX starts: most tests are processes of their own."""
 
+import os
 import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -13,35 +15,31 @@ print(len(jax.local_devices()), os.environ.get("PJRT_NPROC"))
 """
 
 
+_FLAG = "--xla_force_host_platform_device_count"
+
+
 @pytest.mark.parametrize(
-    ("program", "expected"),
+    ("program", "environ", "expected"),
     [
         # Logical devices are made as the list asks.
-        ("devices.replica_devices(['CPU:0', 'CPU:1'])", "2 4"),
-        ("devices.replica_devices(['/cpu:3', '/cpu:1'])", "4 8"),
-        ("devices.replica_devices(None)", "1 None"),
+        ("devices.replica_devices(['/cpu:3', '/cpu:1'])", {}, "4 8"),
+        ("devices.replica_devices(None)", {}, "1 None"),
         # A later call replaces an earlier one; a list never takes devices away.
-        ("config.set_logical_cpu_devices(8); config.set_logical_cpu_devices(2)", "2 4"),
-        ("config.set_logical_cpu_devices(4); devices.replica_devices(['CPU:0', 'CPU:1'])", "4 8"),
-        ("config.set_logical_cpu_devices(2); devices.replica_devices(['CPU:0', 'CPU:4'])", "5 10"),
+        ("config.set_logical_cpu_devices(8); config.set_logical_cpu_devices(2)", {}, "2 4"),
+        ("config.set_logical_cpu_devices(4); devices.replica_devices(['CPU:0'])", {}, "4 8"),
+        ("config.set_logical_cpu_devices(2); devices.replica_devices(['CPU:4'])", {}, "5 10"),
+        # Those that the environment asks for are kept.
+        ("devices.replica_devices(['CPU:0', 'CPU:1'])", {"XLA_FLAGS": f"{_FLAG}=4"}, "4 8"),
+        ("devices.replica_devices(['CPU:0', 'CPU:2'])", {"XLA_FLAGS": f"{_FLAG}=2"}, "3 6"),
+        (
+            "devices.replica_devices(None)",
+            {"JAX_NUM_CPU_DEVICES": "3", "PJRT_NPROC": "20"},
+            "3 20",
+        ),
     ],
 )
-def test_devices_are_made_before_jax_starts(run_python, program, expected):
-    assert run_python(program + _PRINT_DEVICES) == expected
-
-
-@pytest.mark.parametrize(
-    ("environ", "devices", "expected"),
-    [
-        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, ["CPU:0", "CPU:1"], "4 8"),
-        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}, ["CPU:0", "CPU:2"], "3 6"),
-        ({"JAX_NUM_CPU_DEVICES": "3", "PJRT_NPROC": "20"}, None, "3 20"),
-    ],
-)
-def test_devices_asked_for_in_the_environment_are_kept(run_python, environ, devices, expected):
-    program = f"devices.replica_devices({devices})" + _PRINT_DEVICES
-
-    assert run_python(program, environ) == expected
+def test_devices_are_made_before_jax_starts(run_python, program, environ, expected):
+    assert run_python(program + _PRINT_DEVICES, environ) == expected
 
 
 def test_a_small_pool_in_the_environment_is_replaced_with_a_warning(run_python):
@@ -86,21 +84,26 @@ print(len(caught), caught[0].category.__name__, caught[0].message, os.environ.ge
     assert printed.endswith("None")
 
 
-def test_the_number_of_devices_that_jax_has_is_accepted():
+def test_no_other_number_of_devices_than_jax_has_is_accepted():
     jax.devices()
-
     set_logical_cpu_devices(8)
-
-
-def test_another_number_of_devices_is_refused():
-    jax.devices()
 
     message = r"devices\(4\): JAX has already .*\(8\) cannot.*NUM_CPU_DEVICES=4"
     with pytest.raises(BackendStartedError, match=message):
         set_logical_cpu_devices(4)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1025, True, 2.0, "2", None])
+@pytest.mark.parametrize("value", [0, 1025, True, 2.0, None])
 def test_a_number_of_devices_that_is_no_positive_int_is_refused(value):
     with pytest.raises(InvalidValueError, match=f"num_devices is {value!r}, expected an int from"):
         set_logical_cpu_devices(value)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the cores cannot be limited")
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("pool", ["learned"]), ("window", ["1 DistributaryWarning", "learned"])]
+)
+def test_many_steps_in_a_row_do_not_wait_for_each_other(run_file, mode, expected):
+    program = Path(__file__).with_name("no_deadlock_program.py")
+
+    assert run_file(str(program), mode).splitlines() == expected

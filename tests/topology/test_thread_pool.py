@@ -40,6 +40,7 @@ def test_the_pool_has_two_threads_per_device(num_cores, num_devices, before, aft
         (64, {"PJRT_NPROC": "7"}, "PJRT_NPROC=7", "64"),
         (2, {"NPROC": "2"}, "NPROC=2", "8"),
         (2, {"PJRT_NPROC": "2", "NPROC": "99"}, "PJRT_NPROC=2", "8"),
+        (8, {"PJRT_NPROC": "2", SHARE_VARIABLE: "1"}, "PJRT_NPROC=2", "8"),  # not a launcher's
     ],
 )
 def test_a_value_that_is_too_small_is_replaced_with_a_warning(num_cores, before, named, size):
@@ -65,13 +66,6 @@ def test_the_share_of_a_launcher_is_enlarged_without_a_warning(share):
     assert sizes == [share, "4", "16", share]
 
 
-def test_a_users_value_in_the_place_of_a_launchers_share_is_replaced_with_a_warning():
-    environ = {"PJRT_NPROC": "2", SHARE_VARIABLE: "1"}
-
-    with pytest.warns(DistributaryWarning, match=r"^PJRT_NPROC=2 .* PJRT_NPROC=8"):
-        CpuThreads(environ, lambda: 8).enlarge(4)
-
-
 def test_a_later_number_of_devices_replaces_an_earlier_one():
     environ: dict[str, str] = {}
     threads = CpuThreads(environ, lambda: 2)
@@ -82,21 +76,13 @@ def test_a_later_number_of_devices_replaces_an_earlier_one():
         sizes.append(environ.get("PJRT_NPROC"))
 
     assert sizes == ["16", "16", "8", "32", None]
+    environ["PJRT_NPROC"] = "12"  # by the user
+    threads.enlarge(2)
+    assert environ.pop("PJRT_NPROC") == "12"
     threads.enlarge(8)
     environ.clear()  # once JAX has started, the variable means nothing
     with warnings.catch_warnings(action="error"):
         threads.report(8, num_existing=8)
-
-
-def test_a_value_that_the_user_sets_later_is_the_users():
-    environ: dict[str, str] = {}
-    threads = CpuThreads(environ, lambda: 2)
-    threads.enlarge(4)
-
-    environ["PJRT_NPROC"] = "12"
-    threads.enlarge(2)
-
-    assert environ == {"PJRT_NPROC": "12"}
 
 
 @pytest.mark.parametrize(

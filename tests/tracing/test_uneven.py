@@ -115,18 +115,6 @@ def test_a_training_step_equals_a_model_of_the_same_split(num_rows, num_replicas
     assert model.count.numpy() == num_rows
 
 
-def test_several_arguments_uneven_shared_and_even(strategy):
-    uneven = dist.PerReplica([np.ones(2, np.float32), np.ones(1, np.float32)])
-    even = dist.PerReplica([np.float32(10.0), np.float32(20.0)])
-
-    def step(x, nest, shared, scale):
-        return jnp.sum(x) * nest["even"] + shared * scale
-
-    result = strategy.run(step, (uneven, {"even": even}, jnp.float32(100.0)), {"scale": 2.0})
-
-    assert result.values == (220.0, 220.0)
-
-
 # Number of rows and of the replica
 
 
@@ -225,18 +213,21 @@ def test_one_jitted_function_serves_even_and_uneven_batches(strategy_of):
         assert strategy.experimental_local_results(result) == (2.0 * size,) * num_replicas
 
 
-def test_inside_checkpoint_under_a_tape(strategy, variable, run):
-    v = variable(2.0)
+def test_inside_checkpoint_under_a_tape_with_arguments_of_every_kind(strategy, variable):
+    v, rows = variable(2.0), np.array([1.0, 2.0, 3.0], np.float32)
+    uneven, even = dist.PerReplica([rows[:2], rows[2:]]), dist.PerReplica([10.0, 20.0])
 
-    def step(x):
+    def step(x, nest, shared, scale):
         with dist.GradientTape() as tape:
             loss = jax.checkpoint(lambda x: _all_reduce("SUM", jnp.sum(jnp.sin(x * v))))(x)
-        return _all_reduce("MEAN", tape.gradient(loss, v))
+        return _all_reduce("MEAN", tape.gradient(loss, v)), nest["even"] + shared * scale
 
-    gradients = run(step, (2, 1), strategy)
+    args = uneven, {"even": even}, jnp.float32(100.0)
+    gradients, own = strategy.run(step, args, {"scale": 2.0})
 
-    rows = np.array([1.0, 2.0, 3.0])
-    np.testing.assert_allclose(gradients, [(rows * np.cos(2.0 * rows)).sum()] * 2, rtol=1e-5)
+    expected = (rows * np.cos(2.0 * rows)).sum()
+    np.testing.assert_allclose(gradients.values, [expected] * 2, rtol=1e-5)
+    assert own.values == (210.0, 220.0)
 
 
 # State
@@ -313,19 +304,19 @@ def test_steps_that_depend_on_the_number_of_rows_are_refused(step, message, run)
         run(step, (2, 1))
 
 
-def _sum_of_all(x):
-    return _all_reduce("SUM", jnp.sum(x))
-
-
-def test_a_branch_on_the_batch_size_that_skips_an_assignment(strategy, variable, run):
+def test_an_assignment_that_depends_on_the_number_of_rows_is_refused(strategy, variable, run):
     v = variable(0.0, name="v", aggregation=SUM)
 
     def step(x):
-        if x.shape[0] > 1:
-            v.assign_add(1.0 * jnp.float32(1.0))
+        if len(x) > 1:
+            v.assign_add(x.sum())
 
     with pytest.raises(ReplicaMismatchError, match="'v' is assigned on some replicas"):
         run(step, (2, 1), strategy)
+
+
+def _sum_of_all(x):
+    return _all_reduce("SUM", jnp.sum(x))
 
 
 @pytest.mark.parametrize(

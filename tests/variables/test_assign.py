@@ -270,11 +270,13 @@ def test_replicas_are_combined_in_every_dtype(synchronization, strategy_of):
             for aggregation, dtypes in _DTYPES_OF.items()
             for dtype in dtypes
         }
+        large = dist.Variable(jnp.float16(0), None, None, None, synchronization, MEAN)
     rows = np.arange(24).reshape(4, 2, 3)
 
     def step(x):
         for v in variables.values():
             v.assign(x.astype(v.dtype))
+        large.assign(jnp.float16(40000))  # their sum is not finite, and their mean is
 
     strategy.run(step, args=(dist.PerReplica(list(rows)),))
 
@@ -283,19 +285,7 @@ def test_replicas_are_combined_in_every_dtype(synchronization, strategy_of):
         expected = (total != 0 if dtype == "bool" else total).astype(jnp.dtype(dtype))
         assert v.numpy().dtype == expected.dtype
         np.testing.assert_array_equal(v.numpy(), expected, err_msg=f"{aggregation} {dtype}")
-
-
-def test_mean_does_not_overflow_where_it_is_finite(strategy, variable):
-    mirrored = variable(0.0, dtype=jnp.float16, aggregation=MEAN)
-    local = variable(0.0, dtype=jnp.float16, aggregation=MEAN, synchronization=ON_READ)
-
-    def step(x):
-        mirrored.assign(x)
-        local.assign(x)
-
-    strategy.run(step, args=(jnp.float16(40000),))
-
-    assert (mirrored.numpy(), local.numpy()) == (40000, 40000)
+    assert large.numpy() == 40000
 
 
 @pytest.mark.parametrize(
@@ -330,18 +320,14 @@ def test_value_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("dtype", "value", "expected"),
     [
-        ("float32", 3, 3.0),
         ("float32", True, 1.0),
         ("float16", np.float64(0.5), 0.5),
         ("complex64", 2.0, 2.0),
         ("int32", np.uint8(7), 7),
-        ("int32", True, 1),
         ("bfloat16", np.float32(1.5), 1.5),
         ("int32", 1.5, None),
         ("bool", 1, None),
-        ("float32", 1j, None),
         ("int32", np.float16(1), None),
-        ("bool", 1.0, None),
     ],
 )
 def test_value_is_converted_unless_it_is_of_a_wider_kind(dtype, value, expected):
@@ -373,29 +359,23 @@ def test_assign_returns_the_variable_outside_the_value_inside_or_nothing(strateg
         assert v.numpy() == 5.0
 
 
-def test_nest_of_values_computed_in_the_step_can_be_assigned(strategy, variable):
-    v = variable([0.0, 0.0, 0.0])
-    w = variable(3.0)
-
-    strategy.run(lambda x: v.assign([x, 2.0, w], read_value=False), (np.float32(1.0),))
-    inside = v.numpy()
-    v.assign([w, w, 1.0])
-
-    np.testing.assert_array_equal(inside, [1.0, 2.0, 3.0])
-    np.testing.assert_array_equal(v.numpy(), [3.0, 3.0, 1.0])
-
-
-def test_variables_and_mirrored_values_can_be_assigned(strategy):
+def test_variables_mirrored_values_and_nests_can_be_assigned(strategy, variable):
     v = _variable(strategy, Case(AUTO, NONE, "assign"))
     total = _variable(strategy, Case(ON_READ, SUM, "assign"))
+    vector, w = variable([0.0, 0.0, 0.0]), variable(3.0)
     mirrored = strategy.extended.update(v, lambda v: v.assign(3.0))
 
     v.assign(total)
     from_sum = v.numpy()
     v.assign_add(mirrored)
+    strategy.run(lambda x: vector.assign([x, 2.0, w], read_value=False), (np.float32(1.0),))
+    inside = vector.numpy()
+    vector.assign([w, w, 1.0])
 
     assert isinstance(mirrored, dist.Mirrored)
     assert (from_sum, v.numpy()) == (20.0, 23.0)
+    np.testing.assert_array_equal(inside, [1.0, 2.0, 3.0])
+    np.testing.assert_array_equal(vector.numpy(), [3.0, 3.0, 1.0])
 
 
 def _of_a_step(strategy):
@@ -437,18 +417,14 @@ def test_captured_value_per_replica_is_that_of_each_replica(make, is_uneven, kin
     v = _variable(strategy, Case(AUTO, NONE, "assign"), name="w")
     with pytest.raises(ReplicaDivergenceError, match="'w' is mirrored"):
         strategy.run(lambda: v.assign(_made_by_hand(strategy)))
-
-
-def test_value_per_replica_of_an_earlier_step_may_be_captured_in_a_function(strategy):
     v = _variable(strategy, Case(AUTO, SUM, "assign"))
 
     @dist.function
     def both():
-        each = _of_a_step(strategy)
+        each = make(strategy)
         strategy.run(lambda: v.assign(each))
 
     both()
-
     assert v.numpy() == 3.0
 
 
@@ -512,15 +488,6 @@ def test_update_returns_one_result_per_copy(strategy):
     assert isinstance(together, dist.Mirrored)
     assert [float(c) for c in (*together.values, *each)] == [12.0, 12.0, 14.0, 14.0]
     assert strategy.extended.update(v, lambda v: v.assign(2.0, read_value=False)) is None
-
-
-def test_update_gives_each_copy_of_an_on_read_variable_its_component(strategy_of):
-    strategy = strategy_of(4)
-    v = _variable(strategy, Case(ON_READ, SUM, "assign_add"))
-    per_replica = strategy.experimental_distribute_values_from_function(
-        lambda context: float(context.replica_id_in_sync_group)
-    )
-
-    strategy.extended.update(v, lambda v, x: v.assign_add(x), (per_replica,))
-
-    assert _components(strategy, v).tolist() == [10.0, 11.0, 12.0, 13.0]
+    local = _variable(strategy, Case(ON_READ, SUM, "assign_add"))
+    strategy.extended.update(local, lambda v, x: v.assign_add(x), (_made_by_hand(strategy),))
+    assert _components(strategy, local).tolist() == [11.0, 12.0]  # each gets its component

@@ -73,15 +73,12 @@ def _name(function):
 
 
 @pytest.fixture
-def mirrored(strategy_of):
-    with strategy_of(2).scope():
-        return dist.Variable(1.0, name="w")
+def mirrored(variable):
+    return variable(1.0, name="w")
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_value_that_differs_between_replicas_is_refused(write, mirrored):
-    strategy = mirrored.distribute_strategy
-
+def test_value_that_differs_between_replicas_is_refused(write, mirrored, strategy):
     with pytest.raises(
         ReplicaDivergenceError,
         match=r"'w' is mirrored, but the value assigned to it at .*test_divergence\.py:\d+ can",
@@ -200,15 +197,12 @@ EQUAL = {
 
 
 @pytest.fixture
-def run_with(strategy_of):
+def run_with(strategy, variable):
     """Assigns what functions compute from an argument and a variable that differ."""
-    strategy = strategy_of(2)
-    with strategy.scope():
-        local = dist.Variable([1.0, 2.0], synchronization=ON_READ, aggregation=SUM)
+    local = variable([1.0, 2.0], synchronization=ON_READ, aggregation=SUM)
 
     def run(*functions):
-        with strategy.scope():
-            variables = [dist.Variable(1.0, name="w") for _ in functions]
+        variables = [variable(1.0, name="w") for _ in functions]
 
         def step(x):
             for v, compute in zip(variables, functions, strict=True):
@@ -232,8 +226,7 @@ def test_equal_values_are_accepted(run_with):
         assert copies[0] == copies[1] != 1.0, name
 
 
-def test_arguments_all_replicas_share_are_equal(mirrored):
-    strategy = mirrored.distribute_strategy
+def test_arguments_all_replicas_share_are_equal(mirrored, strategy):
     shared = strategy.extended.update(mirrored, lambda v: v.assign(2.0))
 
     def step(array, mirrored_value, number, plain):
@@ -244,8 +237,7 @@ def test_arguments_all_replicas_share_are_equal(mirrored):
     assert mirrored.numpy() == 1 + 2 + 3 + 4
 
 
-def test_difference_outside_of_run_is_refused(mirrored):
-    strategy = mirrored.distribute_strategy
+def test_difference_outside_of_run_is_refused(mirrored, strategy):
     per_replica = dist.PerReplica([jnp.float32(1), jnp.float32(2)])
 
     def step():
@@ -266,8 +258,7 @@ def test_difference_outside_of_run_is_refused(mirrored):
     assert mirrored.numpy() == 1.0
 
 
-def test_difference_written_by_a_helper_whose_trace_jax_kept_is_refused(mirrored):
-    strategy = mirrored.distribute_strategy
+def test_difference_written_by_a_helper_whose_trace_jax_kept_is_refused(mirrored, strategy):
     helper = jax.jit(lambda x: mirrored.assign(x))
 
     strategy.run(lambda: helper(_context().all_reduce("sum", _replica_id())))
@@ -281,11 +272,15 @@ def test_difference_written_by_a_helper_whose_trace_jax_kept_is_refused(mirrored
 
 
 _swap = jex_core.Primitive("swap_with_neighbor")
-_swap.def_abstract_eval(lambda x, *, axis_name: x)
+_swap.def_abstract_eval(lambda x, **params: x)
 
 
-def _swapped_with_neighbor(x):
-    return _swap.bind(x, axis_name="replica")
+def _swapped_in_a_scan(x):
+    return lax.scan(lambda c, _: (_swap.bind(c, axes=("replica",)), None), x, None, length=2)[0]
+
+
+def _swapped_in_a_branch(x):
+    return lax.cond(True, lambda y: _swap.bind(y, axis=("replica",)), lambda y: y, x)
 
 
 _of_effects = jex_core.Primitive("swap_by_effect")
@@ -297,10 +292,6 @@ def _effects_of_a_sum(x):
     return x, summing.jaxpr.eqns[0].effects
 
 
-def _swapped_by_effect(x):
-    return _of_effects.bind(x)
-
-
 def _sent(x):
     lax.psend(x, "replica", [(0, 0)])
     return x
@@ -310,8 +301,10 @@ def _sent(x):
 @pytest.mark.parametrize(
     ("collective", "name"),
     [
-        (_swapped_with_neighbor, "swap_with_neighbor"),
-        (_swapped_by_effect, "swap_by_effect"),
+        (lambda x: _swap.bind(x, axis_name="replica"), "swap_with_neighbor"),
+        (_swapped_in_a_scan, "swap_with_neighbor"),
+        (_swapped_in_a_branch, "swap_with_neighbor"),
+        (_of_effects.bind, "swap_by_effect"),
         (_sent, "psend"),
     ],
 )
@@ -431,24 +424,19 @@ def _loop_over_rows_beside_a_sum(x):
     return lax.scan(body, (x[0], 0.0), jnp.broadcast_to(x.sum(), 2))[0][1]
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (_loop_with_a_sum, 6.0),
-        (_loop_until_the_sum_is_large, 12.0),
-        (_branch_by_the_sum, 6.0),
-        (_loop_over_rows_beside_a_sum, 6.0),
-    ],
-)
-def test_sums_in_control_flow_of_an_uneven_batch_may_be_assigned(
-    function, expected, strategy, variable
-):
-    v = variable(0.0)
+def test_sums_in_control_flow_of_an_uneven_batch_may_be_assigned(strategy, variable):
+    expected = {
+        _loop_with_a_sum: 6.0,
+        _loop_until_the_sum_is_large: 12.0,
+        _branch_by_the_sum: 6.0,
+        _loop_over_rows_beside_a_sum: 6.0,
+    }
+    variables = {function: variable(0.0) for function in expected}
     rows = dist.PerReplica([jnp.ones(2), jnp.ones(1)])
 
-    strategy.run(lambda x: v.assign(function(x)), args=(rows,))
+    strategy.run(lambda x: [v.assign(function(x)) for function, v in variables.items()], (rows,))
 
-    assert v.numpy() == expected
+    assert {function: v.numpy() for function, v in variables.items()} == expected
 
 
 @pytest.mark.parametrize(
@@ -519,34 +507,35 @@ _ROUNDS = {_scanned_twice: 6, _while_small: 3, _branched: 1, _rematerialized: 1}
 
 
 @pytest.mark.parametrize("num_rows", [3, 1])
-@pytest.mark.parametrize("repeated", _ROUNDS, ids=_name)
 def test_what_a_body_makes_of_its_rows_does_not_count_for_its_other_assignments(
-    repeated, num_rows, strategy, variable
+    num_rows, strategy, variable
 ):
-    count, average = variable(0.0), variable(1.0)
-    metric = variable(0.0, synchronization=ON_READ, aggregation=SUM)
-    largest = variable(0.0, synchronization=ON_READ, aggregation=SUM)
+    own = {"synchronization": ON_READ, "aggregation": SUM}
+    variables = {
+        repeated: (variable(0.0), variable(1.0), variable(0.0, **own), variable(0.0, **own))
+        for repeated in _ROUNDS
+    }
 
     def step(x):
         total = _sum(x)
 
-        def body():
+        def body(count, average, metric, largest):
             metric.assign_add(jnp.sum(x))
             largest.assign(jnp.max(x, initial=metric.value()))
             average.assign(0.5 * average + 0.5 * total)
             count.assign_add(1.0)
 
-        repeated(body)
+        for repeated, assigned in variables.items():
+            repeated(lambda assigned=assigned: body(*assigned))
 
     rows = np.arange(1, num_rows + 1, dtype=np.float32)
     strategy.run(step, args=(next(iter(strategy.experimental_distribute_dataset([rows]))),))
 
-    expected = 1.0
-    for _ in range(_ROUNDS[repeated]):
-        expected = 0.5 * expected + 0.5 * rows.sum()
-    assert count.numpy() == _ROUNDS[repeated]
-    np.testing.assert_allclose(average.numpy(), expected, rtol=1e-6)
-    assert metric.numpy() == _ROUNDS[repeated] * rows.sum()
+    for repeated, (count, average, metric, _) in variables.items():
+        rounds = _ROUNDS[repeated]
+        assert (count.numpy(), metric.numpy()) == (rounds, rounds * rows.sum()), _name(repeated)
+        left = 0.5**rounds  # of the value at the start
+        np.testing.assert_allclose(average.numpy(), left + (1 - left) * rows.sum(), rtol=1e-6)
 
 
 def _through_another(x, own, v):

@@ -57,25 +57,14 @@ def test_replicas_rows_are_combined_as_the_aggregation_says(aggregation, num_rep
     strategy = strategy_of(num_replicas)
     kinds = KINDS if aggregation is FIRST else LINEAR
     variables = _create(strategy, kinds, aggregation=aggregation)
-    values, indices = (
-        {
-            kind: strategy.experimental_distribute_values_from_function(
-                lambda c, kind=kind, part=part: _rows_of_replica(kind, c.replica_id_in_sync_group)[
-                    part
-                ]
-            )
-            for kind in kinds
-        }
-        for part in (0, 1)
-    )
+    rows = [{kind: _rows_of_replica(kind, i) for kind in kinds} for i in range(num_replicas)]
 
-    def step(values, indices):
+    def step(rows):
         return {
-            kind: getattr(v, kind)(dist.IndexedSlices(values[kind], indices[kind]))
-            for kind, v in variables.items()
+            kind: getattr(v, kind)(dist.IndexedSlices(*rows[kind])) for kind, v in variables.items()
         }
 
-    results = strategy.run(step, (values, indices))
+    results = strategy.run(step, (dist.PerReplica(rows),))
 
     for kind, v in variables.items():
         expected = _initial()
@@ -88,34 +77,34 @@ def test_replicas_rows_are_combined_as_the_aggregation_says(aggregation, num_rep
             np.testing.assert_array_equal(result, v.numpy(), err_msg=kind)
 
 
-def _run(strategy, function):
-    return strategy.run(function)
-
-
-def _scope(strategy, function):
+def _in_scope(strategy, function):
     with strategy.scope():
         return function()
 
 
-def _function(strategy, function):
-    return dist.function(function)()
-
-
-def _merge_call(strategy, function):
-    return strategy.run(lambda: dist.get_replica_context().merge_call(lambda _: function()))
-
-
-def _update(strategy, function):
-    with strategy.scope():
-        v = dist.Variable(0.0)
+def _in_update(strategy, function):
+    v = _in_scope(strategy, lambda: dist.Variable(0.0))
     return strategy.extended.update(v, lambda _: function())
 
 
-@pytest.mark.parametrize("call", [_scope, _merge_call, _update, _function, _run])
-def test_equal_rows_count_once(call, strategy):
+def _in_merge_call(strategy, function):
+    return strategy.run(lambda: dist.get_replica_context().merge_call(lambda _: function()))
+
+
+_CALLS = {
+    "run": lambda strategy, function: strategy.run(function),
+    "scope": _in_scope,
+    "function": lambda strategy, function: dist.function(function)(),
+    "merge_call": _in_merge_call,
+    "update": _in_update,
+}
+
+
+@pytest.mark.parametrize("context", _CALLS)
+def test_equal_rows_count_once(context, strategy):
     variables = {
         (aggregation, kind): v
-        for aggregation in ((NONE, FIRST) if call is _run else (NONE, SUM, MEAN, FIRST))
+        for aggregation in ((NONE, FIRST) if context == "run" else (NONE, SUM, MEAN, FIRST))
         for kind, v in _create(
             strategy, KINDS if aggregation in (NONE, FIRST) else LINEAR, aggregation=aggregation
         ).items()
@@ -125,7 +114,7 @@ def test_equal_rows_count_once(call, strategy):
         for (_, kind), v in variables.items():
             getattr(v, kind)(dist.IndexedSlices(*_rows_of_replica(kind, 0)))
 
-    call(strategy, scatter_all)  # in run, equal rows of all replicas
+    _CALLS[context](strategy, scatter_all)  # in run, equal rows of all replicas
 
     for key, v in variables.items():
         expected = _scatter(key[1], _initial(), *_rows_of_replica(key[1], 0))
@@ -151,7 +140,7 @@ def test_different_rows_without_aggregation_are_refused(part, strategy):
             strategy.run(step, (kind,))
 
 
-_CONTEXTS = pytest.mark.parametrize("call", [_run, _scope, _function])
+_CONTEXTS = pytest.mark.parametrize("call", list(_CALLS.values())[:3], ids=list(_CALLS)[:3])
 
 
 @_CONTEXTS
@@ -192,27 +181,16 @@ def test_rows_that_do_not_fit_are_refused(slices, error, message, call, strategy
         call(strategy, lambda: v.scatter_add(slices))
 
 
-def test_scalar_has_no_rows(strategy_of):
-    v = dist.Variable(1.0, name="s")
-
-    with pytest.raises(ValueError, match=r"'s': scatter_add got rows.*shape \(\)"):
-        v.scatter_add(dist.IndexedSlices(np.ones(1), np.zeros(1, int)))
-    with pytest.raises(ValueError, match="'s' is a scalar and has no rows"):
-        v.sparse_read([0])
-
-
 @_CONTEXTS
 def test_rows_out_of_range_are_dropped(call, strategy):
-    v = _create(strategy, ["w"])["w"]
-    slices = dist.IndexedSlices([[1.0, 1.0], [2.0, 2.0]], [NUM_ROWS, 0])
+    variables = _create(strategy, KINDS)
+    slices = dist.IndexedSlices([[100.0, -100.0], [2.0, 2.0]], [NUM_ROWS, 0])
 
-    for kind in KINDS:
-        v.assign(_initial())
-        call(strategy, lambda kind=kind: getattr(v, kind)(slices))
+    call(strategy, lambda: [getattr(v, kind)(slices) for kind, v in variables.items()])
 
-        np.testing.assert_allclose(
-            v.numpy(), _scatter(kind, _initial(), [[2.0, 2.0]], [0]), rtol=1e-6, err_msg=kind
-        )
+    for kind, v in variables.items():
+        expected = _scatter(kind, _initial(), [[2.0, 2.0]], [0])
+        np.testing.assert_allclose(v.numpy(), expected, rtol=1e-6, err_msg=kind)
 
 
 def test_dtype_is_kept(strategy, variable):
@@ -245,24 +223,32 @@ def test_dtype_is_kept(strategy, variable):
 
 
 @pytest.mark.parametrize("synchronization", [dist.VariableSynchronization.ON_WRITE, ON_READ])
-@pytest.mark.parametrize("indices", [[1, 1, 0], [[2, 3], [4, 0]], 3], ids=str)
-def test_rows_are_read(synchronization, indices, strategy):
+def test_rows_are_read(synchronization, strategy):
     v = _create(strategy, ["w"], synchronization=synchronization, aggregation=MEAN)["w"]
+    all_indices = [1, 1, 0], [[2, 3], [4, 0]], 3
 
     def read():
-        return v.sparse_read(indices)
+        return [v.sparse_read(indices) for indices in all_indices]
 
-    for result in (read(), *strategy.run(read).values, dist.function(read)()):
-        np.testing.assert_array_equal(result, _initial()[np.asarray(indices)])
+    results = zip(read(), strategy.run(read), dist.function(read)(), strict=True)
+
+    for indices, (outside, inside, compiled) in zip(all_indices, results, strict=True):
+        for rows in (outside, *inside.values, compiled):
+            np.testing.assert_array_equal(rows, _initial()[np.asarray(indices)])
 
 
-def test_rows_are_read_by_integers():
+def test_rows_are_read_by_integers_and_scalars_have_none():
     floats, integers = dist.Variable(_initial(), name="w"), dist.Variable(np.ones(3, np.int32))
+    scalar = dist.Variable(1.0, name="s")
 
     assert np.isnan(floats.sparse_read([NUM_ROWS])).all()  # out of range
     assert int(integers.sparse_read([3])[0]) == np.iinfo(np.int32).min
     with pytest.raises(TypeError, match="'w': sparse_read needs integer indices, got float32"):
         floats.sparse_read([0.5])
+    with pytest.raises(ValueError, match=r"'s': scatter_add got rows.*shape \(\)"):
+        scalar.scatter_add(dist.IndexedSlices(np.ones(1), np.zeros(1, int)))
+    with pytest.raises(ValueError, match="'s' is a scalar and has no rows"):
+        scalar.sparse_read([0])
 
 
 def test_slices_at_positions_change():
@@ -295,9 +281,8 @@ def test_slices_at_positions_change():
         variable.scatter_nd_add([[0, 0]], [1j])
 
 
-def test_slices_of_replicas_are_rows_that_the_aggregation_combines(strategy):
-    with strategy.scope():
-        variable = dist.Variable(jnp.zeros((3, 2)), aggregation=SUM)
+def test_slices_of_replicas_are_rows_that_the_aggregation_combines(strategy, variable):
+    variable = variable(jnp.zeros((3, 2)), aggregation=SUM)
 
     strategy.run(
         lambda rows: variable.scatter_nd_add([[1]], rows[None]),

@@ -58,18 +58,14 @@ def test_variable_keeps_its_initial_value_dtype_and_shape(create):
     ("initial_value", "dtype"),
     [
         (1, "int32"),
-        (1.0, "float32"),
         (True, "bool"),
         (1j, "complex64"),
         ([[1, 2], [3, 4]], "int32"),
         ((1.0, 2), "float32"),
         (np.arange(3), "int32"),
         (np.ones((2, 2)), "float32"),
-        (np.float16(1), "float16"),
         (np.uint8(1), "uint8"),
-        (lambda: 2.0, "float32"),
         (lambda: jnp.ones(2, jnp.bfloat16), "bfloat16"),
-        (np.ones(2, jnp.bfloat16), "bfloat16"),
     ],
 )
 def test_dtype_follows_the_initial_value(initial_value, dtype, create):
@@ -117,17 +113,28 @@ def test_source_array_and_numpy_are_copied(num_replicas, synchronization, strate
     assert v.numpy()[0] == 2
 
 
-@pytest.mark.parametrize("kind", ["default", "one device", "mirrored"])
-def test_arrays_of_the_user_survive_donation(kind, strategy_of):
-    strategy = {
-        "default": dist.get_strategy,
-        "one device": lambda: dist.OneDeviceStrategy("CPU:0"),
-        "mirrored": lambda: strategy_of(2),
-    }[kind]()
+@pytest.mark.parametrize(
+    ("strategy", "kwargs"),
+    [
+        (dist.get_strategy, {}),
+        (lambda: dist.OneDeviceStrategy("CPU:0"), {}),
+        (lambda: dist.MirroredStrategy(["CPU:0", "CPU:1"]), {"aggregation": MEAN}),
+        (
+            lambda: dist.MirroredStrategy(["CPU:0", "CPU:1"]),
+            {"aggregation": MEAN, "synchronization": ON_READ},
+        ),
+    ],
+    ids=["default", "one device", "mirrored", "on read"],
+)
+def test_arrays_that_went_in_or_were_read_survive_donation(strategy, kwargs):
+    strategy = strategy()
     initial, assigned, argument = (jnp.full(4, i, jnp.float32) for i in range(3))
     with strategy.scope():
-        v = dist.Variable(initial)
-        w = dist.Variable(v)
+        v = dist.Variable(initial, **kwargs)
+        w = dist.Variable(v, **kwargs)
+    kept = [v.value(), v.read_value(), jnp.asarray(v), v[:], v.numpy(), v + 0]
+    if kwargs:
+        kept += [c.value() for c in v.values] + [*strategy.experimental_local_results(v)]
 
     def add():
         v.assign_add(jnp.ones(4))
@@ -147,7 +154,7 @@ def test_arrays_of_the_user_survive_donation(kind, strategy_of):
     dist.function(lambda: w.assign(v.value(), read_value=False))()
     strategy.run(add)
 
-    for i, array in enumerate((initial, assigned, argument)):
+    for i, array in [*enumerate((initial, assigned, argument)), *((0, read) for read in kept)]:
         np.testing.assert_array_equal(array, np.full(4, i))
     np.testing.assert_array_equal(v.numpy(), np.full(4, 4))
     np.testing.assert_array_equal(w.numpy(), np.full(4, 2))
@@ -160,22 +167,14 @@ def test_arrays_of_the_user_survive_donation(kind, strategy_of):
         ({"initial_value": "text"}, TypeError, "'w': got 'text'"),
         ({"initial_value": ["a", "b"]}, TypeError, r"'w': got \['a', 'b'\]"),
         ({"initial_value": [[1], [1, 2]]}, TypeError, r"'w': \[\[1\], \[1, 2\]\] is not an array"),
-        ({"initial_value": object()}, TypeError, "'w': got an object"),
         ({"initial_value": dist.PerReplica([1.0, 2.0])}, TypeError, "'w'.*is a PerReplica"),
         ({"initial_value": lambda: jax.random.key(0)}, TypeError, "'w': .*dtype key<fry>.*key_da"),
         ({"shape": (3,)}, ValueError, r"'w': shape is \(3,\).*shape \(2,\)"),
         ({"synchronization": "on_read"}, ValueError, "synchronization is 'on_read'"),
-        ({"synchronization": 3}, ValueError, "synchronization is 3"),
         ({"synchronization": SYNC_NONE}, ValueError, "synchronization is NONE"),
         ({"aggregation": "sum"}, ValueError, "aggregation is 'sum'"),
         ({"aggregation": dist.ReduceOp.SUM}, ValueError, "aggregation is <ReduceOp.SUM"),
         ({"aggregation": MEAN, "dtype": jnp.int32}, ValueError, "MEAN, but dtype is int32"),
-        ({"aggregation": MEAN, "dtype": jnp.bool_}, ValueError, "MEAN, but dtype is bool"),
-        (
-            {"aggregation": MEAN, "dtype": jnp.int32, "synchronization": ON_READ},
-            ValueError,
-            "MEAN, but dtype is int32",
-        ),
     ],
 )
 def test_impossible_variable_is_refused(kwargs, error, message, create):
@@ -188,7 +187,6 @@ def test_impossible_variable_is_refused(kwargs, error, message, create):
     [
         (AUTO, "MirroredVariable", True),
         (None, "MirroredVariable", True),
-        (ON_WRITE, "MirroredVariable", True),
         (ON_READ, "SyncOnReadVariable", False),
     ],
 )
@@ -226,19 +224,15 @@ def test_one_device_gives_a_plain_variable(strategy):
     assert v.value().devices() == {jax.devices()[0 if v.device.endswith("CPU:0") else 1]}
 
 
-def test_attributes(create, strategy_of):
-    v = create(np.zeros((2, 3)), trainable=False, aggregation=SUM)
+def test_components_lie_on_the_devices_of_their_replicas(create, strategy_of):
+    mirrored = create([1.0, 2.0], 4, name="w", trainable=False, aggregation=SUM)
+    on_read = create([1.0, 2.0], 4, synchronization=ON_READ, trainable=True)
 
-    assert v.trainable is False
-    assert v.aggregation is SUM
-    assert v.sharding.device_set == set(jax.devices()[:2])
-    assert not strategy_of(2).extended.variable_created_in_scope(v)
-    assert create(1.0, synchronization=ON_READ, trainable=True).trainable is True
-
-
-def test_components_lie_on_the_devices_of_their_replicas(create):
-    for v in (create([1.0, 2.0], 4, name="w"), create([1.0, 2.0], 4, synchronization=ON_READ)):
+    assert (mirrored.trainable, mirrored.aggregation, on_read.trainable) == (False, SUM, True)
+    assert not strategy_of(4).extended.variable_created_in_scope(mirrored)
+    for v in (mirrored, on_read):
         components = v.values
+        assert v.sharding.device_set == set(jax.devices()[:4])
 
         assert [c.device for c in components] == jax.devices()[:4]
         assert [c.shape for c in components] == [(2,)] * 4
@@ -253,7 +247,7 @@ def test_components_lie_on_the_devices_of_their_replicas(create):
 # Text
 
 
-def test_repr_shows_every_copy(create):
+def test_repr_shows_every_copy_and_no_value_in_a_step(create):
     w = create([1.5, 2.0], name="w", dtype=jnp.float32)
     counter = create(0, synchronization=ON_READ, aggregation=SUM, num_replicas=1)
 
@@ -267,43 +261,23 @@ def test_repr_shows_every_copy(create):
     assert repr(counter) == (
         "SyncOnReadVariable:{\n  0: <dist.Variable 'Variable:0' shape=() dtype=int32, numpy=0>\n}"
     )
-    local = create(0.0, synchronization=ON_READ)
-    local.distribute_strategy.run(
-        lambda: local.assign(dist.get_replica_context().replica_id_in_sync_group + 0.5)
-    )
-    assert re.findall(r"numpy=([\d.]+)", repr(local)) == ["0.5", "1.5"]
-
-
-@pytest.mark.parametrize(
-    ("initial_value", "text"),
-    [
-        (1.0, "shape=() dtype=float32, numpy=1.0"),
-        (True, "shape=() dtype=bool, numpy=True"),
-        (2, "shape=() dtype=int32, numpy=2"),
-        (1j, "shape=() dtype=complex64, numpy=1j"),
-        ([[1, 2]], "shape=(1, 2) dtype=int32, numpy=[[1, 2]]"),
-        (jnp.bfloat16(0.5), "shape=() dtype=bfloat16, numpy=0.5"),
-    ],
-)
-def test_repr_of_a_plain_variable(initial_value, text):
-    assert repr(dist.Variable(initial_value)) == f"<dist.Variable 'Variable:0' {text}>"
-
-
-def test_repr_in_a_step_shows_no_value(create):
-    seen = []
-    variables = (create(1.0, name="a"), create(1.0, name="b", synchronization=ON_READ))
-    plain = dist.Variable(1.0, name="c")
+    with w.distribute_strategy.scope():
+        local = dist.Variable(0.0, synchronization=ON_READ)
+    plain, seen = dist.Variable(1j, name="c"), []
 
     def step():
-        seen.extend(repr(v) for v in (*variables, plain, variables[0].values[1]))
+        local.assign(dist.get_replica_context().replica_id_in_sync_group + 0.5)
+        seen.extend(repr(v) for v in (w, local, plain, w.values[1]))
 
-    variables[0].distribute_strategy.run(step)
-
+    local.distribute_strategy.run(step)
+    assert re.findall(r"numpy=([\d.]+)", repr(local)) == ["0.5", "1.5"]
+    assert repr(plain) == "<dist.Variable 'c:0' shape=() dtype=complex64, numpy=1j>"
+    # There are no values in a step.
     assert seen == [
-        "<MirroredVariable 'a:0' shape=() dtype=float32>",
-        "<SyncOnReadVariable 'b:0' shape=() dtype=float32>",
-        "<dist.Variable 'c:0' shape=() dtype=float32>",
-        "<dist.Variable 'a/replica_1:0' shape=() dtype=float32>",
+        "<MirroredVariable 'w:0' shape=(2,) dtype=float32>",
+        "<SyncOnReadVariable 'Variable:0' shape=() dtype=float32>",
+        "<dist.Variable 'c:0' shape=() dtype=complex64>",
+        "<dist.Variable 'w/replica_1:0' shape=(2,) dtype=float32>",
     ]
 
 
@@ -311,7 +285,6 @@ def test_repr_in_a_step_shows_no_value(create):
 
 _BINARY = "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split()  # noqa: SIM905
 _BINARY_OF_INTEGERS = "and_ or_ xor lshift rshift".split()  # noqa: SIM905
-_UNARY = "neg pos abs".split()  # noqa: SIM905
 
 _LEFT = np.array([7.0, -2.0, 3.5], np.float32)
 _RIGHT = np.array([2.0, 3.0, -1.5], np.float32)
@@ -332,59 +305,48 @@ def _operator_results(left, right, others):
         yield op, op(v, w), expected
 
 
-_MAKE_OPERAND = {
-    "mirrored": dist.Variable,
-    "on read": lambda a: dist.Variable(a, synchronization=ON_READ, aggregation=FIRST),
-    "Mirrored": lambda a: dist.Mirrored(jnp.asarray(a), 2),
-}
+_MAKE_OPERAND = [
+    dist.Variable,
+    lambda a: dist.Variable(a, synchronization=ON_READ, aggregation=FIRST),
+    lambda a: dist.Mirrored(jnp.asarray(a), 2),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "where"),
-    [("plain", "eager"), ("mirrored", "run"), ("on read", "run"), ("Mirrored", "run")],
-)
-def test_operators_take_variables_on_either_side(where, kind, strategy):
-    with (dist.get_strategy() if kind == "plain" else strategy).scope():
-        make = _MAKE_OPERAND.get(kind, dist.Variable)
-        left = {a.dtype: make(a) for a in (_LEFT, _BITS_LEFT)}
-        right = {a.dtype: make(a) for a in (_RIGHT, _BITS_RIGHT)}
+@pytest.mark.parametrize("is_in_run", [False, True], ids=["plain", "in run"])
+def test_operators_take_variables_on_either_side(is_in_run, strategy):
+    operands = []
+    with (strategy if is_in_run else dist.get_strategy()).scope():
+        for make in _MAKE_OPERAND if is_in_run else _MAKE_OPERAND[:1]:
+            left = {a.dtype: make(a) for a in (_LEFT, _BITS_LEFT)}
+            operands.append((left, {a.dtype: make(a) for a in (_RIGHT, _BITS_RIGHT)}))
     # NumPy arrays would otherwise take the operation over and ask for a NumPy array.
     others = (jnp.asarray, np.asarray)
-    operations, expected = [], []
+    wanted = []
 
     def compute():
-        results = []
-        operations.clear()
-        expected.clear()
-        for op, result, should_be in _operator_results(left, right, others):
-            operations.append(op.__name__)
-            expected.append(should_be)
-            results.append(result)
-        return results
+        made = [case for sides in operands for case in _operator_results(*sides, others)]
+        wanted[:] = [(op.__name__, expected) for op, _, expected in made]
+        return [result for _, result, _ in made]
 
-    results = compute() if where == "eager" else strategy.run(compute)
+    results = strategy.run(compute) if is_in_run else compute()
 
-    for name, result, should_be in zip(operations, results, expected, strict=True):
+    for (name, expected), result in zip(wanted, results, strict=True):
         for component in strategy.experimental_local_results(result):
             assert isinstance(component, jax.Array), name
-            np.testing.assert_allclose(component, should_be, rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(component, expected, rtol=1e-6, err_msg=name)
 
 
-def test_other_operators(create):
+def test_other_operators_and_conversions(create):
     v, matrix, bits = create(_LEFT), create([[1.0, 2.0], [3.0, 4.0]]), create(_BITS_LEFT)
-
-    for name in _UNARY:
-        np.testing.assert_array_equal(getattr(operator, name)(v), getattr(operator, name)(_LEFT))
-    np.testing.assert_array_equal(~bits, ~_BITS_LEFT)
+    for operate in (operator.neg, operator.pos, abs, lambda x: 2 * x):
+        np.testing.assert_array_equal(operate(v), operate(_LEFT))
     np.testing.assert_array_equal(round(v), np.round(_LEFT))
+    np.testing.assert_array_equal(~bits, ~_BITS_LEFT)
     np.testing.assert_array_equal(matrix @ np.ones(2, np.float32), [3, 7])
     np.testing.assert_array_equal(np.ones(2, np.float32) @ matrix, [4, 6])
     np.testing.assert_array_equal(matrix @ matrix, [[7, 10], [15, 22]])
-    np.testing.assert_array_equal(2 * v, 2 * _LEFT)
     np.testing.assert_array_equal(np.float32(2) ** matrix, [[2, 4], [8, 16]])
 
-
-def test_conversions(create):
     scalar, vector, index = create(2.5), create([1.0, 2.0, 3.0]), create(1)
 
     assert (float(scalar), int(scalar), complex(scalar), bool(scalar)) == (2.5, 2, 2.5 + 0j, True)
@@ -443,17 +405,13 @@ def test_variables_are_compared_by_element_and_referenced_by_ref(create):
     assert repr(a.ref()) == "<reference to a:0>"
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "on read", "on read none", "plain"])
-def test_deepcopy_is_independent(kind, create):
-    kwargs = {
-        "mirrored": {"aggregation": MEAN},
-        "on read": {"synchronization": ON_READ, "aggregation": SUM},
-        "on read none": {"synchronization": ON_READ},
-        "plain": {},
-    }[kind]
-    source = (
-        dist.Variable([1.0, 2.0]) if kind == "plain" else create([1.0, 2.0], name="w", **kwargs)
-    )
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"aggregation": MEAN}, {"synchronization": ON_READ, "aggregation": SUM}, {}],
+    ids=["mirrored", "on read", "plain"],
+)
+def test_deepcopy_is_independent(kwargs, create):
+    source = create([1.0, 2.0], name="w", **kwargs) if kwargs else dist.Variable([1.0, 2.0])
     strategy = source.distribute_strategy
 
     def add_replica_id(v):
@@ -467,10 +425,8 @@ def test_deepcopy_is_independent(kind, create):
 
     assert duplicate[0] is duplicate[1]
     assert type(duplicate[0]) is type(source)
-    assert duplicate[0].name == source.name
-    assert duplicate[0].trainable is source.trainable
-    assert duplicate[0].aggregation is source.aggregation
-    assert duplicate[0].distribute_strategy is strategy
+    for name in ("name", "trainable", "aggregation", "distribute_strategy"):
+        assert getattr(duplicate[0], name) == getattr(source, name)
     np.testing.assert_array_equal(copied, before)
     np.testing.assert_array_equal(
         [np.asarray(c) for c in strategy.experimental_local_results(source)], before

@@ -97,14 +97,9 @@ def _of_batches(x, y):
     return jnp.einsum("ablf,ablg->afg", x, y).transpose(2, 0, 1)
 
 
-def test_programs_of_other_platforms_stay_as_they_are():
-    gradient = jax.grad(_loss)
-
-    assert with_cpu_rewrites(gradient, AbstractMesh((2,), ("replica",))) is gradient
-
-
-def test_they_can_be_switched_off(monkeypatch):
+def test_they_can_be_switched_off_and_are_for_cpus(monkeypatch):
     gradient, kernel = jax.grad(_loss), KERNEL
+    assert with_cpu_rewrites(gradient, AbstractMesh((2,), ("replica",))) is gradient
     closed = jax.make_jaxpr(gradient)(kernel, X)
     rewritten = with_cpu_rewrites(gradient, None)
     assert _num_barriers(rewritten_for_cpus(closed)) == 1
@@ -170,7 +165,6 @@ def _gradient_of_convolution(kernel, x, **options):
     ("images", "kernel", "options"),
     [
         ((64, 32, 32, 3), (3, 3), {"padding": "VALID"}),
-        ((130, 33, 34, 2), (3, 2), {"padding": "SAME"}),
         ((6, 9, 9, 3), (1, 1), {"window_strides": (2, 3), "padding": "VALID"}),
         ((130, 68, 102, 2), (3, 3), {"window_strides": (2, 3), "padding": "SAME"}),
         ((130, 34, 34, 2), (3, 3), {"rhs_dilation": (2, 1), "padding": ((3, 0), (1, 4))}),
@@ -228,19 +222,17 @@ def test_depthwise_convolutions_and_their_gradients_are_sums(images, kernel, opt
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("window_strides", "kernel"), [((1, 1), (3, 3)), ((2, 3), (3, 4))])
-def test_convolutions_without_padding_get_a_row(window_strides, kernel):
+def test_convolutions_without_padding_get_a_row():
     x = RNG.standard_normal((8, 33, 16, 32)).astype(np.float32)
-    weights = RNG.standard_normal((*kernel, 32, 33)).astype(np.float32)
-    options = {"window_strides": window_strides, "padding": "VALID"}
-    convolution = functools.partial(_convolution, **options)
+    weights = RNG.standard_normal((3, 4, 32, 33)).astype(np.float32)
+    convolution = functools.partial(_convolution, window_strides=(2, 3), padding="VALID")
 
     after = rewritten_for_cpus(jax.make_jaxpr(convolution)(weights, x))
 
     (padding,) = [
         eqn.params["padding"] for eqn in walk(after.jaxpr.eqns) if "padding" in eqn.params
     ]
-    assert padding == ((0, window_strides[0]), (0, 0))
+    assert padding == ((0, 2), (0, 0))
     (actual,) = jax.jit(jax.extend.core.jaxpr_as_fun(after))(weights, x)
     with jax.enable_x64():
         expected = convolution(np.float64(weights), np.float64(x))
@@ -260,7 +252,6 @@ def _gradient_of_pooling(x, errors, size, strides, padding, kind):
     ("size", "strides", "padding", "kind"),
     [
         ((1, 2, 2, 1), (1, 2, 2, 1), "VALID", lax.max),
-        ((1, 3, 3, 1), (1, 2, 2, 1), "SAME", lax.max),
         ((1, 3, 3, 1), (1, 2, 2, 1), "SAME", lax.min),
         ((1, 2, 3, 1), (1, 1, 2, 1), "VALID", lax.max),
         ((1, 2, 2, 1), (1, 3, 3, 1), "VALID", lax.min),
@@ -326,11 +317,7 @@ _LEFT_ALONE = {
     "dilation": _plain(_convolution, (3, 3, 32, 32), (64, 32, 32, 32), rhs_dilation=(2, 2)),
     "groups": _plain(_convolution, (3, 3, 16, 32), (64, 32, 32, 32), feature_group_count=2),
     "two filters": _plain(_convolution, (3, 3, 1, 64), (64, 32, 32, 32), feature_group_count=32),
-    "few channels": _plain(_convolution, (3, 3, 16, 32), (64, 32, 32, 16)),
-    "one dimension": _plain(_convolution, (3, 32, 32), (64, 600, 32)),
     "gradient of groups": _plain(_GRADIENT, (3, 3, 2, 16), (64, 40, 40, 4), feature_group_count=2),
-    "gradient of few filters": _plain(_GRADIENT, (3, 3, 3, 4), (256, 40, 40, 3)),
-    "gradient of few images": _plain(_GRADIENT, (3, 3, 3, 16), (8, 100, 100, 3)),
     "gradient of no images": _plain(_GRADIENT, (3, 3, 3, 16), (0, 9, 9, 3)),
     "half precision": _plain(_GRADIENT, (3, 3, 3, 16), (1200, 9, 9, 3), jnp.bfloat16),
     "half precision, apart": _plain(
@@ -347,36 +334,6 @@ def test_other_programs_stay_the_same_object(function, one, other, dtype):
     closed = jax.make_jaxpr(function)(*args)
 
     assert rewritten_for_cpus(closed) is closed
-
-
-_OTHERWISE = {
-    "transposes both operands": (
-        jax.grad(_loss),
-        *((KERNEL.shape, X.shape), "lhs_contracting_dims={0}, rhs_contracting_dims={1}"),
-    ),
-    "has windows of the size of the image": (
-        functools.partial(_gradient_of_convolution, window_strides=(1, 1), padding="VALID"),
-        *(((3, 3, 3, 16), (1200, 9, 9, 3)), "window={size=7x7}"),
-    ),
-    "makes arrays of indices for max pooling": (
-        functools.partial(
-            _gradient_of_pooling,
-            **dict(size=(1, 2, 2, 1), strides=(1, 2, 2, 1), padding="VALID", kind=lax.max),
-        ),
-        *(((2, 8, 8, 3), (2, 4, 4, 3)), "s32[2,8,8,3]"),
-    ),
-}
-
-
-# Fails when XLA does not do that any more: then the rule can go.
-@pytest.mark.parametrize(("function", "shapes", "text"), _OTHERWISE.values(), ids=_OTHERWISE)
-def test_xla_otherwise(function, shapes, text):
-    def compiled(function):
-        args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-        return jax.jit(function).lower(*args).compile().as_text()
-
-    assert text in compiled(function)
-    assert text not in compiled(with_cpu_rewrites(function, None))
 
 
 def test_fit_of_a_small_cnn_learns_as_without_a_strategy(strategy, compiled_programs):

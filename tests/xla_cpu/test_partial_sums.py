@@ -27,7 +27,6 @@ W, V, B = _normal(6, 8), _normal(8, 3), _normal(8)
 TABLE = _normal(20, 6)
 KERNEL = _normal(3, 3, 4, 8)
 WIDE = _normal(3, 3, 32, 32)
-DEPTHWISE = _normal(3, 3, 1, 128)
 RNN = {"x": _normal(6, 32), "h": _normal(8, 32), "b": _normal(32)}
 ATTENTION = {name: _normal(8, 8) for name in "qkvo"}
 
@@ -44,11 +43,9 @@ def _mlp(w, x):
     return _mean(jnp.tanh(x @ w["w"] + w["b"]) @ w["v"])
 
 
-def _convolved(kernel, x, padding="SAME", groups=1):
+def _convolved(kernel, x, padding="SAME"):
     numbers = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(
-        x, kernel, (1, 1), padding, dimension_numbers=numbers, feature_group_count=groups
-    )
+    return lax.conv_general_dilated(x, kernel, (1, 1), padding, dimension_numbers=numbers)
 
 
 def _pooled(x, size=2):
@@ -58,14 +55,6 @@ def _pooled(x, size=2):
 
 def _conv(kernel, x):
     return _mean(_pooled(jax.nn.relu(_convolved(kernel, x))))
-
-
-def _conv_without_padding(kernel, x):
-    return _mean(jnp.sin(_convolved(kernel, x, "VALID")))
-
-
-def _depthwise(kernel, x):
-    return _mean(jnp.sin(_convolved(kernel, x, "SAME", 128)))
 
 
 def _lstm(w, x):
@@ -224,8 +213,6 @@ _DENSE = {"w": W, "b": B, "v": V}
 STEPS = {
     "dense": (_trained(_mlp), [_DENSE], [_x]),
     "convolution": (_trained(_conv), [KERNEL], [lambda n: _x(n, 8, 8, 4)]),
-    "without_padding": (_trained(_conv_without_padding), [WIDE], [lambda n: _x(n, 16, 16, 32)]),
-    "depthwise": (_trained(_depthwise), [DEPTHWISE], [lambda n: _x(n, 12, 12, 128)]),
     "lstm": (_trained(_lstm), [RNN], [lambda n: _x(n, 5, 6)]),
     "attention": (_trained(_attention), [ATTENTION], [lambda n: _x(n, 5, 8)]),
     "batchnorm": (_trained(_batchnorm), [_DENSE], [_x]),

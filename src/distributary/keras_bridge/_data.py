@@ -453,7 +453,7 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
         iterator = map(_with_dense, iterator)
     if extended.num_workers > 1 and not isinstance(adapter, DatasetAdapter):
         iterator = _same_everywhere(iterator)
-    if isinstance(adapter, DatasetAdapter) or adapter.num_batches is not None:
+    if isinstance(adapter, UnknownSizes) or adapter.num_batches is not None:
         return iterator
     return ReadAhead(lambda skip: iterator)
 

@@ -152,7 +152,7 @@ for batch in strategy.experimental_distribute_dataset(in_order):
     losses.append(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None))
 result["loop"] = rounded([losses, model.get_weights()])
 
-# A table, of which a batch looks up few rows, and a variable of one's own.
+# A table, of which a batch looks up few rows.
 with strategy.scope():
     keras.utils.set_random_seed(1 + worker)
     model = keras.Sequential(
@@ -165,22 +165,10 @@ with strategy.scope():
     )
     optimizer = keras.optimizers.Adagrad(0.1)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    own = dist.Variable(np.ones((20, 16), np.float32))
 ids = random.randint(0, 4096, (52, 4))
 ids[::5] = 7
 history = model.fit(ids, y, batch_size=12, verbose=0)
 result["table"] = rounded([history.history, model.predict(ids, batch_size=12, verbose=0)])
-
-
-def own_step(inputs):
-    gradient = inputs.T @ (inputs @ own.value()[:4])
-    change = dist.get_replica_context().all_reduce("SUM", gradient)
-    own.assign_sub(jax.numpy.pad(0.01 * change, ((0, 16), (0, 0))))
-
-
-for inputs, _ in strategy.experimental_distribute_dataset(in_order):
-    strategy.run(own_step, args=(inputs,))
-result["own"] = rounded(own.numpy())
 
 
 def shown():

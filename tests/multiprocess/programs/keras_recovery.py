@@ -1,6 +1,6 @@
 """A `fit` whose workers are killed, and that goes on from its backup; then one that is left alone.
 
-keras_recovery.py FOLDER [EPOCH:WORKER ...]    at the n-th start, who dies when which epoch begins
+keras_recovery.py FOLDER [EPOCH.BATCH:WORKER ...]    at the n-th start, who dies after which step
 """
 
 import os
@@ -26,13 +26,18 @@ x = np.random.RandomState(0).randn(48, 4).astype(np.float32)
 
 class Dies(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
         start = int(os.environ["DISTRIBUTARY_RESTART"])
-        if plan[start : start + 1] == [f"{epoch}:{worker}"]:
+        if plan[start : start + 1] == [f"{self.epoch}.{batch}:{worker}"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 # Only the first worker has a file: the others take what it reads.
-backup = keras.callbacks.BackupAndRestore(f"{folder}/of_worker{worker}")
+backup = keras.callbacks.BackupAndRestore(
+    f"{folder}/of_worker{worker}", save_freq=2, delete_checkpoint=False
+)
 
 
 def weights(*callbacks):

@@ -6,6 +6,7 @@ Prints a line for every pair: its number, what differs, and what this worker has
 that ends the job prints what was heard, too; the next job goes on after it.
 """
 
+import copy
 import json
 import random
 import sys
@@ -64,31 +65,26 @@ def _meaning(items):
 
 def mutated(script, rng):
     """The same script but for one place, and what that is."""
-    new = json.loads(json.dumps(script))
     place = rng.choice(["step", "step", "event", "variable"])
     if place == "variable":
-        new["variable"] = "float16" if script["variable"] == "float32" else "float32"
-        return new, "dtype of the variable"
-    items = new["events"] if place == "event" else new["steps"][0]
+        other = "float16" if script["variable"] == "float32" else "float32"
+        return script | {"variable": other}, "dtype of the variable"
     if place == "step":
-        new["events"].insert(0, ["step", 1])
         script["events"].insert(0, ("step", 1))
-    i = rng.randrange(len(items))
+    new = copy.deepcopy(script)
+    items = new["events"] if place == "event" else new["steps"][0]
     before = _meaning(items)
-    kind = rng.choice(["number", "name", "drop", "repeat", "swap"])
-    if kind == "number":
-        items[i][1] += 1
-    elif kind == "name":
-        items[i][0] = rng.choice(EVENTS if place == "event" else list(OPERATIONS))
-    elif kind == "drop":
-        del items[i]
-    elif kind == "repeat":
-        items.insert(i, list(items[i]))
-    elif i + 1 < len(items):
-        items[i], items[i + 1] = items[i + 1], items[i]
-    if _meaning(items) == before or (place == "event" and kind == "number"):
-        items.append(["reduce" if place == "event" else "sine", 1])
-        kind = "append"
+    while _meaning(items) == before:
+        i = rng.randrange(len(items))
+        name, number = items[i]
+        kind, items[i : i + 1] = rng.choice(
+            [
+                ("number", [(name, number + 1)]),
+                ("name", [(rng.choice(EVENTS if place == "event" else list(OPERATIONS)), number)]),
+                ("drop", []),
+                ("repeat", [(name, number)] * 2),
+            ]
+        )
     return new, f"{kind} in {place} {i}"
 
 

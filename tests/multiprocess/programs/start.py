@@ -24,6 +24,7 @@ except dist.errors.DistributaryError as error:
     sys.exit(3)
 ctypes.CDLL(None).fflush(None)  # what gloo has printed comes before
 print("started", flush=True)
+dist.OneDeviceStrategy("CPU:0").run(lambda: 1)  # accepted beside it
 ones = strategy.run(lambda: 1.0 * dist.get_replica_context().replica_id_in_sync_group)
 print(
     json.dumps(

@@ -17,6 +17,7 @@ num_cores = int(sys.argv[1])
 resolver = dist.cluster_resolver.TPUClusterResolver(config["cluster"]["worker"])
 resolver.task_id = config["task"]["index"]
 dist.config.experimental_connect_to_cluster(resolver)
+dist.MirroredStrategy()  # accepted, as something connects the workers
 experimental = dist.tpu.experimental
 num_devices = len(jax.devices())
 topology = experimental.Topology.of_devices(

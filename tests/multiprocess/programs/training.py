@@ -24,33 +24,22 @@ state = dict(np.load(saved)) if saved.exists() else {"epoch": 0}
 rng = np.random.default_rng(0)
 x = rng.normal(size=(96, 8)).astype(np.float32)
 y = np.tanh(x @ rng.normal(size=(8, 1))).astype(np.float32)
+first = {"weights": rng.normal(size=(8, 1)).astype(np.float32), "momentum": np.zeros((8, 1), "f")}
 with strategy.scope():
-    first = {"hidden": rng.normal(size=(8, 16)), "out": rng.normal(size=(16, 1))}
-    first = {name: value.astype(np.float32) for name, value in first.items()}
-    weights = {name: dist.Variable(state.get(name, value)) for name, value in first.items()}
-    momenta = {
-        name: dist.Variable(state.get(f"{name} momentum", np.zeros_like(value)))
-        for name, value in first.items()
-    }
+    variables = {name: dist.Variable(state.get(name, value)) for name, value in first.items()}
+weights, momentum = variables.values()
 
 
 def step(x, y):
-    def loss():
-        predicted = jnp.tanh(x @ weights["hidden"]) @ weights["out"]
-        return ((predicted - y) ** 2).sum() / 16
-
-    value, gradients = dist.value_and_grad(loss, list(weights.values()))()
-    context = dist.get_replica_context()
-    value, gradients = context.all_reduce("SUM", (value, gradients))
-    for name, gradient in zip(weights, gradients, strict=True):
-        momenta[name].assign(0.9 * momenta[name].value() + gradient)
-        weights[name].assign_sub(0.01 * momenta[name].value())
+    loss = dist.value_and_grad(lambda: ((jnp.tanh(x @ weights) - y) ** 2).sum() / 16, weights)
+    value, gradient = dist.get_replica_context().all_reduce("SUM", loss())
+    momentum.assign(0.9 * momentum.value() + gradient)
+    weights.assign_sub(0.01 * momentum.value())
     return value
 
 
 def save(epoch):
-    arrays = {name: variable.numpy() for name, variable in weights.items()}
-    arrays |= {f"{name} momentum": variable.numpy() for name, variable in momenta.items()}
+    arrays = {name: variable.numpy() for name, variable in variables.items()}
     with open(folder / "saving.npz", "wb") as file:
         np.savez(file, epoch=epoch, **arrays)
     os.replace(folder / "saving.npz", saved)

@@ -44,14 +44,14 @@ for batch in strategy.experimental_distribute_dataset(dataset):
 
 @pytest.fixture
 def timed(tmp_path):
-    """A function that runs the script in this process and returns its timing."""
+    """A function that runs the script or a module in this process and returns its timing."""
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
 
-    def run(num_batches, step_name=None):
+    def run(*arguments, module=None, step_name=None):
         timer = StepTimer(0.1, step_name)
         watch_programs(timer.wrap)
-        run_script(str(script), [str(num_batches)], is_module=False)
+        run_script(module or str(script), [*map(str, arguments)], is_module=module is not None)
         return timer.timing("train.py")
 
     yield run
@@ -73,7 +73,15 @@ def test_a_script_without_enough_steps(timed):
     with pytest.raises(InvalidValueError, match=r"train.py ended after 2 steps. Let it train"):
         timed(2)
     with pytest.raises(InvalidValueError, match=r"train.py ended without running 'no_step' under"):
-        timed(2, "no_step")
+        timed(2, step_name="no_step")
+
+
+def test_the_transformer_is_measured(timed):
+    timing = timed("transformer", 1, module="distributary.tools.scaling._training_loop")
+
+    weights = 1000 * 128 + 64 * 128 + 2 * (4 * 128 * 128 + 2 * 128 * 512) + 128 * 1000
+    assert (timing.num_replicas, timing.examples_per_step) == (8, 8)
+    assert (timing.num_reductions, timing.reduced_bytes) == (1, 4 * (weights + 1))  # and the loss
 
 
 def test_activations_that_travel_are_named_with_their_line(tmp_path, capsys):

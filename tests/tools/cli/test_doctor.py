@@ -48,7 +48,6 @@ def test_a_wrong_cluster_is_a_problem_with_a_fix(monkeypatch, capsys):
     [
         ({"KERAS_BACKEND": "jax"}, "ok", "'jax', if distributary is imported before keras"),
         ({"KERAS_BACKEND": "torch"}, "warning", "'torch' (KERAS_BACKEND)"),
-        ({}, "ok", "'jax', if distributary is imported before keras"),
     ],
 )
 def test_the_backend_of_keras(environ, status, detail):

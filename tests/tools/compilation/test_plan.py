@@ -6,7 +6,7 @@ import pytest
 
 GIB = 1 << 30
 WEIGHTS = 4 * GIB  # of `large.py`, in float32; a step moves them in bfloat16
-LAYOUTS = ["mirrored", "sharded parameters"]
+LAYOUTS = ["--layout", "mirrored", "--layout", "sharded parameters"]
 
 
 @pytest.fixture
@@ -21,12 +21,12 @@ def plan_of(run_program, tmp_path):
 
 
 def test_a_plan_has_the_compilers_numbers_and_takes_no_memory_for_the_model(plan_of):
-    layouts = [word for name in LAYOUTS for word in ("--layout", name)]
-    plan, printed = plan_of("--topology", "h100:2", *layouts, "large.py")
+    plan, printed = plan_of("--topology", "h100:2", *LAYOUTS, "large.py")
 
     assert 1024 * int(printed.splitlines()[-1]) < 2 * GIB
     rows = plan["rows"]
-    assert [row["layout"] for row in rows[::2]] == [row["layout"] for row in rows[1::2]] == LAYOUTS
+    names = [row["layout"] for row in rows]
+    assert names[::2] == names[1::2] == LAYOUTS[1::2]
     assert [row["rematerializes"] for row in rows] == [False, True] * 2
     # Weights, and two numbers of Adam for each.
     state = [3 * WEIGHTS, 1.5 * WEIGHTS]
@@ -48,8 +48,7 @@ def test_a_plan_has_the_compilers_numbers_and_takes_no_memory_for_the_model(plan
 
 
 def test_what_a_plan_cannot_change_is_said(plan_of):
-    layouts = ["--layout", "mirrored", "--layout", "sharded parameters"]
-    plan, printed = plan_of("--topology", "h100:8", *layouts, "steps.py", "watched")
+    plan, printed = plan_of("--topology", "h100:8", *LAYOUTS, "steps.py", "watched")
 
     assert len(plan["rows"]) == 4
     for row in plan["rows"]:

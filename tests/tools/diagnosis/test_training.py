@@ -31,7 +31,6 @@ class _Wrong(dist.CrossDeviceOps):
     [
         ([1.0, 1.0], None),
         ([1.0, 0.9], r"its weights differ from those of one device by \d\.\de-0\d"),
-        ([1.0, 0.0], r"its weights differ from those of one device by \d\.\de"),
         ([0.0, 0.0], "the network does not learn"),
         ([1.0, float("nan")], "the network does not learn"),
     ],
@@ -81,15 +80,12 @@ def test_replicas_that_differ_are_found(monkeypatch):
     assert check.numbers["difference_to_one_device"] < 1e-3
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_wrong_sum_is_a_problem(monkeypatch, lost):
+def test_a_wrong_sum_is_a_problem(monkeypatch):
     mesh = dist.MirroredStrategy(["CPU:0", "CPU:1"]).extended.mesh
     assert all_reduce(mesh, None).status in ("ok", "warning")
     real = jax.lax.psum
 
-    def without_one(row, axis):
-        return real(row * (jax.lax.axis_index(axis) != lost), axis)
-
+    without_one = lambda row, axis: real(row * (jax.lax.axis_index(axis) != 1), axis)
     monkeypatch.setattr(_all_reduce.jax.lax, "psum", without_one)
 
     check = all_reduce(mesh, None)

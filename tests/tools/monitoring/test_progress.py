@@ -72,18 +72,12 @@ def test_the_innermost_is_charged(monkeypatch):
     assert own.numbers(0) == own.numbers(0) == after  # nothing goes on
 
 
-def test_what_an_error_has_left_open_ends_with_what_is_around_it():
+def test_what_an_error_has_left_open_ends_and_other_threads_delay_no_steps():
     own = Progress()
     own.begin("saving")
     own.begin("validation")
     own.end("saving")
     own.end("saving")
-
-    assert own._open == ()
-
-
-def test_other_threads_do_not_delay_the_steps():
-    own = Progress()
     thread = threading.Thread(target=own.begin, args=("saving",))
     thread.start()
     thread.join()
