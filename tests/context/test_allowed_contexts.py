@@ -140,29 +140,20 @@ def test_variable_of_another_strategy_is_refused_in_a_step(subject, other):
                 strategy.run(use)
 
 
-def test_plain_variable_is_read_but_not_assigned_in_a_step(subject):
-    plain = dist.Variable(2.0, name="plain")
-
-    doubled = subject.strategy.run(lambda: plain * 2)
-    with pytest.raises(ContextError, match=r"'plain' was created outside of .*assign_add"):
-        subject.strategy.run(lambda: plain.assign_add(1.0))
-
-    assert [float(x) for x in doubled.values] == [4.0, 4.0]
-    assert plain.numpy() == 2.0
-
-
-def test_plain_variable_is_assigned_where_code_runs_once(subject):
-    plain = dist.Variable(0.0)
-    one_device = dist.OneDeviceStrategy("CPU:0")
+def test_plain_variable_is_read_in_a_step_and_assigned_where_code_runs_once(subject):
+    plain = dist.Variable(0.0, name="plain")
+    run = subject.strategy.run
 
     with subject.strategy.scope():
         plain.assign_add(1.0)
-    subject.strategy.run(
-        lambda: dist.get_replica_context().merge_call(lambda _: plain.assign_add(10.0))
-    )
-    one_device.run(lambda: plain.assign_add(100.0))
+    run(lambda: dist.get_replica_context().merge_call(lambda _: plain.assign_add(10.0)))
+    dist.OneDeviceStrategy("CPU:0").run(lambda: plain.assign_add(100.0))
     dist.get_strategy().run(lambda: plain.assign_add(1000.0))
 
+    doubled = run(lambda: plain * 2)
+    with pytest.raises(ContextError, match=r"'plain' was created outside of .*assign_add"):
+        run(lambda: plain.assign_add(1.0))
+    assert [float(x) for x in doubled.values] == [2222.0, 2222.0]
     assert plain.numpy() == 1111.0
 
 

@@ -9,25 +9,13 @@ import jax
 import pytest
 
 import distributary as dist
-
-
-def _tpu(num_replicas, num_cores):
-    """A TPUStrategy on CPU devices."""
-    experimental = dist.tpu.experimental
-    devices = jax.devices("cpu")[: num_replicas * num_cores]
-    topology = experimental.Topology.of_devices(devices, [num_replicas, 1, 1, num_cores])
-    assignment = experimental.DeviceAssignment.build(
-        topology, computation_shape=[1, 1, 1, num_cores], num_replicas=num_replicas
-    )
-    return dist.TPUStrategy(experimental_device_assignment=assignment)
-
+from tests.strategies.tpu import tpu_strategy
 
 STRATEGIES = {
     "default": dist.get_strategy,
     "one device": lambda: dist.OneDeviceStrategy("CPU:1"),
     "mirrored 1": lambda: dist.MirroredStrategy(["CPU:2"]),
     "mirrored 2": lambda: dist.MirroredStrategy(["CPU:1", "CPU:0"]),
-    "mirrored 4": lambda: dist.MirroredStrategy([f"CPU:{i}" for i in range(4)]),
     "mirrored 8": lambda: dist.MirroredStrategy(),
     "mirrored 4, one device reduces": lambda: dist.MirroredStrategy(
         [f"CPU:{i}" for i in range(4)], cross_device_ops=dist.ReductionToOneDevice()
@@ -35,9 +23,9 @@ STRATEGIES = {
     "mirrored 4, hierarchical": lambda: dist.MirroredStrategy(
         [f"CPU:{i}" for i in range(4)], cross_device_ops=dist.HierarchicalCopyAllReduce()
     ),
-    "TPU 2": lambda: _tpu(2, 1),
-    "TPU 1 of 4 cores": lambda: _tpu(1, 4),
-    "TPU 2 of 2 cores": lambda: _tpu(2, 2),
+    "TPU 2": lambda: tpu_strategy(2, 1),
+    "TPU 1 of 4 cores": lambda: tpu_strategy(1, 4),
+    "TPU 2 of 2 cores": lambda: tpu_strategy(2, 2),
     "central 1": lambda: dist.CentralStorageStrategy(["CPU:1"], "CPU:2"),
     "central host": lambda: dist.CentralStorageStrategy(
         ["CPU:0", "CPU:1"],

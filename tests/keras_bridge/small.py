@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import math
 
 import keras
 import numpy as np
 
+import distributary as dist
 from tests.interpreters import run_python
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -30,7 +32,7 @@ def build(kind=keras.Sequential):
 
 
 def compiled(model, **kwargs):
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"], **kwargs)
+    model.compile(momentum(), "mse", metrics=["mae"], **kwargs)
     return model
 
 
@@ -74,6 +76,89 @@ def assert_equal_logs(got, expected):
     assert got.keys() == expected.keys()
     for name in expected:
         np.testing.assert_allclose(got[name], expected[name], **CLOSE, err_msg=name)
+
+
+def momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def builder(make_model, make_optimizer=momentum, **kwargs):
+    """Returns a function that makes a model and compiles it, for the fixture `train`."""
+
+    def build():
+        model = make_model()
+        model.compile(make_optimizer(), **{"loss": "mse", **kwargs})
+        return model
+
+    return build
+
+
+def descend(optimizer, variables, loss_of):
+    """Takes a step down the gradient of what `loss_of` returns, and returns that."""
+    with dist.GradientTape() as tape:
+        loss = loss_of()
+    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+    return loss
+
+
+def transformer(vocabulary, width, num_classes, num_blocks=1):
+    """A model without biases in its attention, and with names for rules."""
+    ids = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(vocabulary, width, name="embedding")(ids)
+    for i in range(num_blocks):
+        attention = keras.layers.MultiHeadAttention(
+            2, width // 2, use_bias=False, name=f"attention_{i}"
+        )
+        x = keras.layers.LayerNormalization()(x + attention(x, x))
+        up = keras.layers.Dense(2 * width, "gelu", name=f"up_{i}")(x)
+        x = x + keras.layers.Dense(width, name=f"down_{i}")(up)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    return keras.Model(ids, keras.layers.Dense(num_classes, name="head")(x))
+
+
+def assert_in_parts(variables, num_replicas, min_bytes=0):
+    """Every device holds, of every variable of so many bytes, one part of a dim."""
+    divided = 0
+    for variable in variables:
+        array = variable._value
+        whole = math.prod(variable.shape)
+        if whole * array.dtype.itemsize >= min_bytes:
+            divided += 1
+            parts = [whole // n * -(-n // num_replicas) for n in variable.shape]
+            sizes = {shard.data.size for shard in array.addressable_shards}
+            assert sizes == {min(parts, default=1)}, variable.path
+    assert divided >= 2
+
+
+def assert_goes_on_in(others, model, build, fit, folder):
+    """What a model has saved, models of other strategies load, and train on as it does.
+
+    `fit` trains a model and returns its weights.
+    """
+
+    def slots(model):
+        return [variable.numpy() for variable in model.optimizer.variables]
+
+    model.save(folder / "model.keras")
+    model.save_weights(folder / "model.weights.h5")
+    saved = dist.checkpoint.Checkpoint(model=model).save(folder / "checkpoint")
+    expected, state = model.get_weights(), slots(model)
+    later = fit(model)
+    for strategy in others:
+        keras.backend.clear_session(free_memory=False)
+        with strategy.scope():
+            loaded, other = keras.models.load_model(folder / "model.keras"), build()
+        other.optimizer.build(other.trainable_variables)
+        other.load_weights(folder / "model.weights.h5")
+        assert_equal_weights(other, expected, rtol=0)
+        for step in ("loaded", "restored"):
+            if step == "restored":
+                fit(loaded)
+                dist.checkpoint.Checkpoint(model=loaded).restore(saved)
+            assert_equal_weights(loaded, expected, rtol=0)
+            assert_equal_weights(slots(loaded), state, rtol=0)
+        # Seeds of dropout are restored, too, which a file of Keras does not have.
+        assert_equal_weights(fit(loaded), later, rtol=1e-3, atol=1e-5)
 
 
 def python(code, **environ):

@@ -18,14 +18,8 @@ Y = _random.normal(size=(18, 1)).astype(np.float32)
 
 
 def _build():
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(UNITS, activation="tanh"),
-            keras.layers.Dense(UNITS, activation="tanh"),
-            keras.layers.Dense(1),
-        ]
-    )
+    hidden = [keras.layers.Dense(UNITS, activation="tanh") for _ in range(2)]
+    model = keras.Sequential([keras.Input((5,)), *hidden, keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"])
     return model
 
@@ -53,11 +47,10 @@ def test_training_equals_one_device_with_one_copy(
 ):
     fetched = []
     real = jax.device_put
+    compute_devices = {jax.devices()[int(name[-1])] for name in compute}
 
     def device_put(x, device=None, **kwargs):
-        if isinstance(x, list) and getattr(device, "device_set", None) == {
-            jax.devices()[int(d[-1])] for d in compute
-        }:
+        if isinstance(x, list) and getattr(device, "device_set", None) == compute_devices:
             fetched.append(Counter(np.shape(leaf) for leaf in x)[UNITS, UNITS])
         return real(x, device, **kwargs)
 

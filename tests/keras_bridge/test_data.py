@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import warnings
 
 import jax.numpy as jnp
@@ -112,13 +111,6 @@ def test_dicts_of_arrays_equal_one_device(strategy_of):
     small.assert_equal_logs(got, expected)
 
 
-def test_pandas_equals_one_device(strategy_of):
-    pandas = pytest.importorskip("pandas")
-    x, y = small.data(_ROWS)
-
-    _assert_equals_arrays_on_one_device(strategy_of(2), (pandas.DataFrame(x), pandas.DataFrame(y)))
-
-
 # Of Keras 3.15 with JAX 0.12, without a strategy too.
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64 requested in ShapeDtypeStr")
 @pytest.mark.parametrize("sample_weight", [None, np.linspace(0, 1, _ROWS)], ids=["none", "array"])
@@ -172,12 +164,15 @@ def _accumulating(strategy):
 
 # With threads, Keras begins an epoch after the batches at which it has looked before, whose number
 # depends on the device. To add up gradients hides the order of the 4 batches of an epoch.
-@pytest.mark.parametrize(("workers", "build"), [(1, small.model), (2, _accumulating)])
-def test_a_py_dataset_equals_one_device(workers, build, strategy_of):
+@pytest.mark.parametrize(
+    ("workers", "build", "shuffle"), [(1, small.model, True), (2, _accumulating, False)]
+)
+def test_a_py_dataset_equals_one_device(workers, build, shuffle, strategy_of):
     models = _assert_equals_one_device(
         strategy_of(2),
-        lambda: (_Batches(_batches(), workers=workers, use_multiprocessing=False),),
+        lambda: (_Batches(_batches(), workers=workers),),
         build=build,
+        shuffle=shuffle,
         validation_data=_Batches(_batches(6)),
     )
 
@@ -186,63 +181,41 @@ def test_a_py_dataset_equals_one_device(workers, build, strategy_of):
     np.testing.assert_allclose(*results, **small.CLOSE)
 
 
-def test_a_shuffled_py_dataset_equals_one_device(strategy_of):
-    data = []
-
-    def make_data():
-        keras.utils.set_random_seed(5)
-        data.append(_Batches(_batches(16)))
-        return (data[-1],)
-
-    _assert_equals_one_device(strategy_of(2), make_data, shuffle=True)
+def _pandas(x, y):
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame(x), pandas.DataFrame(y)
 
 
-def test_a_torch_data_loader_equals_one_device(strategy_of):
+def _torch(x, y):
     data = pytest.importorskip("torch.utils.data")
     torch = pytest.importorskip("torch")
-    tensors = data.TensorDataset(*(torch.from_numpy(a) for a in small.data(_ROWS)))
+    tensors = data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    return (data.DataLoader(tensors, batch_size=4),)
 
-    _assert_equals_arrays_on_one_device(strategy_of(2), (data.DataLoader(tensors, batch_size=4),))
 
-
-# Keras does not ask such a dataset for its length.
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_a_grain_dataset_equals_one_device(strategy_of):
+def _grain(x, y):
     grain = pytest.importorskip("grain")
-    rows = list(zip(*small.data(_ROWS), strict=True))
     without_threads = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    dataset = grain.MapDataset.source(rows).to_iter_dataset(without_threads).batch(4)
+    rows = grain.MapDataset.source(list(zip(x, y, strict=True)))
+    return (rows.to_iter_dataset(without_threads).batch(4),)
 
-    _assert_equals_arrays_on_one_device(strategy_of(2), (dataset,))
 
-
-def test_a_tensorflow_dataset_equals_one_device(strategy_of):
+def _tensorflow(x, y):
     tensorflow = pytest.importorskip("tensorflow")
-
-    _assert_equals_arrays_on_one_device(
-        strategy_of(2), (tensorflow.data.Dataset.from_tensor_slices(small.data(_ROWS)).batch(4),)
-    )
+    return (tensorflow.data.Dataset.from_tensor_slices((x, y)).batch(4),)
 
 
-# Sizes of batches.
+# Keras does not ask a dataset of Grain for its length.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("make", [_pandas, _torch, _grain, _tensorflow])
+def test_data_of_other_libraries_equal_one_device(make, strategy_of):
+    _assert_equals_arrays_on_one_device(strategy_of(2), make(*small.data(_ROWS)))
 
 
-def test_batches_of_varying_sizes_equal_one_device(strategy_of):
-    x, y = small.data(24)
-    edges = [0, 8, 11, 19, 20, 24]
-    batches = [(x[a:b], y[a:b]) for a, b in itertools.pairwise(edges)]
-
-    models = _assert_equals_one_device(strategy_of(4), lambda: (_Batches(batches),))
-
-    got, expected = (model.predict(_Batches(batches), verbose=0) for model in models)
-    assert got.shape == (24, 1)
-    np.testing.assert_allclose(got, expected, **small.CLOSE)
-
-
-def _outcome(function):
+def _outcome(function, model):
     """What a call gives, or the kind of error; numbers may be NaN."""
     try:
-        return function()
+        return function(model)
     except Exception as error:
         return type(error)
 
@@ -250,20 +223,19 @@ def _outcome(function):
 @pytest.mark.filterwarnings("ignore:.*(empty|divide|invalid).*:RuntimeWarning")
 def test_an_empty_last_batch_does_what_it_does_on_one_device(strategy_of):
     x, y = small.data(8)
-    batches = [(x[:4], y[:4]), (x[4:], y[4:]), (x[:0], y[:0])]
+    batches = _Batches([(x[:4], y[:4]), (x[4:], y[4:]), (x[:0], y[:0])])
     models = [small.model(strategy_of(2)), small.model(None)]
 
-    got, expected = (_outcome(lambda m=m: m.predict(_Batches(batches), verbose=0)) for m in models)
-    np.testing.assert_allclose(got, expected, **small.CLOSE)
-    assert got.shape == (8, 1)
-    got, expected = (_outcome(lambda m=m: m.evaluate(_Batches(batches), verbose=0)) for m in models)
-    np.testing.assert_allclose(got, expected, **small.CLOSE)
-    fit = lambda model: model.fit(_Batches(batches), shuffle=False, verbose=0).history["loss"]
-    got, expected = (_outcome(lambda m=m: fit(m)) for m in models)
-    if isinstance(expected, type):
-        assert got is expected
-    else:
-        np.testing.assert_allclose(got, expected, **small.CLOSE)
+    for call in (
+        lambda model: model.predict(batches, verbose=0),
+        lambda model: model.evaluate(batches, verbose=0),
+        lambda model: model.fit(batches, shuffle=False, verbose=0).history["loss"],
+    ):
+        got, expected = (_outcome(call, model) for model in models)
+        if isinstance(expected, type):
+            assert got is expected
+        else:
+            np.testing.assert_allclose(got, expected, **small.CLOSE)
 
 
 def test_sparse_matrices_of_scipy_train_as_in_keras(strategy_of):
@@ -271,16 +243,13 @@ def test_sparse_matrices_of_scipy_train_as_in_keras(strategy_of):
     x, y = small.data(_ROWS)
     x[x < 0] = 0
     matrix = sparse.csr_matrix(x)
+    options = {"batch_size": 6, "verbose": 0}
     results = []
     for strategy in (None, strategy_of(3)):
-        model = small.model(strategy)
-        options = {"batch_size": 6, "verbose": 0}
-        history = model.fit(
-            matrix, y, epochs=2, shuffle=False, validation_data=(matrix, y), **options
-        )
+        model, history = _trained(strategy, (matrix, y), validation_data=(matrix, y), **options)
         results.append(
             [
-                *history.history.values(),
+                *history.values(),
                 model.evaluate(matrix, y, **options),
                 model.predict(matrix, **options),
                 model.get_weights()[0],
@@ -349,21 +318,16 @@ def test_a_producer_may_fill_the_same_arrays_again(
         np.testing.assert_allclose(one, other, **small.CLOSE)
 
 
-@pytest.mark.parametrize("make", ["frame", "series", "category", "labels"])
-def test_text_in_pandas_is_named(make, strategy_of):
+@pytest.mark.parametrize(("column", "dtype"), [("age", None), ("age", "category"), ("city", None)])
+def test_text_in_pandas_is_named(column, dtype, strategy_of):
     pandas = pytest.importorskip("pandas")
-    text = pandas.Series(["a", "b"] * 4, name="city")
     numbers = pandas.DataFrame({"size": np.ones(8), "age": np.ones(8)})
-    x, y = {
-        "frame": (numbers.assign(age=text), np.ones(8)),
-        "series": (text, np.ones(8)),
-        "category": (numbers.assign(age=text.astype("category")), np.ones(8)),
-        "labels": (numbers, text),
-    }[make]
+    text = pandas.Series(["a", "b"] * 4, name=column, dtype=dtype)
+    data = (numbers.assign(age=text), np.ones(8)) if column == "age" else (numbers, text)
     with strategy_of(2).scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
 
-    name = "city" if make in ("series", "labels") else "age"
-    with pytest.raises(TypeError, match=f"with strings or objects in column '{name}', which can"):
-        model.fit(x, y, verbose=0)
+    problem = f"with strings or objects in column '{column}', which can"
+    with pytest.raises(TypeError, match=problem):
+        model.fit(*data, verbose=0)

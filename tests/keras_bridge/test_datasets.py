@@ -22,7 +22,6 @@ def _dataset(rows=14):
 
 _FORMS = {
     "dataset": lambda strategy: _dataset(),
-    "prefetched": lambda strategy: _dataset().prefetch(3),
     "unknown length": lambda strategy: Dataset.from_generator(lambda: iter(_dataset())),
     "distributed": lambda strategy: strategy.experimental_distribute_dataset(_dataset()),
     "from function": lambda strategy: strategy.distribute_datasets_from_function(
@@ -71,10 +70,8 @@ def test_datasets_give_several_outputs_their_labels(strategy):
     small.assert_equal_weights(model, reference)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
-def test_datasets_train_models_without_a_strategy_too(steps_per_execution):
-    model, reference = small.model(None), small.model(None)
-    model.steps_per_execution = steps_per_execution
+def test_datasets_train_models_without_a_strategy_too():
+    model, reference = small.model(steps_per_execution=3), small.model()
 
     model.fit(_dataset(), epochs=2, verbose=0)
     small.fit(reference, *small.data(14))
@@ -131,22 +128,12 @@ def test_an_interrupted_fit_leaves_no_thread(strategy_of):
 
 
 def test_every_epoch_is_shuffled_anew_and_reproducibly(strategy_of):
-    def trained(seed, **kwargs):
+    def trained(**kwargs):
         model = small.model(strategy_of(2))
-        rows = Dataset.from_tensor_slices(small.data(12)).shuffle(12, seed=seed, **kwargs)
+        rows = Dataset.from_tensor_slices(small.data(12)).shuffle(12, seed=5, **kwargs)
         model.fit(rows.batch(4), epochs=3, verbose=0)
         return model.get_weights()[0]
 
-    first = trained(5)
-    np.testing.assert_array_equal(first, trained(5))
-    assert not np.array_equal(first, trained(6))
-    assert not np.array_equal(first, trained(5, reshuffle_each_iteration=False))
-
-
-def test_fit_counts_how_long_it_waits_for_data(strategy):
-    model = small.model(strategy)
-
-    model.fit(_dataset().repeat(20), verbose=0)
-
-    assert strategy.step_statistics.num_steps > 50
-    assert 0 <= strategy.step_statistics.input_wait_share <= 1
+    first = trained()
+    np.testing.assert_array_equal(first, trained())
+    assert not np.array_equal(first, trained(reshuffle_each_iteration=False))

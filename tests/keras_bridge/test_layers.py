@@ -76,48 +76,22 @@ def _sequences():
     return _model(inputs, _head(branches), learning_rate=1.0)
 
 
-class _AcrossRows(kl.Layer):
-    """Mixes the rows of a batch, in the ways in which XLA has to move them between devices."""
-
-    def call(self, x):
-        ops = keras.ops
-        mixed = ops.reshape(ops.transpose(x), ops.shape(x))
-        sums = ops.sin(ops.cumsum(x, axis=0)) + ops.roll(x, 1, axis=0)
-        return mixed + sums + ops.sort(x, axis=0) + ops.softmax(x @ ops.transpose(x)) @ x
-
-
-def _rows():
-    inputs = keras.Input((4, 3))
-    wide = kl.Conv1D(3, 2, padding="causal", dilation_rate=2)(inputs)
-    branches = [
-        kl.ConvLSTM1D(1, 2)(kl.Reshape((2, 6, 1))(inputs)),
-        kl.AdditiveAttention()([wide, inputs]),
-        _AcrossRows()(kl.Dense(2)(kl.Flatten()(wide))),
-        kl.BatchNormalization(momentum=0.7)(wide),
-        kl.GaussianNoise(1.0)(wide),
-    ]
-    return _model(inputs, _head(branches))
-
-
-_KINDS = {
-    "images": (_images, _floats(6, 6, 4)),
-    "sequences": (_sequences, _padded_sequences()),
-    "rows": (_rows, _floats(4, 3)),
-}
 # A bias of keys adds the same to all scores of a row, which softmax takes away again.
 _WITHOUT_GRADIENT = ("key/bias",)
 
 
-@pytest.mark.parametrize(("kind", "num_replicas"), [("images", 4), ("sequences", 2), ("rows", 3)])
+@pytest.mark.parametrize(
+    ("build", "x", "num_replicas"),
+    [(_images, _floats(6, 6, 4), 4), (_sequences, _padded_sequences(), 2)],
+    ids=["images", "sequences"],
+)
 def test_layers_learn_as_on_one_device(
-    kind, num_replicas, train_twice, assert_same_training, assert_same_evaluation
+    build, x, num_replicas, train_twice, assert_same_training, assert_same_evaluation
 ):
-    build, x = _KINDS[kind]
-
     alone, distributed = train_twice(build, x, _TARGET, num_replicas=num_replicas)
 
     assert_same_training(alone, distributed, rtol=1e-3, unchanged=_WITHOUT_GRADIENT)
-    if kind == "images":  # without dropout
+    if build is _images:  # without dropout
         assert_same_evaluation(alone, distributed, x, _TARGET)
 
 
@@ -132,46 +106,10 @@ def test_normalization_adapted_in_a_scope_has_the_statistics_of_the_data(strateg
     np.testing.assert_allclose(normalization.variance[0], x.var(0), rtol=1e-5)
 
 
-class _Clip(keras.constraints.Constraint):
-    def __call__(self, w):
-        return keras.ops.clip(w, -0.3, 0.3)
-
-
 class _MeanSquareLoss(kl.Layer):
     def call(self, x):
         self.add_loss(0.3 * keras.ops.mean(keras.ops.square(x)))
         return x
-
-
-_ORTHOGONAL = keras.regularizers.OrthogonalRegularizer()
-
-
-def test_regularizers_constraints_and_added_losses_equal_one_device(
-    train_twice, assert_same_training
-):
-    def build():
-        return _compiled(
-            keras.Sequential(
-                [
-                    keras.Input((3,)),
-                    kl.Dense(4, kernel_regularizer="l2", bias_regularizer="l1"),
-                    kl.Dense(4, activity_regularizer=keras.regularizers.L2(0.2)),
-                    _MeanSquareLoss(),
-                    kl.ActivityRegularization(l1=0.1),
-                    kl.Dense(3, kernel_constraint=keras.constraints.MaxNorm(0.5)),
-                    kl.Dense(2, kernel_constraint=_Clip(), kernel_regularizer=_ORTHOGONAL),
-                ]
-            )
-        )
-
-    x = _floats(3)
-
-    alone, distributed = train_twice(build, x, _TARGET, epochs=2)
-
-    assert_same_training(alone, distributed)
-    constrained = distributed.model.layers
-    assert np.max(np.abs(constrained[-1].kernel)) == pytest.approx(0.3)
-    assert np.max(np.linalg.norm(constrained[-2].kernel, axis=0)) == pytest.approx(0.5, rel=1e-3)
 
 
 def test_only_added_losses_train_a_model_without_targets(train_twice, assert_same_training):
@@ -184,28 +122,25 @@ def test_only_added_losses_train_a_model_without_targets(train_twice, assert_sam
     assert_same_training(alone, distributed)
 
 
-def test_a_subclassed_model_that_fit_builds_equals_one_device(strategy_of, train):
-    class Small(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.blocks = [kl.Dense(4, "tanh"), kl.Dense(2)]
+class _Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [kl.Dense(4, "tanh"), kl.Dense(2)]
 
-        def call(self, x, training=False):
-            for block in self.blocks:
-                x = block(x)
-            return x
+    def call(self, x, training=False):
+        for block in self.blocks:
+            x = block(x)
+        return x
 
-    x = _floats(3)
 
-    alone = train(lambda: _compiled(Small()), x, _TARGET)
-    distributed = train(lambda: _compiled(Small()), x, _TARGET, strategy=strategy_of(2))
+def test_a_subclassed_model_that_fit_builds_equals_one_device(train_twice):
+    alone, distributed = train_twice(lambda: _compiled(_Subclassed()), _floats(3), _TARGET)
 
     assert alone.initial == distributed.initial == []
     assert len(alone.model.trainable_variables) == 4
     for expected, actual in zip(alone.model.variables, distributed.model.variables, strict=True):
         assert len(actual.value.sharding.device_set) == 2
         np.testing.assert_allclose(actual.value, expected.value, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(distributed.history["loss"], alone.history["loss"], rtol=1e-6)
 
 
 def test_frozen_layers_stay_and_learn_again_after_another_compile(strategy_of, train):
@@ -215,14 +150,14 @@ def test_frozen_layers_stay_and_learn_again_after_another_compile(strategy_of, t
         first = kl.Dense(4, "tanh", trainable=False, name="first")
         return _compiled(keras.Sequential([keras.Input((3,)), first, kl.Dense(2)]))
 
-    model = train(build, x, _TARGET, strategy=strategy_of(2)).model
+    trained = train(build, x, _TARGET, strategy=strategy_of(2))
+    model, initial = trained.model, trained.initial
     first, second = model.layers
     before = first.kernel.numpy(), second.kernel.numpy()
     first.trainable, second.trainable = True, False
     _compiled(model)
     model.fit(x, _TARGET, batch_size=8, shuffle=False, verbose=0)
 
-    initial = train(build, x, _TARGET, epochs=0).initial
     np.testing.assert_array_equal(before[0], initial[0])
     assert np.max(np.abs(before[1] - initial[2])) > 1e-4
     assert np.max(np.abs(first.kernel.numpy() - before[0])) > 1e-4

@@ -17,7 +17,12 @@ def _own_environ() -> Iterator[None]:
         yield
 
 
-def test_wandb_offline(strategy_of, tmp_path, monkeypatch):
+def _history(strategy, callback):
+    model = small.model(strategy)
+    return small.fit(model, validation_data=small.data(6), callbacks=[callback]).history
+
+
+def test_wandb_offline(strategy, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -27,31 +32,24 @@ def test_wandb_offline(strategy_of, tmp_path, monkeypatch):
         log = keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: (run.log({"epoch": epoch, **logs}), seen.append(logs))
         )
-        history = small.fit(
-            small.model(strategy_of(2)), validation_data=small.data(6), callbacks=[log]
-        )
+        history = _history(strategy, log)
         summary = dict(run.summary)
 
-    assert {k: summary[k] for k in ("loss", "val_loss")} == pytest.approx(
-        {k: history.history[k][-1] for k in ("loss", "val_loss")}
-    )
+    for name in ("loss", "val_loss"):
+        assert summary[name] == pytest.approx(history[name][-1])
     assert len(seen) == 2
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 # SQLAlchemy warns of what MLflow calls.
 @pytest.mark.filterwarnings("default")
-def test_mlflow_with_files(strategy_of, tmp_path, monkeypatch):
+def test_mlflow_with_files(strategy, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)  # where it writes what is not a number
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
 
     with mlflow.start_run() as run:
-        history = small.fit(
-            small.model(strategy_of(2)),
-            validation_data=small.data(6),
-            callbacks=[mlflow.keras.MlflowCallback()],
-        ).history
+        history = _history(strategy, mlflow.keras.MlflowCallback())
 
     metrics = mlflow.get_run(run.info.run_id).data.metrics
     assert metrics["loss"] == pytest.approx(history["loss"][-1])

@@ -1,5 +1,6 @@
 """Models whose layers are divided over the devices of a replica: the same numbers, less memory."""
 
+import functools
 import re
 
 import keras
@@ -8,6 +9,8 @@ import pytest
 from keras import layers as kl, ops, optimizers as ko
 
 import distributary as dist
+from tests.keras_bridge import small
+from tests.strategies.tpu import tpu_strategy
 
 _RANDOM = np.random.default_rng(5)
 _IDS = _RANDOM.integers(0, 64, (13, 6))  # with batches of 8, the last one is uneven
@@ -40,24 +43,12 @@ def _strategy(num_devices=4, layout="auto", **options):
     )
 
 
-def _transformer(num_blocks=1):
-    ids = keras.Input((6,), dtype="int32")
-    x = kl.Embedding(64, 16, name="embedding")(ids)
-    for i in range(num_blocks):
-        attention = kl.MultiHeadAttention(2, 8, use_bias=False, name=f"attention_{i}")
-        x = kl.LayerNormalization()(x + attention(x, x))
-        x = x + kl.Dense(16, name=f"down_{i}")(kl.Dense(32, "gelu", name=f"up_{i}")(x))
-    return keras.Model(ids, kl.Dense(5, name="head")(kl.GlobalAveragePooling1D()(x)))
-
-
-def _build(make_optimizer=lambda: ko.SGD(0.1, momentum=0.9), **kwargs):
-    def build():
-        model = _transformer()
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(make_optimizer(), loss, **kwargs)
-        return model
-
-    return build
+_transformer = functools.partial(small.transformer, 64, 16, 5)
+_build = functools.partial(
+    small.builder,
+    _transformer,
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+)
 
 
 def _parts(variable):
@@ -136,9 +127,8 @@ def test_training_ends_where_it_does_on_one_device(
     np.testing.assert_allclose(model(_IDS), predicted, atol=1e-4)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
 def test_kernels_of_grouped_convolutions_have_their_gradient_once(
-    steps, train, assert_same_training
+    train_twice, assert_same_training
 ):
     images = _RANDOM.normal(size=(21, 5, 5, 4)).astype(np.float32)  # batches of 8, 8 and 5
 
@@ -147,19 +137,16 @@ def test_kernels_of_grouped_convolutions_have_their_gradient_once(
         model = keras.Sequential(
             [keras.Input((5, 5, 4)), *convolutions, kl.Flatten(), kl.Dense(64), kl.Dense(3)]
         )
-        model.compile(ko.SGD(0.05), "mse", steps_per_execution=steps)
+        model.compile(ko.SGD(0.05), "mse", steps_per_execution=2)
         return model
 
-    alone = train(build, images, images[:, 0, 0, :3])
     strategy = _strategy(experimental_model_parallel=2)
-    divided = train(build, images, images[:, 0, 0, :3], strategy=strategy)
-
-    assert_same_training(alone, divided)
+    assert_same_training(*train_twice(build, images, images[:, 0, 0, :3], strategy=strategy))
 
 
 @pytest.mark.parametrize("channels", [3, 1])
 def test_a_kernel_of_which_replicas_have_parts_has_its_gradient_once(
-    channels, train, assert_same_training, monkeypatch
+    channels, train_twice, assert_same_training, monkeypatch
 ):
     """Parts of its channels, or of its window, which has two rows, if there is one channel."""
     monkeypatch.setattr("distributary.strategies._extended._MIN_BYTES_IN_PARTS", 1)
@@ -172,31 +159,26 @@ def test_a_kernel_of_which_replicas_have_parts_has_its_gradient_once(
         model.compile(ko.SGD(0.05), "mse")
         return model
 
-    alone = train(build, images, images[:, 0, :3, 0])
     strategy = _strategy(experimental_model_parallel=2, experimental_shard_parameters=True)
-    divided = train(build, images, images[:, 0, :3, 0], strategy=strategy)
-
-    assert_same_training(alone, divided)
+    assert_same_training(*train_twice(build, images, images[:, 0, :3, 0], strategy=strategy))
 
 
 def test_a_step_has_two_sums_per_block_and_pass_and_gathers_no_weight():
     strategy = _strategy(2, experimental_model_parallel=2)
     blocks, passes = 2, 2
     with strategy.scope():
-        model = _transformer(blocks)
+        model = _transformer(num_blocks=blocks)
         optimizer = ko.SGD(0.1)
         optimizer.build(model.trainable_variables)
 
     def step(x, y):
-        def loss(y_true, y_pred):
-            losses = keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
-            return ops.mean(losses)
+        def loss():
+            logits = model(x)
+            return ops.mean(
+                keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+            )
 
-        with dist.GradientTape() as tape:
-            value = loss(y, model(x))
-        variables = model.trainable_variables
-        optimizer.apply(tape.gradient(value, variables), variables)
-        return value
+        return small.descend(optimizer, model.trainable_variables, loss)
 
     batch = (_IDS[:8].astype(np.int32), _LABELS[:8])
     text = strategy.extended.lower(step, batch).compile().as_text()
@@ -214,53 +196,27 @@ def test_own_loops_train_divided_layers(train_in_loop):
     whole = train_in_loop(_transformer, batches, dist.OneDeviceStrategy("CPU:0"))
 
     assert _parts(_variable(divided, "up_0/kernel")) == [1, 2]
-    for value, expected in zip(divided.get_weights(), whole.get_weights(), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+    small.assert_equal_weights(divided, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_saved_goes_on_in_other_layouts(train, tmp_path):
-    build = _build()
-    model = train(build, _IDS, _LABELS, strategy=_strategy(experimental_model_parallel=2)).model
-    model.save(tmp_path / "model.keras")
-    model.save_weights(tmp_path / "model.weights.h5")
-    saved = dist.checkpoint.Checkpoint(model=model, optimizer=model.optimizer).save(
-        tmp_path / "checkpoint"
-    )
-    expected, state = model.get_weights(), [np.asarray(v) for v in model.optimizer.variables]
-    evaluated = model.evaluate(_IDS, _LABELS, verbose=0)
+    def fit(model):
+        model.fit(_IDS, _LABELS, batch_size=8, shuffle=False, verbose=0)
+        return model.get_weights()
 
     others = (
         _strategy(4, experimental_model_parallel=4, layout={"up.*kernel": (None, "model")}),
         _strategy(2, None, experimental_shard_parameters=True),
         dist.OneDeviceStrategy("CPU:3"),
     )
-    for strategy in others:
-        keras.backend.clear_session(free_memory=False)
-        with strategy.scope():
-            loaded = keras.models.load_model(tmp_path / "model.keras")
-            other = build()
-        other.optimizer.build(other.trainable_variables)
-        np.testing.assert_allclose(loaded.evaluate(_IDS, _LABELS, verbose=0), evaluated, rtol=1e-5)
-        other.load_weights(tmp_path / "model.weights.h5")
-        other.set_weights([np.zeros_like(value) for value in expected])
-        dist.checkpoint.Checkpoint(model=other, optimizer=other.optimizer).restore(saved)
-        for restored in (loaded, other):
-            for value, whole in zip(restored.get_weights(), expected, strict=True):
-                np.testing.assert_array_equal(value, whole)
-        for variable, whole in zip(other.optimizer.variables, state, strict=True):
-            np.testing.assert_array_equal(variable, whole)
+    strategy = _strategy(experimental_model_parallel=2)
+    model = train(_build(), _IDS, _LABELS, strategy=strategy).model
+
+    small.assert_goes_on_in(others, model, _build(), fit, tmp_path)
 
 
 def test_a_tpu_strategy_divides_layers_over_its_cores(train, alone_with):
-    import jax
-
-    from distributary.tpu.experimental import DeviceAssignment, Topology
-
-    topology = Topology.of_devices(jax.devices()[:4], [2, 1, 1, 2])
-    assignment = DeviceAssignment.build(topology, [1, 1, 1, 2], num_replicas=2)
-    strategy = dist.TPUStrategy(
-        experimental_device_assignment=assignment, experimental_layout_map=_RULES
-    )
+    strategy = tpu_strategy(2, 2, experimental_layout_map=_RULES)
 
     alone, *_ = alone_with({})
     divided = train(_build(), _IDS, _LABELS, strategy=strategy)

@@ -7,6 +7,7 @@ import pytest
 
 import distributary as dist
 from distributary.errors import UnsupportedError
+from tests.keras_bridge import small
 
 _OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.5),
@@ -26,9 +27,7 @@ def _on_one_device(make, steps):
     optimizer = make()
     w, b = keras.Variable(_W), keras.Variable(np.zeros(2, np.float32))
     for _ in range(steps):
-        with dist.GradientTape() as tape:
-            loss = _loss(_X, w.value, b.value)
-        optimizer.apply_gradients(zip(tape.gradient(loss, [w, b]), [w, b], strict=True))
+        small.descend(optimizer, [w, b], lambda: _loss(_X, w.value, b.value))
     return [np.array(w), np.array(b)]
 
 
@@ -42,10 +41,8 @@ def test_replicas_together_take_the_steps_of_one_device(name, strategy):
     @dist.function
     def step(x):
         def replica_step(x):
-            with dist.GradientTape() as tape:
-                loss = _loss(x, w.value(), b.value())
-            optimizer.apply_gradients(zip(tape.gradient(loss, [w, b]), [w, b], strict=True))
-            mean.update_state(loss)
+            loss_of = lambda: _loss(x, w.value(), b.value())
+            mean.update_state(small.descend(optimizer, [w, b], loss_of))
 
         strategy.run(replica_step, args=(x,))
 
@@ -64,9 +61,7 @@ def test_rows_of_a_table_and_steps_outside_of_functions(strategy_of):
         optimizer = keras.optimizers.SGD(1.0)
 
     def step():
-        with dist.GradientTape() as tape:
-            loss = jnp.sum(variable.sparse_read([1, 3, 1]))
-        optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+        small.descend(optimizer, [variable], lambda: jnp.sum(variable.sparse_read([1, 3, 1])))
 
     variable.distribute_strategy.run(step)
     np.testing.assert_array_equal(variable, table - 2 * np.array([[0], [2], [0], [1]]))

@@ -1,9 +1,7 @@
 """Variables of models of which every device holds a part: the same numbers, less memory."""
 
+import functools
 import math
-import os
-import subprocess
-import sys
 
 import jax
 import keras
@@ -12,6 +10,7 @@ import pytest
 from keras import layers as kl, optimizers as ko
 
 import distributary as dist
+from tests.keras_bridge import small
 
 _RANDOM = np.random.default_rng(5)
 _IDS = _RANDOM.integers(0, 67, (22, 6))  # with batches of 8, the last one is uneven
@@ -19,19 +18,9 @@ _IMAGES = _RANDOM.normal(size=(22, 6, 6, 3)).astype(np.float32)
 _LABELS = _RANDOM.integers(0, 5, 22)
 
 
-_OPTIONS = ("experimental_shard_parameters", "experimental_shard_optimizer_state")
-
-
-def _parts(num_replicas, option=_OPTIONS[0]):
-    return dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)], **{option: True})
-
-
-def _transformer():
-    ids = keras.Input((6,), dtype="int32")
-    x = kl.Embedding(67, 20)(ids)  # no dim of it divides by 3
-    x = kl.LayerNormalization()(x + kl.MultiHeadAttention(2, 10, use_bias=False)(x, x))
-    x = kl.LayerNormalization()(x + kl.Dense(20)(kl.Dense(40, "gelu")(x)))
-    return keras.Model(ids, kl.Dense(5)(kl.GlobalAveragePooling1D()(x)))
+def _parts(num_replicas):
+    devices = [f"CPU:{i}" for i in range(num_replicas)]
+    return dist.MirroredStrategy(devices, experimental_shard_parameters=True)
 
 
 def _convolutional():
@@ -58,16 +47,17 @@ def _adapted():
     return model
 
 
+def _transformer():
+    return small.transformer(67, 20, 5)  # no dim of the table divides by 3
+
+
 class _OfTensorFlow(keras.Model):
     """A model with a step of its own, as it is written for TensorFlow."""
 
     def train_step(self, data):
         x, y = data
-        with dist.GradientTape() as tape:
-            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
+        loss_of = lambda: self.compute_loss(y=y, y_pred=self(x, training=True))
+        return {"loss": small.descend(self.optimizer, self.trainable_variables, loss_of)}
 
 
 def _own_step():
@@ -75,30 +65,9 @@ def _own_step():
     return _OfTensorFlow(inner.inputs, inner.outputs)
 
 
-def _build(make_model, make_optimizer=lambda: ko.SGD(0.1, momentum=0.9), **kwargs):
-    def build():
-        model = make_model()
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(make_optimizer(), loss, **kwargs)
-        return model
-
-    return build
-
-
-def _assert_in_parts(variables, num_replicas):
-    """Every device holds, of every variable from 1 KiB on, one part of a dim."""
-    divided = 0
-    for variable in variables:
-        whole = math.prod(variable.shape) * np.dtype(variable.dtype).itemsize
-        sizes = {shard.data.nbytes for shard in variable._value.addressable_shards}
-        if whole < 1024:
-            continue
-        divided += 1
-        least = min(whole // n * -(-n // num_replicas) for n in variable.shape)
-        assert sizes == {least}, variable.path
-    assert divided >= 2
-
-
+_LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+_build = functools.partial(small.builder, loss=_LOSS)
+_assert_in_parts = functools.partial(small.assert_in_parts, min_bytes=1024)
 _TRAININGS = {
     "transformer": (_IDS, _build(_transformer, lambda: ko.Adam(0.001, epsilon=1e-3))),
     "batch statistics, dropout, constraint": (_IMAGES, _build(_convolutional)),
@@ -112,7 +81,6 @@ _TRAININGS = {
             _transformer, lambda: ko.LossScaleOptimizer(ko.Adamax(0.01, global_clipnorm=0.3), 8.0)
         ),
     ),
-    "several steps at once": (_IDS, _build(_transformer, steps_per_execution=2)),
     "single operations": (_IMAGES, _build(_convolutional, run_eagerly=True)),
     "adapters of a quantized layer": (_IMAGES, _build(_adapted)),
     "a step of one's own": (_IDS, _build(_own_step)),
@@ -126,12 +94,11 @@ _OF_EACH_MODEL = {  # Evaluation does not depend on the optimizer.
 
 
 @pytest.mark.parametrize("name", _TRAININGS)
-def test_training_ends_where_it_does_on_one_device(name, train, assert_same_training):
+def test_training_ends_where_it_does_on_one_device(name, train_twice, assert_same_training):
     x, build = _TRAININGS[name]
     num_replicas = 3 if name == "transformer" else 2
 
-    alone = train(build, x, _LABELS)
-    divided = train(build, x, _LABELS, strategy=_parts(num_replicas))
+    alone, divided = train_twice(build, x, _LABELS, strategy=_parts(num_replicas))
 
     # In so few steps, attention learns little where to look.
     assert_same_training(alone, divided, rtol=1e-3, unchanged=("query", "key"))
@@ -169,50 +136,22 @@ def test_several_steps_at_once_gather_as_each_step_does(train):
     assert sent[1] == pytest.approx(2 * sent[0], rel=0.05)
 
 
-@pytest.mark.parametrize("option", _OPTIONS)
-def test_what_is_saved_goes_on_with_any_number_of_replicas(option, train, tmp_path):
+def test_what_is_saved_goes_on_with_any_number_of_replicas(train, tmp_path):
     def fit(model):
         model.fit(_IMAGES[:16], _LABELS[:16], batch_size=8, shuffle=False, verbose=0)
         return model.get_weights()
 
-    def slots(model):
-        return [variable.numpy() for variable in model.optimizer.variables]
+    build, others = _build(_convolutional), (_parts(2), dist.OneDeviceStrategy("CPU:3"))
+    model = train(build, _IMAGES[:16], _LABELS[:16], strategy=_parts(3)).model
 
-    build = _build(_convolutional)
-    model = train(build, _IMAGES[:16], _LABELS[:16], strategy=_parts(3, option)).model
-    model.save(tmp_path / "model.keras")
-    model.save_weights(tmp_path / "model.weights.h5")
-    saved = dist.checkpoint.Checkpoint(model=model).save(tmp_path / "checkpoint")
-    expected, state = model.get_weights(), slots(model)
-    evaluated = model.evaluate(_IMAGES, _LABELS, verbose=0)
-    later = fit(model)
-
-    for strategy in (_parts(2, option), dist.OneDeviceStrategy("CPU:3")):
-        with strategy.scope():
-            loaded = keras.models.load_model(tmp_path / "model.keras")
-            other = build()
-        other.optimizer.build(other.trainable_variables)
-        np.testing.assert_allclose(
-            loaded.evaluate(_IMAGES, _LABELS, verbose=0), evaluated, rtol=1e-5
-        )
-        jax.tree.map(np.testing.assert_array_equal, slots(loaded), state)
-        fit(loaded)
-        dist.checkpoint.Checkpoint(model=loaded).restore(saved)
-        jax.tree.map(np.testing.assert_array_equal, slots(loaded), state)
-        other.load_weights(tmp_path / "model.weights.h5")
-        for restored in (loaded, other):
-            jax.tree.map(np.testing.assert_array_equal, restored.get_weights(), expected)
-        for value, goal in zip(fit(loaded), later, strict=True):  # seeds of dropout are restored
-            np.testing.assert_allclose(value, goal, rtol=1e-3, atol=1e-5)
-    alone = build()
-    alone.set_weights(expected)
-    assert alone.count_params() == model.count_params()
+    assert build().count_params() == model.count_params()
+    small.assert_goes_on_in(others, model, build, fit, tmp_path)
 
 
 def test_models_built_elsewhere_are_divided_by_fit(train):
     with _parts(2).scope():
         model = keras.Sequential([kl.Dense(40, "relu"), kl.Dense(20), kl.Flatten(), kl.Dense(5)])
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.compile("sgd", _LOSS)
 
     model.fit(_IMAGES, _LABELS, batch_size=8, verbose=0)
 
@@ -227,11 +166,12 @@ def test_loops_of_ones_own_train_parts(train_in_loop):
     whole = train_in_loop(_convolutional, batches, dist.OneDeviceStrategy("CPU:0"))
 
     _assert_in_parts(divided.variables, 2)
-    for value, expected in zip(divided.get_weights(), whole.get_weights(), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+    small.assert_equal_weights(divided, whole, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("option", _OPTIONS)
+@pytest.mark.parametrize(
+    "option", ["experimental_shard_parameters", "experimental_shard_optimizer_state"]
+)
 def test_reductions_of_ones_own_cannot_be_scattered(option):
     with pytest.raises(dist.errors.InvalidValueError, match="ReductionToOneDevice"):
         dist.MirroredStrategy(["CPU:0", "CPU:1"], dist.ReductionToOneDevice(), **{option: True})
@@ -244,14 +184,12 @@ def test_first_values_are_those_of_keras_and_lie_in_parts():
     changed.scale = 9.0
     made = [
         lambda: "glorot_uniform",
-        lambda: kinds.HeNormal(),
         lambda: kinds.RandomNormal(0.5, 0.3),
         lambda: kinds.VarianceScaling(2.0, "fan_out", "untruncated_normal", seed=3),
         lambda: kinds.Orthogonal(seed=4),
         lambda: kinds.RandomNormal(seed=keras.random.SeedGenerator(5)),
         lambda: changed,
         lambda: kinds.RandomNormal(stddev=np.linspace(0.1, 1, 21), seed=2),
-        lambda: kinds.Ones(),
         lambda: kinds.Constant(0.25),
         lambda: lambda shape, dtype: generator.normal(size=shape).astype(dtype),
     ]
@@ -305,7 +243,6 @@ def test_values_of_many_new_variables_are_donated_to_steps():
 
 _MEASURED = """
 import os, threading
-os.environ["KERAS_BACKEND"] = "jax"
 import keras, numpy as np, distributary as dist
 
 def used():
@@ -337,12 +274,10 @@ print(largest - before, sum(v._value.nbytes for v in variables))
 
 
 def test_only_one_variable_at_a_time_is_whole_in_memory():
-    code = [sys.executable, "-c", _MEASURED]
-
     # The C library gives memory of this size back when it is freed.
-    env = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    run = subprocess.run(code, env=env, capture_output=True, text=True, check=True)
+    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
-    most, of_parts = map(int, run.stdout.split())
+    most, of_parts = map(int, small.python(_MEASURED, **allocator).split())
+
     # Two variables: on the host, and on each of the devices, which are in the same memory.
     assert most < of_parts * (1 + 10 / 16)

@@ -1,14 +1,16 @@
 """Optimizer state of which every device holds a part: the same numbers, less memory."""
 
+import functools
 import re
 
-import jax
 import keras
 import numpy as np
 import pytest
 from keras import layers as kl, optimizers as ko
 
 import distributary as dist
+from tests.keras_bridge import small
+from tests.strategies.tpu import tpu_strategy
 
 _RANDOM = np.random.default_rng(2)
 _X = _RANDOM.normal(size=(22, 3)).astype(np.float32)  # with batches of 8, the last one is uneven
@@ -24,14 +26,12 @@ def sharded():
     )
 
 
-def _build(make_optimizer, **kwargs):
-    def build():
-        # Of these dims some divide by 4 and some do not.
-        model = keras.Sequential([keras.Input((3,)), kl.Dense(8, "tanh"), kl.Dense(2)])
-        model.compile(make_optimizer(), "mse", **kwargs)
-        return model
+def _model():
+    # Of these dims some divide by 4 and some do not.
+    return keras.Sequential([keras.Input((3,)), kl.Dense(8, "tanh"), kl.Dense(2)])
 
-    return build
+
+_build = functools.partial(small.builder, _model)
 
 
 def _slots(model):
@@ -43,58 +43,34 @@ def _assert_close(got, expected, **tolerance):
         np.testing.assert_allclose(one, other, **(tolerance or _CLOSE))
 
 
-def _assert_in_parts(optimizer, num_replicas):
-    """Every device holds, of every variable that is no scalar, one part of a dim."""
-    for variable in optimizer.variables:
-        shards = variable._value.addressable_shards
-        assert len(shards) == num_replicas
-        sizes = {shard.data.size for shard in shards}
-        whole = int(np.prod(variable.shape))
-        expected = [whole // n * -(-n // num_replicas) for n in variable.shape]
-        assert sizes == {min(expected, default=1)}, variable.path
-
-
 _OPTIMIZERS = {
     "momentum and averages": lambda: ko.SGD(
         0.1, momentum=0.9, nesterov=True, use_ema=True, ema_momentum=0.6, ema_overwrite_frequency=2
     ),
-    "global norm": lambda: ko.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.3),
     "products of matrices": lambda: ko.Muon(0.01),
     "several steps at once": lambda: ko.Adam(0.01),
-    "single operations": lambda: ko.Adam(0.01),
     "other shapes, scaled loss": lambda: ko.LossScaleOptimizer(
         ko.Adafactor(0.1), 8.0, dynamic_growth_steps=2
     ),
 }
 
 
-_OPTIONS = {
-    "several steps at once": {"steps_per_execution": 2},
-    "single operations": {"run_eagerly": True},
-}
-
-
 @pytest.mark.parametrize("name", _OPTIMIZERS)
-def test_training_ends_where_it_does_on_one_device(name, train, sharded, assert_same_training):
-    alone = train(_build(_OPTIMIZERS[name]), _X, _Y)
-    build = _build(_OPTIMIZERS[name], **_OPTIONS.get(name, {}))
-    divided = train(build, _X, _Y, strategy=sharded(4))
+def test_training_ends_where_it_does_on_one_device(
+    name, train_twice, sharded, assert_same_training
+):
+    build = _build(_OPTIMIZERS[name], steps_per_execution=1 + (name == "several steps at once"))
+    alone, divided = train_twice(build, _X, _Y, strategy=sharded(4))
 
     assert_same_training(alone, divided, rtol=1e-3)
     _assert_close(_slots(divided.model), _slots(alone.model), rtol=1e-3, atol=1e-6)
-    _assert_in_parts(divided.model.optimizer, 4)
+    small.assert_in_parts(divided.model.optimizer.variables, 4)
 
 
-def test_the_cores_of_a_replica_hold_the_same_part(train):
-    experimental = dist.tpu.experimental
-    topology = experimental.Topology.of_devices(jax.devices()[:8], [4, 1, 1, 2])
-    assignment = experimental.DeviceAssignment.build(topology, [1, 1, 1, 2], num_replicas=4)
-    strategy = dist.TPUStrategy(
-        experimental_device_assignment=assignment, experimental_shard_optimizer_state=True
-    )
+def test_the_cores_of_a_replica_hold_the_same_part(train_twice):
+    strategy = tpu_strategy(4, 2, experimental_shard_optimizer_state=True)
 
-    alone = train(_build(lambda: ko.Adam(0.01)), _X, _Y)
-    divided = train(_build(lambda: ko.Adam(0.01)), _X, _Y, strategy=strategy)
+    alone, divided = train_twice(_build(lambda: ko.Adam(0.01)), _X, _Y, strategy=strategy)
 
     _assert_close(divided.model.get_weights(), alone.model.get_weights())
     _assert_close(_slots(divided.model), _slots(alone.model), rtol=1e-3, atol=1e-6)
@@ -104,42 +80,28 @@ def test_the_cores_of_a_replica_hold_the_same_part(train):
     assert [shard.index[1].start or 0 for shard in shards] == [0, 0, 2, 2, 4, 4, 6, 6]
 
 
+_IDS, _LABELS = _RANDOM.integers(0, 1003, (14, 2)), _RANDOM.integers(0, 3, (14, 2))
+_BATCHES = [(_IDS[:8], _LABELS[:8]), (_IDS[8:], _LABELS[8:])]  # the second one is uneven
+
+
 @pytest.fixture
-def loop(quick_initializers):
-    """A function that trains a table and a layer; returns model, step and optimizer."""
-
-    def loop(strategy, batches):
-        keras.utils.set_random_seed(0)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((2,)), kl.Embedding(1003, 6), kl.Dense(3)])
-            optimizer = ko.Adam(0.01, global_clipnorm=0.5)
-
-        def step(ids):
-            with dist.GradientTape() as tape:
-                loss = keras.ops.sum(model(ids) ** 2) / 8
-            variables = model.trainable_variables
-            optimizer.apply(tape.gradient(loss, variables), variables)
-            return loss
-
-        for batch in strategy.experimental_distribute_dataset(batches):
-            strategy.run(step, args=(batch,))
-        return model, step, optimizer
-
-    return loop
+def loop(train_in_loop):
+    """A function that trains a table and a layer with some batches and a strategy."""
+    layers = lambda: [keras.Input((2,)), kl.Embedding(1003, 6), kl.Dense(3)]
+    optimizer = lambda: ko.Adam(0.01, global_clipnorm=0.5)
+    make_model = lambda: keras.Sequential(layers())
+    return functools.partial(train_in_loop, make_model, make_optimizer=optimizer)
 
 
 def test_loops_scatter_gradients_and_gather_weights(loop, sharded, strategy_of):
-    ids = _RANDOM.integers(0, 1003, (14, 2))
-    batches = [ids[:8], ids[8:]]  # the second one does not divide by 4
     divided = sharded(4)
-    model, step, optimizer = loop(divided, batches)
-    expected, _, mirrored = loop(strategy_of(4), batches)
+    model, expected = loop(_BATCHES, divided), loop(_BATCHES, strategy_of(4))
 
     _assert_close(model.get_weights(), expected.get_weights())
-    _assert_close(*([np.array(v.value) for v in o.variables] for o in (optimizer, mirrored)))
-    _assert_in_parts(optimizer, 4)
-    (batch,) = divided.experimental_distribute_dataset([ids[:8]])
-    hlo = divided.extended.lower(step, (batch,)).compile().as_text()
+    _assert_close(_slots(model), _slots(expected))
+    small.assert_in_parts(model.optimizer.variables, 4)
+    (batch,) = divided.experimental_distribute_dataset(_BATCHES[:1])
+    hlo = divided.extended.lower(model.step, batch).compile().as_text()
     assert len(re.findall(r" reduce-scatter\(", hlo)) == 3
     assert len(re.findall(r" all-gather\(", hlo)) >= 2
     # What is left are numbers, such as the norm of the gradients, and the 3 entries of the bias.
@@ -149,20 +111,19 @@ def test_loops_scatter_gradients_and_gather_weights(loop, sharded, strategy_of):
 
 
 def test_a_whole_function_and_single_operations_update_parts(loop, sharded):
-    ids = _RANDOM.integers(0, 1003, (8, 2))
     strategy = sharded(4)
-    model, step, optimizer = loop(strategy, [ids])
-    (batch,) = strategy.experimental_distribute_dataset([ids])
-    dist.function(lambda batch: [strategy.run(step, args=(batch,)) for _ in range(2)])(batch)
+    model = loop(_BATCHES[:1], strategy)
+    (batch,) = strategy.experimental_distribute_dataset(_BATCHES[:1])
+    dist.function(lambda batch: [strategy.run(model.step, args=batch) for _ in range(2)])(batch)
     gradients = [np.ones(v.shape, np.float32) for v in model.trainable_variables]
-    optimizer.apply(gradients)
+    model.optimizer.apply(gradients)
 
-    expected, _, mirrored = loop(dist.OneDeviceStrategy("CPU:0"), [ids] * 3)
-    mirrored.apply(gradients)
+    expected = loop(_BATCHES[:1] * 3, dist.OneDeviceStrategy("CPU:0"))
+    expected.optimizer.apply(gradients)
 
     _assert_close(model.get_weights(), expected.get_weights())
-    _assert_close(*([np.array(v.value) for v in o.variables] for o in (optimizer, mirrored)))
-    _assert_in_parts(optimizer, 4)
+    _assert_close(_slots(model), _slots(expected))
+    small.assert_in_parts(model.optimizer.variables, 4)
 
 
 def test_optimizers_built_elsewhere_are_divided_by_fit(sharded):
@@ -173,7 +134,7 @@ def test_optimizers_built_elsewhere_are_divided_by_fit(sharded):
 
     model.fit(_X[:8], _Y[:8], batch_size=8, verbose=0)
 
-    _assert_in_parts(model.optimizer, 4)
+    small.assert_in_parts(model.optimizer.variables, 4)
 
 
 def test_one_replica_keeps_its_state_whole(train, sharded):

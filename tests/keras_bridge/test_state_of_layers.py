@@ -14,13 +14,8 @@ class _Sums(keras.layers.Layer):
 
     def __init__(self, aggregation):
         super().__init__()
-        self._aggregation = aggregation
-
-    def build(self, input_shape):
-        self.sums = self.add_weight(
-            shape=input_shape[-1:], initializer="zeros", trainable=False,
-            aggregation=self._aggregation,
-        )  # fmt: skip
+        given = {"initializer": "zeros", "trainable": False, "aggregation": aggregation}
+        self.sums = self.add_weight(shape=(6,), **given)
 
     def call(self, x):
         self.sums.assign(self.sums + keras.ops.stop_gradient(keras.ops.mean(x, 0)))

@@ -34,14 +34,10 @@ def _sequential(layer):
     return keras.Sequential([keras.layers.Dense(2, kernel_initializer="ones"), layer])
 
 
-_LAYOUTS = {"mirrored": {}, "sharded": {"experimental_shard_parameters": True}}
-
-
-@pytest.fixture(params=_LAYOUTS)
-def two_replicas(request, strategy_of):
-    if not _LAYOUTS[request.param]:
-        return strategy_of(2)
-    return dist.MirroredStrategy(["cpu:0", "cpu:1"], **_LAYOUTS[request.param])
+@pytest.fixture(params=["mirrored", "sharded"])
+def two_replicas(request):
+    sharded = request.param == "sharded"
+    return dist.MirroredStrategy(["cpu:0", "cpu:1"], experimental_shard_parameters=sharded)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +48,8 @@ def two_replicas(request, strategy_of):
         (dist.Variable, _sequential, False),
     ],
 )
-def test_what_a_layer_assigns_stays(variable, make, eager, two_replicas):
-    with two_replicas.scope():
+def test_what_a_layer_assigns_stays(variable, make, eager, strategy):
+    with strategy.scope():
         total = variable(np.zeros(2, np.float32), trainable=False)
 
         def add(layer, x):
@@ -140,7 +136,7 @@ class _Subclassed(keras.Model):
         return self.layer(self.dense(x))
 
 
-@pytest.mark.parametrize("make", [_functional, _sequential, _Subclassed])
+@pytest.mark.parametrize("make", [_functional, _Subclassed])
 def test_such_models_train_without_a_strategy(make):
     total = dist.Variable(np.zeros(2, np.float32), trainable=False)
 
@@ -185,10 +181,9 @@ class _Averaged(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-        self.mean = keras.layers.Dense(
-            1, use_bias=False, kernel_initializer="ones", trainable=False
-        )
+        given = {"use_bias": False, "kernel_initializer": "ones"}
+        self.dense = keras.layers.Dense(1, **given)
+        self.mean = keras.layers.Dense(1, **given, trainable=False)
         for layer in (self.dense, self.mean):
             layer.build((None, 2))
         self.built = True

@@ -36,9 +36,7 @@ class Case:
     package: str
     build: Callable[[], Any]
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    inputs: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = field(
-        default_factory=dict
-    )
+    inputs: dict[str, Input] = field(default_factory=dict)
     vocabulary: int = 16
     classes: int = 0
     loss: Any = "mse"
@@ -83,9 +81,8 @@ def data_of(model: Any, case: Case, seed: int = 0) -> Any:
         name, dtype = tensor.name, keras.backend.standardize_dtype(tensor.dtype)
         given = case.sizes.get(name, ())
         shape = (ROWS, *(given or _closed(tensor.shape[1:])))
-        for key, function in case.inputs.items():
-            if key == name:
-                return np.asarray(function(random, shape), dtype)
+        if name in case.inputs:
+            return np.asarray(case.inputs[name](random, shape), dtype)
         if "mask" in name:
             lengths = random.integers(max(1, shape[1] // 2), shape[1] + 1, ROWS)
             mask = np.arange(shape[1]) < lengths[:, None]

@@ -33,6 +33,8 @@ _VISION = {"num_layers": 1, "num_heads": 2, "hidden_dim": 16}
 _PATCHES = {**_VISION, "image_shape": _IMAGE, "patch_size": 8}
 _TOWER = {"patch_size": 8, **_VISION, "intermediate_dim": 32, "image_shape": _IMAGE}
 _WORDS = {**_HEADS, "embedding_dim": 16, "max_sequence_length": 8}
+_TEXT_TOWER = {**_WORDS, "name": "text_encoder"}
+_VISION_TOWER = {**_TOWER, "name": "vision_encoder"}
 _EXPERTS = {"moe_intermediate_dim": 8, "num_experts": 4, "top_k": 2}
 _LINEAR_ATTENTION = {
     **{key: _GEMMA[key] for key in _GEMMA if key != "intermediate_dim"},
@@ -63,6 +65,16 @@ _RESNET = {
     "stackwise_num_blocks": [1, 1, 1],
     "stackwise_num_strides": [1, 2, 2],
     "block_type": "basic_block",
+}
+_DEEP = {**_RESNET, "stackwise_num_blocks": [1] * 4, "stackwise_num_strides": [1, 2, 2, 2]}
+_VIT_DET = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "intermediate_dim": 32,
+    "num_heads": 2,
+    "global_attention_layer_indices": [0],
+    "num_output_channels": 8,
+    "window_size": 2,
 }
 _MIT = {
     "layerwise_depths": [1, 1],
@@ -162,17 +174,12 @@ def _blip2() -> Any:
     )
 
 
-def _text_tower(cls: Any, **options: Any) -> Any:
-    return cls(**_WORDS, **options, name="text_encoder")
-
-
-def _vision_tower(cls: Any) -> Any:
-    return cls(**_TOWER, name="vision_encoder")
-
-
-def _two_towers(backbone: Any, vision: Any, text: Any, **options: Any) -> Callable[[], Any]:
+def _two_towers(name: str, **options: Any) -> Callable[[], Any]:
+    backbone, vision, text = (
+        getattr(models, name + part) for part in ("Backbone", "VisionEncoder", "TextEncoder")
+    )
     return lambda: backbone(
-        vision_encoder=_vision_tower(vision), text_encoder=_text_tower(text), **options
+        vision_encoder=vision(**_VISION_TOWER), text_encoder=text(**_TEXT_TOWER), **options
     )
 
 
@@ -207,17 +214,7 @@ def _stable_diffusion_3() -> Any:
 
 def _sam() -> Any:
     return models.SAMBackbone(
-        image_encoder=models.ViTDetBackbone(
-            hidden_size=16,
-            num_layers=1,
-            intermediate_dim=32,
-            num_heads=2,
-            global_attention_layer_indices=[0],
-            patch_size=8,
-            num_output_channels=8,
-            window_size=2,
-            image_shape=_IMAGE,
-        ),
+        image_encoder=models.ViTDetBackbone(**_VIT_DET, patch_size=8, image_shape=_IMAGE),
         prompt_encoder=SAMPromptEncoder(
             hidden_size=8,
             image_embedding_size=(4, 4),
@@ -239,7 +236,7 @@ def _sam() -> Any:
 
 def _sam3() -> Any:
     image = (28, 28, 3)
-    sizes = {"num_layers": 1, "hidden_dim": 16, "intermediate_dim": 32, "num_heads": 2}
+    sizes = {**_VISION, "intermediate_dim": 32}
     return models.SAM3PromptableConceptBackbone(
         vision_encoder=SAM3VisionEncoder(
             image_shape=image,
@@ -264,27 +261,12 @@ def _sam3() -> Any:
 
 
 def _mobile_net_v5() -> Any:
-    one = {
-        "block_types": "er",
-        "num_blocks": 1,
-        "num_filters": 8,
-        "strides": 2,
-        "act_layers": "relu",
-        "exp_ratios": 2.0,
-        "se_ratios": 0.0,
-        "dw_kernel_sizes": 0,
-        "dw_start_kernel_sizes": 0,
-        "dw_end_kernel_sizes": 0,
-        "exp_kernel_sizes": 3,
-        "pw_kernel_sizes": 1,
-        "num_heads": 0,
-        "key_dims": 0,
-        "value_dims": 0,
-        "kv_strides": 0,
-        "use_cpe": False,
-    }
-    other = {**one, "block_types": "uir", "dw_kernel_sizes": 5, "exp_kernel_sizes": 0}
-    other["pw_kernel_sizes"] = 0
+    absent = [f"{of}kernel_sizes" for of in ("dw_", "dw_start_", "dw_end_", "exp_", "pw_")]
+    absent += ["num_heads", "key_dims", "value_dims", "kv_strides"]
+    both = {"num_blocks": 1, "num_filters": 8, "strides": 2, "act_layers": "relu"}
+    both |= {"exp_ratios": 2.0, "se_ratios": 0.0, "use_cpe": False, **dict.fromkeys(absent, 0)}
+    one = {**both, "block_types": "er", "exp_kernel_sizes": 3, "pw_kernel_sizes": 1}
+    other = {**both, "block_types": "uir", "dw_kernel_sizes": 5}
     stacks: dict[str, Any] = {f"stackwise_{key}": [[one[key]], [other[key]]] for key in one}
     stacks["stackwise_num_blocks"] = [1, 1]
     return models.MobileNetV5Backbone(**stacks, stem_size=8, use_msfa=False, image_shape=_IMAGE)
@@ -394,12 +376,7 @@ _BACKBONES: dict[str, dict[str, Any] | Callable[[], Any]] = {
     "AlbertBackbone": {**_SHORT, "embedding_dim": 16},
     "BASNetBackbone": lambda: models.BASNetBackbone(
         image_encoder=models.ResNetBackbone(
-            input_conv_filters=[64],
-            input_conv_kernel_sizes=[3],
-            stackwise_num_filters=[64, 128, 256, 512],
-            stackwise_num_blocks=[1, 1, 1, 1],
-            stackwise_num_strides=[1, 2, 2, 2],
-            block_type="basic_block",
+            **{**_DEEP, "stackwise_num_filters": [64, 128, 256, 512]}
         ),
         num_classes=1,
         image_shape=_IMAGE,
@@ -409,11 +386,9 @@ _BACKBONES: dict[str, dict[str, Any] | Callable[[], Any]] = {
     "BartBackbone": _SHORT,
     "BertBackbone": _SHORT,
     "BloomBackbone": _HEADS,
-    "CLIPBackbone": _two_towers(
-        models.CLIPBackbone, models.CLIPVisionEncoder, models.CLIPTextEncoder, projection_dim=16
-    ),
-    "CLIPTextEncoder": lambda: _text_tower(models.CLIPTextEncoder),
-    "CLIPVisionEncoder": lambda: _vision_tower(models.CLIPVisionEncoder),
+    "CLIPBackbone": _two_towers("CLIP", projection_dim=16),
+    "CLIPTextEncoder": _TEXT_TOWER,
+    "CLIPVisionEncoder": _VISION_TOWER,
     "CSPNetBackbone": _csp_net,
     "DFineBackbone": _d_fine,
     "DINOV2Backbone": {**_DINO, "position_embedding_shape": _IMAGE},
@@ -454,7 +429,9 @@ _BACKBONES: dict[str, dict[str, Any] | Callable[[], Any]] = {
     "ElectraBackbone": {
         "vocab_size": 16,
         "embedding_dim": 16,
-        **{key: value for key, value in _SHORT.items() if key != "vocabulary_size"},
+        "max_sequence_length": 8,
+        **_VISION,
+        "intermediate_dim": 32,
     },
     "ESMBackbone": _HEADS,
     "FNetBackbone": {**_TEXT, "max_sequence_length": 8},
@@ -514,14 +491,9 @@ _BACKBONES: dict[str, dict[str, Any] | Callable[[], Any]] = {
     "HGNetV2Backbone": _hgnet,
     "LlamaBackbone": _GROUPED,
     "Llama3Backbone": _GROUPED,
-    "MetaCLIP2Backbone": _two_towers(
-        models.MetaCLIP2Backbone,
-        models.MetaCLIP2VisionEncoder,
-        models.MetaCLIP2TextEncoder,
-        projection_dim=16,
-    ),
-    "MetaCLIP2TextEncoder": lambda: _text_tower(models.MetaCLIP2TextEncoder),
-    "MetaCLIP2VisionEncoder": lambda: _vision_tower(models.MetaCLIP2VisionEncoder),
+    "MetaCLIP2Backbone": _two_towers("MetaCLIP2", projection_dim=16),
+    "MetaCLIP2TextEncoder": _TEXT_TOWER,
+    "MetaCLIP2VisionEncoder": _VISION_TOWER,
     "MiTBackbone": _MIT,
     "MistralBackbone": {**_GROUPED, "sliding_window": 4},
     "MixtralBackbone": {**_GROUPED, "num_experts": 4},
@@ -543,10 +515,8 @@ _BACKBONES: dict[str, dict[str, Any] | Callable[[], Any]] = {
         **_GEMMA,
         "image_size": 16,
         "vit_patch_size": 4,
-        "vit_num_heads": 2,
-        "vit_hidden_dim": 16,
-        "vit_num_layers": 1,
         "vit_intermediate_dim": 32,
+        **{f"vit_{key}": value for key, value in _VISION.items()},
     },
     "Phi3Backbone": _GROUPED,
     "QwenBackbone": _GROUPED,
@@ -569,21 +539,11 @@ _BACKBONES: dict[str, dict[str, Any] | Callable[[], Any]] = {
         "num_layers": 1,
         "vocabulary_size": 16,
         "intermediate_dim": 32,
-        "gate_lora": 8,
-        "mv_lora": 8,
-        "aaa_lora": 8,
-        "decay_lora": 8,
+        **{f"{part}_lora": 8 for part in ("gate", "mv", "aaa", "decay")},
     },
     "ResNetBackbone": _resnet,
     "RetinaNetBackbone": lambda: models.RetinaNetBackbone(
-        image_encoder=models.ResNetBackbone(
-            **{
-                **_RESNET,
-                "stackwise_num_filters": [64, 64, 64, 64],
-                "stackwise_num_blocks": [1, 1, 1, 1],
-                "stackwise_num_strides": [1, 2, 2, 2],
-            }
-        ),
+        image_encoder=models.ResNetBackbone(**{**_DEEP, "stackwise_num_filters": [64] * 4}),
         min_level=3,
         max_level=5,
         use_p5=True,
@@ -596,11 +556,9 @@ _BACKBONES: dict[str, dict[str, Any] | Callable[[], Any]] = {
     "SegFormerBackbone": lambda: models.SegFormerBackbone(
         image_encoder=models.MiTBackbone(**_MIT), projection_filters=16
     ),
-    "SigLIPBackbone": _two_towers(
-        models.SigLIPBackbone, models.SigLIPVisionEncoder, models.SigLIPTextEncoder
-    ),
-    "SigLIPTextEncoder": lambda: _text_tower(models.SigLIPTextEncoder),
-    "SigLIPVisionEncoder": lambda: _vision_tower(models.SigLIPVisionEncoder),
+    "SigLIPBackbone": _two_towers("SigLIP"),
+    "SigLIPTextEncoder": _TEXT_TOWER,
+    "SigLIPVisionEncoder": _VISION_TOWER,
     "SmolLM3Backbone": {
         **_TEXT,
         "num_attention_heads": 4,
@@ -634,26 +592,14 @@ _BACKBONES: dict[str, dict[str, Any] | Callable[[], Any]] = {
         "image_shape": (16, 16, 3),
     },
     "ViTBackbone": {**_PATCHES, "patch_size": (8, 8), "mlp_dim": 32},
-    "ViTDetBackbone": {
-        "hidden_size": 16,
-        "num_layers": 1,
-        "intermediate_dim": 32,
-        "num_heads": 2,
-        "global_attention_layer_indices": [0],
-        "image_shape": (16, 16, 3),
-        "patch_size": 4,
-        "num_output_channels": 8,
-        "window_size": 2,
-    },
+    "ViTDetBackbone": {**_VIT_DET, "image_shape": (16, 16, 3), "patch_size": 4},
     "VideoPrismBackbone": {
         "num_frames": 2,
         "patch_size": 8,
         "hidden_dim": 16,
         "intermediate_dim": 32,
         "num_heads": 2,
-        "num_spatial_layers": 1,
-        "num_temporal_layers": 1,
-        "num_auxiliary_layers": 1,
+        **{f"num_{kind}_layers": 1 for kind in ("spatial", "temporal", "auxiliary")},
         "image_shape": (16, 16, 3),
     },
     "WhisperBackbone": {

@@ -77,22 +77,14 @@ class Setting(NamedTuple):
         return self._replace(dtype="float64")
 
 
+def _of(name: str, *args: Any, **options: Any) -> Any:
+    import distributary as dist
+
+    return getattr(dist, name)(*args, **options)
+
+
 def _mirrored(num_replicas: int, **options: Any) -> Any:
-    import distributary as dist
-
-    return dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)], **options)
-
-
-def _central() -> Any:
-    import distributary as dist
-
-    return dist.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
-
-
-def _workers(**options: Any) -> Any:
-    import distributary as dist
-
-    return dist.MultiWorkerMirroredStrategy(**options)
+    return _of("MirroredStrategy", [f"CPU:{i}" for i in range(num_replicas)], **options)
 
 
 def _servers() -> Any:
@@ -117,10 +109,10 @@ SETTINGS = {
         lambda: _mirrored(4, experimental_shard_parameters=True), devices=4
     ),
     "sharded parameters, 2 workers": Setting(
-        lambda: _workers(experimental_shard_parameters=True), devices=2, workers=2
+        lambda: _of("MultiWorkerMirroredStrategy", experimental_shard_parameters=True), workers=2
     ),
-    "central storage": Setting(_central),
-    "2 workers": Setting(_workers, devices=1, workers=2),
+    "central storage": Setting(lambda: _of("CentralStorageStrategy", ["CPU:0", "CPU:1"])),
+    "2 workers": Setting(lambda: _of("MultiWorkerMirroredStrategy"), devices=1, workers=2),
     "servers": Setting(_servers, devices=1),
 }
 
@@ -148,28 +140,17 @@ class Outcome(NamedTuple):
     share: float = 1.0
 
 
-class _Messages(logging.Handler):
-    """Records what a user sees: warnings, and what distributary logs as a warning."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def _messages() -> Iterator[list[str]]:
-    handler = _Messages()
+    """Collects what a user sees: warnings, and what distributary logs as a warning."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("distributary").addHandler(handler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield handler.texts
-    names = (cls.__name__ for cls in (w.category for w in caught))
-    handler.texts += [
-        str(w.message) for w, name in zip(caught, names, strict=True) if "Distributary" in name
-    ]
+        yield texts
+    texts += [str(w.message) for w in caught if "Distributary" in w.category.__name__]
 
 
 def _run_model(case: Case, setting: Setting, given: Outcome | None) -> Outcome:
@@ -596,10 +577,13 @@ def main() -> int:
         from _page import write
 
         return write(arguments.page, arguments.results)
-    from _models import all_models
+    import _keras_hub
+    import _loops
+    import _others
 
+    cases = [*_keras_hub.cases(), *_others.cases(), *_loops.cases()]  # in the order of the page
     part, parts = map(int, arguments.shard.split("/"))
-    models = [case for case in all_models() if re.search(arguments.only, case.name)]
+    models = [case for case in cases if re.search(arguments.only, case.name)]
     if not models:
         parser.error(f"--only {arguments.only} matches no model; --list prints their names")
     names = [case.name for case in models]

@@ -32,11 +32,8 @@ def _matrices():
 
 # Value, operation, axis, result, dtype.
 REDUCTIONS = {
-    "sum": (lambda: _per_replica(1.0, 3.0), SUM, None, 4.0, "float32"),
-    "mean": (lambda: _per_replica(1.0, 3.0), MEAN, None, 2.0, "float32"),
     "by name": (lambda: _per_replica(1.0, 3.0), "Mean", None, 2.0, "float32"),
     "NumPy scalars": (lambda: dist.PerReplica([np.int32(1), np.int32(3)]), SUM, None, 4, "int32"),
-    "integers": (lambda: _per_replica(1, 2), SUM, None, 3, "int32"),
     # tf.distribute gives float64 for the mean of integers.
     "mean of integers": (lambda: _per_replica(1, 2), MEAN, None, 1.5, "float32"),
     # tf.distribute sums first and overflows.
@@ -46,19 +43,14 @@ REDUCTIONS = {
     ),
     "complex": (
         lambda: _per_replica(1j, 2.0, dtype=jnp.complex64),
-        MEAN,
-        None,
-        1 + 0.5j,
-        "complex64",
+        *(MEAN, None, 1 + 0.5j, "complex64"),
     ),
     "vectors": (lambda: _per_replica([1.0, 2.0], [3.0, 4.0]), SUM, None, [4, 6], "float32"),
     "sum of an axis": (lambda: _per_replica([1.0, 2.0], [3.0, 4.0]), SUM, 0, 10, "float32"),
     "mean of an axis": (lambda: _per_replica([1.0, 2.0], [3.0, 4.0]), MEAN, 0, 2.5, "float32"),
     "mean of integers of an axis": (lambda: _per_replica([1, 2], [4]), MEAN, 0, 7 / 3, "float32"),
-    "ragged sum": (_ragged, SUM, 0, 21, "float32"),
     # The mean counts every element the same.
     "ragged mean": (_ragged, MEAN, 0, 3.5, "float32"),
-    "one empty": (lambda: _per_replica([1.0, 2.0, 3.0], []), SUM, 0, 6, "float32"),
     "mean of one empty": (lambda: _per_replica([1.0, 2.0, 3.0], []), MEAN, 0, 2, "float32"),
     "all empty": (lambda: _per_replica([], []), MEAN, 0, np.nan, "float32"),
     "mean of float16 of an axis": (
@@ -70,7 +62,6 @@ REDUCTIONS = {
         *(MEAN, 0, 2.0**31, "float32"),
     ),
     "several axes": (_matrices, MEAN, (0, 1), 2, "float32"),
-    "first axis": (_matrices, SUM, 0, [8, 8, 8], "float32"),
     "no axes": (_matrices, SUM, (), np.full((2, 3), 4), "float32"),
     "ragged rows": (
         lambda: _per_replica(np.ones((1, 3)), np.ones((2, 3)), dtype=jnp.float32),
@@ -80,13 +71,7 @@ REDUCTIONS = {
 
 
 _UNEVEN = {
-    "mean of integers of an axis",
-    "ragged sum",
-    "ragged mean",
-    "one empty",
-    "mean of one empty",
-    "mean of float16 of an axis",
-    "ragged rows",
+    name for name, (make, *_) in REDUCTIONS.items() if len({np.shape(c) for c in make().values}) > 1
 }
 
 
@@ -162,23 +147,13 @@ def test_values_that_are_the_same_everywhere(strategy_of):
 @pytest.mark.parametrize(
     ("op", "value", "axis", "error", "message"),
     [
-        ("product", 1.0, None, ValueError, "'product', which is not a valid ReduceOp"),
         (None, 1.0, None, TypeError, "reduce_op is None"),
         (dist.VariableAggregation.SUM, 1.0, None, TypeError, "VariableAggregation.SUM"),
         (SUM, np.ones(2), None, ValueError, "not a distributed value"),
-        (SUM, 3.0, None, ValueError, "cannot SUM 3.0"),
-        (SUM, np.ones(2), [0], TypeError, r"axis is \[0\]"),
         (SUM, np.ones(2), 0.5, TypeError, "axis is 0.5"),
-        (SUM, np.ones(2), 4, ValueError, "axis 4 is out of range"),
         (SUM, _matrices(), -3, InvalidValueError, r"axis -3 is out of range .*shape \(2, 3\)"),
         (SUM, _matrices(), (0, 5), InvalidValueError, "axis 5 is out of range"),
-        (
-            SUM,
-            dist.PerReplica([np.ones(4), np.ones(2)]),
-            None,
-            ValueError,
-            r"\(4,\), \(2,\).*axis=0",
-        ),
+        (SUM, _ragged(), None, ValueError, r"\(4,\), \(2,\).*axis=0"),
         (SUM, dist.PerReplica([np.array(True)] * 2), None, TypeError, "boolean"),
         (SUM, dist.PerReplica([np.array("a")] * 2), None, TypeError, "strings"),
     ],
@@ -205,16 +180,10 @@ def test_on_read_variable_is_reduced_over_its_components(strategy, variable):
 def test_one_device_gives_the_value_back(strategy):
     strategy = strategy()
 
-    assert strategy.reduce(SUM, 3.0, axis=None) == 3.0
-    np.testing.assert_array_equal(strategy.reduce(MEAN, jnp.ones(2), axis=None), [1, 1])
     assert float(strategy.reduce("mean", jnp.array([1.0, 3.0]), axis=0)) == 2.0
     np.testing.assert_array_equal(strategy.gather(jnp.ones(2), axis=0), [1, 1])
     value = [jnp.ones(1), 2]
     assert strategy.experimental_local_results(value) == (value,)
-    made = strategy.experimental_distribute_values_from_function(
-        lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
-    )
-    assert made == (0, 1)
 
 
 # gather
@@ -258,17 +227,11 @@ def test_components_and_values_may_be_nests(strategy):
     ("value", "axis", "error", "message"),
     [
         (lambda: _per_replica(1.0, 2.0), 0, InvalidValueError, "is a scalar"),
-        (_matrices, 2, InvalidValueError, r"axis 2 is out of range .*\(2, 3\)"),
         (_matrices, -3, InvalidValueError, "axis -3 is out of range"),
         (_matrices, 0.0, InvalidTypeError, r"axis is 0\.0, expected an int"),
-        (_matrices, None, InvalidTypeError, "axis is None, expected an int"),
         (
             lambda: _per_replica(np.ones((1, 2)), np.ones((2, 3))),
             *(0, ReplicaMismatchError, r"replica 1 has shape \(2, 3\).*dim 0 only"),
-        ),
-        (
-            lambda: dist.IndexedSlices(jnp.ones((1, 2)), jnp.zeros(1, int)),
-            *(0, UnsupportedError, "IndexedSlices cannot be gathered"),
         ),
         (
             lambda: dist.PerReplica([dist.IndexedSlices(jnp.ones((1, 2)), jnp.zeros(1, int))] * 2),
@@ -292,7 +255,6 @@ def test_local_results(strategy):
     results = strategy.experimental_local_results
 
     assert [float(x) for x in results(per_replica)] == [1.0, 2.0]
-    assert results(5) == (5,)
     assert results(None) == (None,)
     assert results([1, "a"]) == ([1, "a"],)
     assert [(float(x["a"]), x["b"]) for x in results({"a": per_replica, "b": 3})] == [
@@ -304,30 +266,14 @@ def test_local_results(strategy):
 # experimental_distribute_values_from_function
 
 
-def test_values_from_function_are_made_once_per_replica(strategy_of):
-    strategy = strategy_of(4)
-    contexts = []
-
-    def value_fn(context):
-        contexts.append((context.replica_id_in_sync_group, context.num_replicas_in_sync))
-        return {"x": np.full(2, context.replica_id_in_sync_group), "y": (1.5,)}
-
-    value = strategy.experimental_distribute_values_from_function(value_fn)
-
-    assert contexts == [(i, 4) for i in range(4)]
-    assert isinstance(value["x"], dist.PerReplica)
-    np.testing.assert_array_equal(value["x"].values, [[i, i] for i in range(4)])
-    assert [c.devices() for c in value["x"].values] == [{d} for d in jax.devices()[:4]]
-    assert [float(x) for x in value["y"][0].values] == [1.5] * 4
-
-
-def test_values_from_function_may_differ_in_shape_or_be_nothing(strategy):
+def test_values_from_function_lie_on_their_replicas_and_may_differ_in_shape(strategy):
     values = strategy.experimental_distribute_values_from_function(
-        lambda context: (np.ones(context.replica_id_in_sync_group), None, "a")
+        lambda c: (np.ones(c.replica_id_in_sync_group), None, "a", c.replica_id_in_sync_group * 1.5)
     )
 
     assert [c.shape for c in values[0].values] == [(0,), (1,)]
-    assert [value.values for value in values[1:]] == [(None, None), ("a", "a")]
+    assert [value.values for value in values[1:]] == [(None, None), ("a", "a"), (0.0, 1.5)]
+    assert [c.devices() for c in values[3].values] == [{d} for d in jax.devices()[:2]]
     with pytest.raises(ValueError, match=r"replica 1 .*structures must agree"):
         strategy.experimental_distribute_values_from_function(
             lambda context: [1] * context.replica_id_in_sync_group
