@@ -403,6 +403,7 @@ def test_options_are_merged_and_checked():
         (lambda: Dataset.from_tensor_slices(5), "scalar 5"),
         (lambda: Dataset.from_tensor_slices({}), "no arrays"),
         (lambda: Dataset.from_generator([1]), r"generator is \[1\], expected a function"),
+        (lambda: Dataset.from_generator(list, [np.int32]), "a list would be one array"),
         (lambda: Dataset.zip(Dataset.range(1), 3), "got 3, expected datasets"),
         (lambda: Dataset.range(1).concatenate(3), "got 3"),
         (lambda: list(Dataset.range(1).interleave(lambda x: x)), "expected a Dataset"),

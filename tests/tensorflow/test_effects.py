@@ -1,6 +1,7 @@
 """What importing and using the module changes for the rest of the process.
 
-JAX has one class for all arrays, so all of them get TensorFlow's methods. Nothing else changes.
+JAX has one class for all arrays, so all of them get TensorFlow's methods. Keras gets layers of
+text, where it has none because TensorFlow is missing. Nothing else changes.
 """
 
 _PROGRAM = """
@@ -25,17 +26,18 @@ def changed(before):
     }
 
 names = "numpy get_shape set_shape assign assign_add assign_sub"
-METHODS = {(True, name) for name in names.split()}
+layers = "Input IntegerLookup StringLookup TextVectorization"
+CHANGES = {(True, name) for name in names.split()} | {(False, name) for name in layers.split()}
 before, environ = surroundings(), dict(os.environ)
 import distributary.compat.tensorflow as tf
-assert changed(before) == METHODS, changed(before)
+assert changed(before) == CHANGES, changed(before)
 assert dict(os.environ) == environ
 
 total = tf.reduce_sum(tf.constant([1.0, 2.0]))
 for x in tf.data.Dataset.range(2).batch(2):
     assert x.numpy().tolist() == [0, 1]
 assert total.numpy() == 3 and type(total.numpy()) is numpy.float32
-assert changed(before) == METHODS, changed(before)
+assert changed(before) == CHANGES, changed(before)
 
 import distributary as dist
 (plain,) = dist.data.Dataset.range(1)
@@ -57,5 +59,5 @@ assert found == [found[0]] * 8, found
 """
 
 
-def test_import_and_use_give_arrays_methods_change_nothing_else_and_can_be_in_threads(run_python):
+def test_import_and_use_give_arrays_methods_and_keras_layers_and_can_be_in_threads(run_python):
     run_python(_PROGRAM, KERAS_BACKEND="jax")

@@ -51,6 +51,9 @@ def test_arguments_may_be_variables_and_lists_of_them():
     np.testing.assert_array_equal(tf.reduce_sum([variable, keras_variable], axis=0), [4, 6])
     np.testing.assert_array_equal(tf.clip_by_value(variable, 0, variable[0]), [3, 3])
     np.testing.assert_array_equal(tf.gather(variable, [1, 0]), [4, 3])
+    np.testing.assert_array_equal([[1, 2]] @ tf.Variable([[1.0, 2.0], [3.0, 4.0]]), [[7, 10]])
+    np.testing.assert_array_equal(variable - [1.0, 1.0], [2, 3])
+    np.testing.assert_array_equal(variable * (2, 3), [6, 12])
 
 
 def test_wrong_arguments_are_named():
@@ -84,6 +87,51 @@ def test_results_have_the_method_numpy():
     assert isinstance(tf.constant(1), tf.Tensor)
     with pytest.raises(AttributeError):
         jax.jit(lambda x: x.numpy())(1.0)
+
+
+def test_what_is_on_the_host_has_the_method_numpy_down_to_its_items():
+    x, pair = tf.zeros([2, 3]), next(iter(tf.data.Dataset.from_tensors([[1, 2], [3, 4]])))
+    numbers = [tf.size(x), tf.rank(x), tf.shape(x)[1] * 2, *tf.shape(x), pair[1][0]]
+    counted = tf.data.Dataset.range(4).reduce(0, lambda count, _: count + 1)
+
+    assert [one.numpy() for one in numbers] == [6, 2, 6, 2, 3, 3]
+    assert (counted.numpy(), tf.constant(["a", "b"])[1].numpy()) == (4, "b")
+    sized = tf.function(lambda x: tf.zeros([tf.size(x), tf.shape(x)[0], tf.rank(x)]))
+    assert sized(x).shape == (6, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "axis", "expected"),
+    [
+        ([[True, False], [False, True], [False, False]], None, [[0, 1], [6, 7]]),
+        ([[True, False], [True, True]], 1, [[0, 2, 3], [4, 6, 7], [8, 10, 11]]),
+        (np.array([0, 1]), -1, [[[1], [3]], [[5], [7]], [[9], [11]]]),
+    ],
+)
+def test_masks_pick_along_as_many_dims_as_they_have(mask, axis, expected):
+    x = tf.reshape(tf.range(12), [3, 2, 2])
+
+    np.testing.assert_array_equal(tf.boolean_mask(x, mask, axis), expected)
+
+
+def test_masks_of_text_and_of_another_size():
+    assert tf.boolean_mask(["a", "b"], [False, True]).tolist() == ["b"]
+    for mask in ([True, False], True):
+        with pytest.raises(ValueError, match=r"the mask has shape .* but the array has \("):
+            tf.boolean_mask([1, 2, 3], mask)
+
+
+def test_numbers_become_a_dtype_that_holds_their_kind():
+    assert tf.constant([True, 2], tf.float32).numpy().tolist() == [1, 2]
+    assert tf.convert_to_tensor(np.array([1.5]), tf.int32).numpy().tolist() == [1]  # as TensorFlow
+    for value, dtype in [
+        *((1.5, tf.int32), ([1.0], tf.int32), (2, tf.bool), ("a", tf.int32), (1, tf.string)),
+        *((tf.constant(1), tf.float32), (tf.Variable(1.5), tf.int32), (tf.size([1]), tf.float32)),
+    ]:
+        with pytest.raises(TypeError, match=r"got .*, expected .*tf\.cast"):
+            tf.convert_to_tensor(value, dtype)
+    with pytest.raises(OverflowError, match="300"):
+        tf.constant([300], tf.uint8)
 
 
 def test_arrays_have_the_method_get_shape_also_in_a_step():
@@ -246,3 +294,31 @@ def test_distorted_bounding_boxes_of_no_box_and_of_no_fit_are_the_image():
         crop([6, 8, 3], none)
     with pytest.raises(NotImplementedError, match=r"sample_distorted_bounding_box: .* in a step"):
         tf.function(lambda x: crop(tf.shape(x), far)[1])(tf.zeros([6, 8, 3]))
+
+
+def test_rows_of_all_replicas_come_together_in_a_loss_and_have_gradients(strategy):
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    (batch,) = strategy.experimental_distribute_dataset([rows])
+
+    @tf.function
+    def step(own):
+        context = tf.distribute.get_replica_context()
+        number, size = context.replica_id_in_sync_group, tf.shape(own)[0]
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            shape = tf.concat([[context.num_replicas_in_sync], tf.shape(own)], axis=0)
+            placed = tf.scatter_nd(indices=[[number]], updates=[own], shape=shape)
+            placed = context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
+            everything = tf.reshape(placed, [-1, *placed.shape[2:]])
+            chosen = tf.one_hot(tf.range(size) + number * size, tf.shape(everything)[0])
+            again = tf.matmul(chosen, everything)
+            loss = tf.reduce_sum(everything**2) + tf.reduce_sum(again)
+        return everything, again, tape.gradient(loss, own)
+
+    results = strategy.run(step, args=(batch,))
+
+    for number, own in enumerate((rows[:2], rows[2:])):
+        everything, again, gradient = (part.values[number] for part in results)
+        np.testing.assert_array_equal(everything, rows)
+        np.testing.assert_array_equal(again, own)
+        np.testing.assert_array_equal(gradient, 2 * 2 * own + 1)  # the losses of both replicas

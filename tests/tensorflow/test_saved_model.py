@@ -49,10 +49,32 @@ def _module(name, function, *signature):
     return module
 
 
+def test_functions_that_were_called_are_saved_if_none_has_known_arguments(tmp_path):
+    class Called(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = tf.Variable(2.0)
+
+        @tf.function
+        def scale(self, x, times=1):
+            return x * self.factor * times
+
+    module = Called()
+    expected = module.scale(ROWS), module.scale(ROWS[0], times=3)
+
+    tf.saved_model.save(module, tmp_path / "saved")
+
+    loaded = tf.saved_model.load(tmp_path / "saved")
+    np.testing.assert_array_equal(loaded.scale(ROWS), expected[0])
+    np.testing.assert_array_equal(loaded.scale(ROWS[0]), expected[1])
+
+
 def test_functions_of_a_module_compute_the_same(tmp_path):
     module = Scaled()
     module.mix.get_concrete_function(OPEN, OPEN)
     module.mix.get_concrete_function(tf.TensorSpec([None], tf.float32), b=1.0, times=5)
+    with pytest.raises(ValueError, match=r"signature 'serving_default' is .*never_asked"):
+        tf.saved_model.save(module, tmp_path / "model", signatures=module.never_asked)
 
     tf.saved_model.save(module, tmp_path / "model")
     module.factor.assign([0.0, 0.0])
@@ -147,7 +169,7 @@ def test_a_model_with_several_inputs_takes_them_as_it_did(tmp_path):
     np.testing.assert_array_equal(served["output_1"], -2 * ROWS)
 
 
-_SERVER = """
+_LOADS = """
 import sys
 import numpy as np
 import distributary.compat.tensorflow as tf
@@ -155,17 +177,32 @@ import distributary.compat.tensorflow as tf
 loaded = tf.saved_model.load(sys.argv[1])
 assert "keras" not in sys.modules
 np.save(sys.argv[2], loaded(np.ones((7, 2), np.float32)))
+model = tf.keras.models.load_model(sys.argv[3])
+print(np.asarray(model(np.array(["a b", "c"]))).tolist())
 """
 
 
-def test_a_new_process_loads_it_without_the_code_of_the_model(tmp_path, run_python):
+def test_a_new_process_loads_models_without_their_code_and_with_their_vocabulary(
+    tmp_path, run_python
+):
     model = _sequential()
     tf.saved_model.save(model, tmp_path / "model")
+    raw = tf.keras.Input((1,), dtype=tf.string)
+    layers = [
+        tf.keras.layers.TextVectorization(output_mode="tf_idf"),
+        tf.keras.layers.StringLookup(output_mode="one_hot"),
+        tf.keras.layers.StringLookup(vocabulary=["b"], output_mode="count"),
+    ]
+    for layer in layers[:2]:
+        layer.adapt(["a b", "b", "c d"])
+    of_text = keras.Model(raw, keras.layers.Concatenate()([layer(raw) for layer in layers]))
+    of_text.save(tmp_path / "text.keras")
 
-    run_python(_SERVER, tmp_path / "model", tmp_path / "out.npy")
+    printed = run_python(_LOADS, tmp_path / "model", tmp_path / "out.npy", tmp_path / "text.keras")
 
     expected = model.predict(np.ones((7, 2)), verbose=0)
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, rtol=1e-6)
+    assert printed.strip() == str(np.asarray(of_text(np.array(["a b", "c"]))).tolist())
 
 
 def _padded(x):
@@ -283,11 +320,6 @@ def test_without_flatbuffers_the_package_is_named(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=message.format("load")):
         tf.saved_model.load(tmp_path / "here")
     assert not (tmp_path / "new").exists()
-
-
-def test_signatures_need_known_arguments(tmp_path):
-    with pytest.raises(ValueError, match=r"signature 'serving_default' is .*never_asked"):
-        tf.saved_model.save(Scaled(), tmp_path / "model", signatures=Scaled().never_asked)
 
 
 def test_calls_that_do_not_fit_name_what_was_saved(tmp_path):

@@ -27,7 +27,7 @@ def _adapted(layer, data):
 def test_other_layers_are_those_of_keras():
     from distributary.compat.tensorflow.keras import layers
 
-    assert layers.StringLookup is StringLookup is not keras.layers.StringLookup
+    assert layers.StringLookup is StringLookup
     assert tf.keras.layers.Dense is keras.layers.Dense
     assert {name for name in dir(keras.layers) if name[0] != "_"} <= {*dir(tf.keras.layers)}
     assert tf.keras.Input((2,), dtype=tf.string).dtype == "string"
@@ -36,14 +36,8 @@ def test_other_layers_are_those_of_keras():
 
 @pytest.mark.parametrize(
     "given",
-    [
-        np.array(["hulk", "other"]),
-        np.array([b"hulk", b"other"]),
-        np.array(["hulk", b"other"], object),
-        ["hulk", "other"],
-        ["hulk", b"other"],
-    ],
-    ids=["str", "bytes", "object", "list", "list of bytes"],
+    [np.array([b"hulk", b"other"]), np.array(["hulk", b"other"], object), ["hulk", b"other"]],
+    ids=["bytes", "object", "list"],
 )
 def test_words_become_numbers_of_64_bits(given):
     layer = StringLookup(vocabulary=_HEROES)
@@ -307,9 +301,7 @@ def test_texts_of_several_dims():
 
 
 _WRONG = [
-    (lambda: StringLookup(max_tokens=1), InvalidValueError, "max_tokens is 1"),
     (lambda: StringLookup(pad_to_max_tokens=True), InvalidValueError, "needs max_tokens"),
-    (lambda: StringLookup(num_oov_indices=-1), InvalidValueError, "num_oov_indices is -1"),
     (lambda: StringLookup(output_mode="x"), InvalidValueError, "output_mode is 'x', expected one"),
     (
         lambda: StringLookup(invert=True, output_mode="count"),
@@ -320,7 +312,6 @@ _WRONG = [
     (lambda: StringLookup(num_oov_indices=2, salt=1), UnsupportedError, "salt=1"),
     (lambda: StringLookup(encoding="latin-1"), ValueError, "'latin-1', expected one of"),
     (lambda: StringLookup(vocabulary=["a", "a"]), ValueError, r"more than once: \['a'\]"),
-    (lambda: StringLookup(vocabulary=[]), ValueError, "is empty"),
     (lambda: StringLookup(vocab=["a"]), TypeError, "unexpected keyword argument 'vocab'"),
     (lambda: StringLookup(vocabulary=["b", "m"], mask_token="m"), ValueError, r"has \['m'\]"),
     (
@@ -334,7 +325,6 @@ _WRONG = [
     (lambda: StringLookup()("a"), ContextError, "has no vocabulary"),
     (lambda: StringLookup(vocabulary=["a"])([1]), InvalidTypeError, "Use IntegerLookup"),
     (lambda: IntegerLookup(vocabulary=[1])(["1"]), InvalidTypeError, "expected integers"),
-    (lambda: IntegerLookup(vocabulary=[1])([1.5]), InvalidTypeError, "expected integers"),
     (
         lambda: StringLookup(vocabulary=["yes"], num_oov_indices=0)(["maybe", "yes"]),
         InvalidValueError,
@@ -342,11 +332,20 @@ _WRONG = [
     ),
     (lambda: TextVectorization(ragged=True), UnsupportedError, "there are no ragged arrays"),
     (lambda: TextVectorization(standardize="x"), InvalidValueError, "standardize is 'x'"),
-    (lambda: TextVectorization(split="x"), InvalidValueError, "split is 'x'"),
     (
         lambda: TextVectorization(output_mode="count", output_sequence_length=3),
         InvalidValueError,
         "with output_sequence_length is 'count'",
+    ),
+    (
+        lambda: _adapted(StringLookup(output_mode="multi_hot"), ["a", "b"]).adapt(["a"]),
+        ContextError,
+        "new vocabulary has 2 tokens, but results have 3",
+    ),
+    (
+        lambda: tf.function(IntegerLookup(vocabulary=[3, 4]))(tf.constant([3])),
+        UnsupportedError,
+        r"IntegerLookup: .* in Dataset\.map",
     ),
 ]
 
@@ -357,31 +356,10 @@ def test_wrong_arguments_are_errors(make, error, message):
         make()
 
 
-def test_the_size_of_encoded_results_stays():
-    layer = _adapted(StringLookup(output_mode="multi_hot"), ["a", "b"])
-
-    with pytest.raises(ContextError, match="new vocabulary has 2 tokens, but results have 3"):
-        layer.adapt(["a"])
-
-
-def test_a_step_has_no_lookups():
-    layer = IntegerLookup(vocabulary=[3, 4])
-
-    with pytest.raises(UnsupportedError, match=r"IntegerLookup: .* in Dataset\.map"):
-        tf.function(layer)(tf.constant([3]))
-
-
 def test_models_that_train_refuse_text():
     layer = _adapted(TextVectorization(output_sequence_length=4), _TEXTS)
-    model = tf.keras.Sequential(
-        [
-            tf.keras.Input((1,), dtype=tf.string),
-            layer,
-            tf.keras.layers.Embedding(20, 4),
-            tf.keras.layers.GlobalAveragePooling1D(),
-            tf.keras.layers.Dense(1),
-        ]
-    )
+    inputs = tf.keras.Input((1,), dtype=tf.string)
+    model = tf.keras.Sequential([inputs, layer, tf.keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     texts, labels = np.array(_TEXTS), np.zeros(4, np.float32)
     dataset = tf.data.Dataset.from_tensor_slices((texts, labels)).batch(2)
@@ -399,33 +377,6 @@ def test_models_that_train_refuse_text():
 @keras.saving.register_keras_serializable("tests")
 def _shout(texts):
     return np.char.upper(texts)
-
-
-_LOAD = """
-import sys
-import numpy as np
-import distributary.compat.tensorflow as tf
-
-model = tf.keras.models.load_model(sys.argv[1])
-print(np.asarray(model(np.array(["a b", "c"]))).tolist())
-"""
-
-
-def test_models_are_saved_with_their_vocabulary(tmp_path, run_python):
-    texts = ["a b", "b", "c d"]
-    raw = tf.keras.Input((1,), dtype=tf.string)
-    results = [
-        _adapted(TextVectorization(output_mode="tf_idf"), texts)(raw),
-        _adapted(StringLookup(output_mode="one_hot"), texts)(raw),
-        StringLookup(vocabulary=texts, output_mode="count")(raw),
-    ]
-    model = tf.keras.Model(raw, tf.keras.layers.Concatenate()(results))
-    path = str(tmp_path / "model.keras")
-
-    model.save(path)
-    loaded = run_python(_LOAD, path)
-
-    assert loaded.strip() == str(np.asarray(model(np.array(["a b", "c"]))).tolist())
 
 
 def test_layers_are_made_from_their_configuration():

@@ -15,7 +15,7 @@ from distributary.data._nodes import Node, NumberedNode
 from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from distributary.data._prefetch import Prefetched
 from distributary.data._streams import IteratedStream, Path, Stream, is_peek
-from distributary.data._structure import Block, TensorSpec, conform, kept
+from distributary.data._structure import Block, TensorSpec, conform, flatten, kept
 from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError
 
@@ -88,6 +88,12 @@ class Iterated(Node):
 
 def generated(generator: Callable[..., Any], signature: Nest, args: Sequence[Any]) -> Node:
     """Returns the node of `from_generator`."""
+    specs, _ = flatten(signature)
+    if not all(isinstance(spec, TensorSpec) for spec in specs):
+        raise InvalidTypeError(
+            f"from_generator: output_signature is {signature!r}, expected TensorSpec or a nest of"
+            " it in tuples and dicts; a list would be one array."
+        )
 
     def start() -> Iterator[Nest]:
         items = generator(*args)
@@ -102,7 +108,7 @@ def generated(generator: Callable[..., Any], signature: Nest, args: Sequence[Any
 
     name = getattr(generator, "__qualname__", type(generator).__name__)
     # If not even the number of dims is known, only an element can tell.
-    known = None if any(s.shape is None for s in jax.tree.leaves(signature)) else signature
+    known = None if any(spec.shape is None for spec in specs) else signature
     return Iterated(start, UNKNOWN_CARDINALITY, f"generator({name})", known)
 
 

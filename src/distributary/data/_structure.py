@@ -229,8 +229,8 @@ def _pad_and_stack_leaves(
     if value is None:
         value = "" if arrays[0].dtype.kind in "UO" else 0
     result = np.full((len(arrays), *target), value, arrays[0].dtype)
-    for row, array in zip(result, arrays, strict=True):
-        row[tuple(map(slice, array.shape))] = array
+    for number, array in enumerate(arrays):
+        result[number, ...][tuple(map(slice, array.shape))] = array
     return result
 
 
@@ -240,7 +240,8 @@ def _per_leaf(nest: Nest, tree: PyTreeDef, name: str, are_shapes: bool = False) 
     def is_leaf(value: Any) -> bool:
         is_shape = are_shapes and isinstance(value, (tuple, list))
         return value is None or (
-            is_shape and all(size is None or isinstance(size, int) for size in value)
+            is_shape
+            and all(s is None or isinstance(s, int) or getattr(s, "shape", 0) == () for s in value)
         )
 
     leaves, treedef = jax.tree.flatten(nest, is_leaf=is_leaf)
@@ -318,13 +319,15 @@ def conform(element: Nest, signature: Nest, number: int) -> Nest:
 
     Source: `tf.data.Dataset.from_generator`, which also cuts off what does not fit.
     """
-    specs, tree = jax.tree.flatten(signature)
-    leaves, treedef = flatten(element)
-    if treedef != tree:
+    specs, tree = flatten(signature)
+    try:  # what stands where the signature has a spec is one array, also a tuple
+        leaves = tree.flatten_up_to(element)
+    except ValueError:
         raise InvalidTypeError(
-            f"from_generator: element {number} has structure {treedef}, but output_signature has"
-            f" {tree}. Yield elements of that structure, or change output_signature."
-        )
+            f"from_generator: element {number} has structure {flatten(element)[1]}, but"
+            f" output_signature has {tree}. Yield elements of that structure, or change"
+            " output_signature."
+        ) from None
     arrays = []
     for leaf, spec in zip(leaves, specs, strict=True):
         array = as_array(leaf)

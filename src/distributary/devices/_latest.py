@@ -60,9 +60,10 @@ class LatestProgram:
         """Returns whether the devices are still at work on it."""
         # jaxlib 0.10.2 ends the process if you ask a deleted array whether it is ready.
         with self.lock:
-            # `Any`, because the type of arrays does not have `is_ready`.
             output: Any = self.output[0] if isinstance(self.output, list) else self.output
-            return output is not None and not output.is_deleted() and not output.is_ready()
+            if not hasattr(output, "is_ready"):  # nothing, or a random key
+                return False
+            return not output.is_deleted() and not output.is_ready()
 
 
 latest_program = LatestProgram()

@@ -93,13 +93,29 @@ def function(
 
 @final
 class Function:
-    """A compiled function; made by `function`."""
+    """A compiled function; made by `function`.
 
-    def __init__(self, python_function: Callable[..., Any], autograph: bool | None = None) -> None:
+    Args:
+        python_function: The function.
+        autograph: See `function`.
+        constants: Types of arguments that are part of the program, although others take them for
+            data.
+        returned: Makes what callers get from what the function returns.
+    """
+
+    def __init__(
+        self,
+        python_function: Callable[..., Any],
+        autograph: bool | None = None,
+        constants: tuple[type, ...] = (),
+        returned: Callable[[Any], Any] = lambda result: result,
+    ) -> None:
         self.python_function = python_function
         #: How often the Python function was traced.
         self.num_traces = 0
         self._autograph = autograph
+        self._constants = constants
+        self._returned = returned
         self._programs: weakref.WeakKeyDictionary[Any, _Programs] = weakref.WeakKeyDictionary()
         self._cache = ProgramCache("distributary.function")
         self._inner = Inner()
@@ -111,12 +127,17 @@ class Function:
         if scope is not None:
             return self._in(scope, args, kwargs)
         if is_recording():  # a tape outside of a trace differentiates what it sees
-            return self.python_function(*args, **kwargs)
+            return self._returned(self.python_function(*args, **kwargs))
         if any(isinstance(leaf, DistributedInput) for leaf in leaves):
             return self._on_host(args, kwargs)
         mode = current_mode()
         programs = self._programs.setdefault(mode.strategy, {})
-        signature = [signature_of(leaf, "distributary.function") for leaf in leaves]
+        signature = [
+            (type(leaf), leaf)
+            if type(leaf) in self._constants
+            else signature_of(leaf, "distributary.function")
+            for leaf in leaves
+        ]
         iterators = [leaf for leaf in leaves if type(leaf) is DatasetIterator]
         if len(iterators) > 1:  # an iterator that is passed twice takes turns with itself
             signature += map(iterators.index, iterators)
@@ -187,11 +208,11 @@ class Function:
         """Calls the function in a trace."""
         converts = scope.converts if self._autograph is None else self._autograph
         function = converted(self.python_function) if converts else self.python_function
-        return function(*args, **kwargs)
+        return self._returned(function(*args, **kwargs))
 
     def _on_host(self, args: Any, kwargs: Any) -> Any:
         with self._inner.active():
-            return self.python_function(*args, **kwargs)
+            return self._returned(self.python_function(*args, **kwargs))
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -255,7 +276,7 @@ class Function:
         return FunctionProgram(flat, avals, feeds, subject), results[0]
 
     def _build(self, leaves: list[Any], tree: object, strategy: Any, feeds: Feeds) -> Executable:
-        is_data = list(map(is_dynamic, leaves))
+        is_data = [is_dynamic(leaf) and type(leaf) not in self._constants for leaf in leaves]
         program, rebuild = self._traced(leaves, tree, is_data, feeds)
         # The program runs on the devices of the strategies whose replicas run in the function.
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]

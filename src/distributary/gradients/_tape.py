@@ -20,7 +20,13 @@ from distributary.errors import (
     described,
     shown,
 )
-from distributary.tracing import EagerRecord, TapeRecord, TraceScope, current_scope
+from distributary.tracing import (
+    EagerRecord,
+    TapeRecord,
+    TraceScope,
+    current_scope,
+    infers_shapes,
+)
 from distributary.variables import ForeignVariable, IndexedSlices, Variable, as_variable
 
 _logger = logging.getLogger(__name__)
@@ -75,7 +81,7 @@ class GradientTape:
                 "GradientTape: the tape is entered a second time, and would forget what it recorded"
                 " before. Record everything in one `with` block, or use another tape."
             )
-        if scope is None and inside_jax_trace():
+        if scope is None and inside_jax_trace() and not infers_shapes():
             raise ContextError(
                 "GradientTape does not record inside a raw jax.jit. Use distributary.function or"
                 " Strategy.run in place of jax.jit, or jax.grad in place of the tape."

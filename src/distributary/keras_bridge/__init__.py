@@ -26,20 +26,20 @@ from distributary.errors import (
 from distributary.tracing import user_stacklevel
 from distributary.variables import ForeignVariable
 
-__all__ = ["connect", "expect_keras", "import_keras"]
+__all__ = ["connect", "import_keras", "would_use_jax"]
 
 # Most of these modules import Keras.
 __getattr__ = late_names(
     __name__,
     {
         "_data": "UnknownSizes check_given current_call",
+        "_keras_private": "lazy_tensorflow replace_shape_inference",
         "_model_step": "ModelStep num_rows",
         "_summaries": "Summaries SummaryWriter has_tensorflow",
     },
 )
 
 _connected = False
-_expected = False
 
 
 def connect() -> bool:
@@ -94,13 +94,12 @@ def import_keras() -> Any:
     return keras
 
 
-def expect_keras() -> None:
-    """Allows traced functions to be the first to call `import_keras`.
-
-    Keras is then imported before such a trace, if it is installed and would run on JAX.
-    """
-    global _expected
-    _expected = True
+def would_use_jax() -> bool:
+    """Returns whether Keras is there and runs on JAX, or would if it were imported."""
+    if "keras" in sys.modules:
+        return _uses_jax()
+    is_backend = os.environ.get("KERAS_BACKEND", "jax") == "jax"
+    return is_backend and importlib.util.find_spec("keras") is not None
 
 
 def _uses_jax() -> bool:
@@ -146,10 +145,6 @@ class _Keras(Library):
             connect()
 
     def around_trace(self) -> AbstractContextManager[object]:
-        if _expected and "keras" not in sys.modules:
-            would_use_jax = os.environ.get("KERAS_BACKEND", "jax") == "jax"
-            if would_use_jax and importlib.util.find_spec("keras") is not None:
-                import_keras()
         if not connect() or not _uses_jax():
             return nullcontext()
         return _modules_with_keras().loops.TracedVariables(collect_losses=True)

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import operator
 import random
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -93,8 +94,10 @@ class Call:
     metrics: list[Any] = dataclasses.field(default_factory=list)
     due: list[Any] = dataclasses.field(default_factory=list)
     passes: int = 0
-    _epochs: Any = None  # Keras' iterator over the data
-    _batches: Any = None  # the iterator of the pass
+    # References to Keras' iterator over the data, and to that of the pass: threads that read ahead
+    # have the call in their context, and end when nothing refers to the iterator.
+    _epochs: Any = None
+    _batches: Any = None
     _before: list[Any] = dataclasses.field(default_factory=list)
 
     def begin_epoch(self, epochs: Any) -> Iterator[Any]:
@@ -102,7 +105,7 @@ class Call:
 
         If the epoch goes on from a backup, they are those that are left.
         """
-        at, self.resumes, self._epochs = self.resumes, None, epochs
+        at, self.resumes, self._epochs = self.resumes, None, weakref.ref(epochs)
         epochs._get_iterator = self._begin_pass
         in_pass = epochs.steps_per_epoch and epochs._current_iterator and epochs._steps_seen
         if not in_pass:  # a thread may draw the order as soon as the pass begins
@@ -120,8 +123,9 @@ class Call:
         return _rest(epochs, at)
 
     def _begin_pass(self) -> Any:
-        self._batches = batches_of(self.data, get_strategy().extended)
-        return self._batches
+        batches = batches_of(self.data, get_strategy().extended)
+        self._batches = weakref.ref(batches) if isinstance(batches, ReadAhead) else None
+        return batches
 
     @property
     def order_is_known(self) -> bool:
@@ -139,14 +143,14 @@ class Call:
             num_steps: Steps of an epoch, if they are known.
         """
         if num_steps is None:
-            return bool(self._batches.is_at_end())
-        epochs = self._epochs
+            return bool(self._batches().is_at_end())
+        epochs = self._epochs()
         ends_early = epochs._num_batches and epochs._steps_seen >= epochs._num_batches
         return bool(steps >= num_steps or ends_early)
 
     def position(self, steps: int) -> Position:
         """Returns the position after so many steps of an epoch, or 0 at its end."""
-        epochs = self._epochs
+        epochs = self._epochs()
         in_pass = steps or (epochs.steps_per_epoch and epochs._current_iterator)
         batches = epochs._steps_seen if in_pass else 0
         seeds = self.data.seeds if isinstance(self.data, DatasetAdapter) else []

@@ -78,6 +78,7 @@ METHODS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         for kind in PARTS
     ),
     ("Trainer", "_get_jax_state", _models.get_jax_state),
+    ("BaseTrainer", "get_metrics_result", _models.get_metrics_result),
 )
 # On other backends, there is nothing to distribute. Creating a model or variable in a scope raises
 # an error.

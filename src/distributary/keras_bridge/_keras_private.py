@@ -7,6 +7,7 @@ them through public classes where it can. `tests/keras_bridge/test_hooks.py` nam
 import functools
 import inspect
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 from distributary.devices import no_private_name, private
@@ -38,6 +39,8 @@ get_global_attribute = private("keras.src.backend.common.global_state:get_global
 set_global_attribute = private("keras.src.backend.common.global_state:set_global_attribute")
 in_stateless_scope = private("keras.src.backend.common.stateless_scope:in_stateless_scope")
 in_symbolic_scope = private("keras.src.backend.common.symbolic_scope:in_symbolic_scope")
+#: In place of TensorFlow's module, which Keras imports on first use.
+lazy_tensorflow: Any = private("keras.src.utils.module_utils:tensorflow")
 DataAdapter: Any = private("keras.src.trainers.data_adapters.data_adapter:DataAdapter")
 ArrayDataAdapter = private("keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter")
 GeneratorDataAdapter = private(
@@ -82,3 +85,9 @@ def sync_state(model: Any) -> None:
         model.state_sync()
     elif hasattr(model, "jax_state_sync"):  # before Keras 3.16
         model.jax_state_sync()
+
+
+def replace_shape_inference(function: Callable[..., Any]) -> None:
+    """Lets a function infer the shapes of layers; it gets Keras' own first, then its arguments."""
+    owner = find("keras.src.backend", "compute_output_spec")
+    owner.compute_output_spec = functools.partial(function, owner.compute_output_spec)

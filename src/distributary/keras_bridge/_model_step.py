@@ -4,6 +4,7 @@ import inspect
 from typing import Any, Literal, final
 
 import jax
+import keras
 import numpy as np
 
 from distributary.devices import Nest
@@ -44,7 +45,7 @@ class ModelStep:
     def __call__(self, data: Nest) -> Nest:
         """Runs the step; returns the logs or predictions."""
         if self.stateful is not None:
-            return self.stateful(data)
+            return values_of_variables(self.stateful(data))
         variables = dict(zip(PARTS[self._kind], self.variables(), strict=True))
         with in_parts():  # layers gather them
             state = {name: [v.value for v in part] for name, part in variables.items()}
@@ -76,6 +77,11 @@ class ModelStep:
     def variables(self) -> list[list[Any]]:
         """Returns the variables of the model whose values make up the state, see `PARTS`."""
         return [_variables(self._trainer, part) for part in PARTS[self._kind]]
+
+
+def values_of_variables(results: Nest) -> Nest:
+    """Returns results of a model with values in place of variables."""
+    return jax.tree.map(lambda x: x.value if isinstance(x, keras.Variable) else x, results)
 
 
 def _variables(trainer: Any, part: str) -> list[Any]:

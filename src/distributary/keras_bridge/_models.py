@@ -38,7 +38,7 @@ from distributary.keras_bridge._data import (
     explained_by_data,
 )
 from distributary.keras_bridge._losses import warn_of_labels
-from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
+from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data, values_of_variables
 from distributary.keras_bridge._roles import check_rules
 from distributary.keras_bridge._step_function import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place
@@ -193,10 +193,13 @@ def infers_shapes() -> bool:
 def _needs_engine(model: Any) -> bool:
     """Returns whether Keras alone cannot train a model.
 
-    It cannot call steps that are written for TensorFlow, or keep the state of `tf.random`.
+    It cannot call steps that are written for TensorFlow, or keep the state of `tf.random` and of
+    metrics that a layer updates.
     """
     return any(takes_only_data(model, kind) for kind in PARTS) or any(
-        "_distributary_state" in vars(layer) for layer in model._flatten_layers()
+        "_distributary_state" in vars(layer)
+        or (layer._metrics and not isinstance(layer, keras.Model))
+        for layer in model._flatten_layers()
     )
 
 
@@ -331,6 +334,11 @@ def symbolic_build(original: Callable[..., Any], self: Any, *args: Any, **kwargs
         return None  # models such as a GAN have a step of their own, but no result to build
     with entered(mode_of(strategy, "global")):
         return original(self, *args, **kwargs)
+
+
+def get_metrics_result(original: Callable[..., Any], self: Any) -> Any:
+    """Returns the values of metrics whose `result` is a variable, as it may be in TensorFlow."""
+    return values_of_variables(original(self))
 
 
 def begin_epoch(original: Callable[..., Any], self: Any) -> Any:

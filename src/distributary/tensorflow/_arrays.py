@@ -10,31 +10,39 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from distributary.devices import Nest
+from distributary.devices import Nest, inside_jax_trace
 from distributary.errors import InvalidValueError
 from distributary.tensorflow._host import host_array, is_text
 from distributary.tensorflow._linalg import global_norm
-from distributary.tensorflow._operations import REQUIRED, Axes, Operation, Shape, TensorLike, array
+from distributary.tensorflow._operations import (
+    REQUIRED,
+    Axes,
+    Operation,
+    Shape,
+    array,
+    converted,
+)
 from distributary.tensorflow.autograph import Range, is_traced
 from distributary.tracing import current_scope
 from distributary.variables import ShardedVariable, Variable, embedding_lookup
 
 
-def constant(
-    value: TensorLike, dtype: DTypeLike | None = None, shape: Shape | None = None
-) -> Array:
+def constant(value: Any, dtype: DTypeLike | None = None, shape: Shape | None = None) -> Array:
     """`tf.constant`: a single number fills `shape`; text stays on the host."""
-    result = array(value, dtype)
+    is_whole = dtype is None or np.dtype(dtype).kind in "iu"
+    is_whole &= all(isinstance(x, (int, np.integer)) for x in jax.tree.leaves(value))
+    with jax.ensure_compile_time_eval() if is_whole else contextlib.nullcontext():
+        result = converted("tf.constant", value, dtype)  # whole numbers may be sizes
     if shape is None:
         return result
     return jnp.full(shape, result.reshape(())) if result.size == 1 else result.reshape(shape)
 
 
 def convert_to_tensor(
-    value: TensorLike, dtype: DTypeLike | None = None, dtype_hint: DTypeLike | None = None
+    value: Any, dtype: DTypeLike | None = None, dtype_hint: DTypeLike | None = None
 ) -> Array:
     """`tf.convert_to_tensor`: text stays on the host."""
-    return array(value, dtype)
+    return converted("tf.convert_to_tensor", value, dtype)
 
 
 def one_hot(
@@ -102,9 +110,14 @@ def shape(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> np.ndar
     return host_array(sizes, out_type) if is_known else np.array(sizes, object)
 
 
-def size(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> Any:
-    """`tf.size`: a NumPy number, since it is known while a step is traced."""
-    return np.dtype(out_type).type(np.size(input))
+def size(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> np.ndarray:
+    """`tf.size`: a NumPy array, since it is known while a step is traced."""
+    return host_array(np.size(input), out_type)
+
+
+def rank(input: ArrayLike) -> np.ndarray:
+    """`tf.rank`: a NumPy array, since it is known while a step is traced."""
+    return host_array(np.ndim(input), np.int32)
 
 
 def concat(values: Any, axis: int) -> Any:
@@ -114,7 +127,8 @@ def concat(values: Any, axis: int) -> Any:
     # Sizes of arrays, put together while a step is traced, stay numbers that Python can read.
     is_known = not any(map(is_traced, jax.tree.leaves(values)))
     with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():
-        return jnp.concatenate([array(value) for value in values], axis)
+        joined = jnp.concatenate([array(value) for value in values], axis)
+    return host_array(joined) if is_known and inside_jax_trace() else joined
 
 
 def unstack(value: Array, num: int | None = None, axis: int = 0) -> list[Array]:
@@ -182,9 +196,15 @@ def pad(
     return jnp.pad(tensor, paddings, mode.lower(), **options)
 
 
-def boolean_mask(tensor: Array, mask: ArrayLike, axis: int | None = None) -> Array:
+def boolean_mask(tensor: Array, mask: Any, axis: int | None = None) -> Array:
     """`tf.boolean_mask`: not inside a compiled step, as the shape depends on the mask."""
-    return jnp.compress(np.ravel(mask), tensor, axis or 0)
+    picked, first = np.asarray(mask, bool), axis or 0
+    dims = tensor.shape[first:][: picked.ndim]
+    if picked.shape != dims or not dims:
+        raise InvalidValueError(
+            f"tf.boolean_mask: the mask has shape {picked.shape}, but the array has {dims} there."
+        )
+    return tensor[(slice(None),) * (first % tensor.ndim) + (picked,)]
 
 
 def clip_by_norm(t: Array, clip_norm: ArrayLike, axes: Axes = None) -> Array:
@@ -379,7 +399,8 @@ def tile(input: ArrayLike, multiples: Sequence[int]) -> Array:
 
 
 def _repeat(input: Array, repeats: Any, axis: int | None) -> Array:
-    return jnp.repeat(input, repeats if isinstance(repeats, int) else jnp.asarray(repeats), axis)
+    is_known = isinstance(repeats, (int, np.ndarray))
+    return jnp.repeat(input, repeats if is_known else jnp.asarray(repeats), axis)
 
 
 #: Operations with another name or other arguments in JAX.
@@ -389,7 +410,6 @@ ARRAYS: dict[str, Operation] = {
     "identity": Operation(jnp.asarray, "input"),
     "ones": Operation(jnp.ones, shape=REQUIRED, dtype=None),
     "ones_like": Operation(jnp.ones_like, "input", dtype=None),
-    "rank": Operation(jnp.ndim, "input"),
     "repeat": Operation(_repeat, "input", repeats=REQUIRED, axis=None),
     "reshape": Operation(jnp.reshape, "tensor", shape=REQUIRED),
     "reverse": Operation(jnp.flip, "tensor", axis=REQUIRED),

@@ -21,7 +21,7 @@ def decode_wav(
     contents: Any, desired_channels: int = -1, desired_samples: int = -1, name: str | None = None
 ) -> DecodedWav:
     """`tf.audio.decode_wav`: `[samples, channels]` in float32."""
-    with wave.open(io.BytesIO(np.asarray(contents).item())) as file:
+    with wave.open(io.BytesIO(host_array(contents).item())) as file:
         if file.getsampwidth() != 2:
             raise InvalidValueError(
                 f"tf.audio.decode_wav: samples have {8 * file.getsampwidth()} bits, expected 16."

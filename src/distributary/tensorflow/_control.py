@@ -16,7 +16,7 @@ from distributary.errors import UnsupportedError
 from distributary.tensorflow._host import as_element, host_array, require
 from distributary.tensorflow._operations import TensorLike, array, plain, tensor
 from distributary.tensorflow.autograph import is_traced
-from distributary.tracing import current_scope
+from distributary.tracing import current_scope, outside_of_trace
 
 _Branch = Callable[[], Any]
 
@@ -206,7 +206,7 @@ class name_scope:  # noqa: N801
 @contextlib.contextmanager
 def init_scope() -> Iterator[None]:
     """`tf.init_scope`: computes at once what does not depend on the arguments of the step."""
-    with jax.ensure_compile_time_eval():
+    with outside_of_trace():
         yield
 
 

@@ -52,6 +52,10 @@ class Dataset(data.Dataset):
         """Returns an element whose arrays have the method `numpy()`."""
         return map_arrays(as_element, element)
 
+    def reduce(self, *args: Any, **kwargs: Any) -> Nest:
+        """Returns the state after `state = reduce_func(state, element)` for every element."""
+        return self.show(super().reduce(*args, **kwargs))
+
     def cardinality(self) -> Any:
         """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
         return as_element(np.asarray(super().cardinality()))

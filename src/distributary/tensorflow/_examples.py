@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tensorflow._host import Element, host_array
 from distributary.tensorflow._messages import message_type, package
+from distributary.tensorflow._operations import array
 from distributary.tensorflow._sparse import SparseTensor, sparse_rows
 
 
@@ -217,8 +218,8 @@ def _stacked(arrays: list[np.ndarray], feature: Any) -> Any:
     if default is None:
         default = b"" if np.dtype(feature.dtype) == object else 0
     result = np.full((len(arrays), *longest), default, feature.dtype)
-    for row, array in zip(result, arrays, strict=True):
-        row[: len(array)] = array
+    for row, values in zip(result, arrays, strict=True):
+        row[: len(values)] = values
     return result
 
 
@@ -389,7 +390,7 @@ def decode_csv(
     name: str | None = None,
 ) -> list[Any]:
     """`tf.io.decode_csv`: the columns of lines of text, each in the dtype of its default."""
-    lines = np.asarray(records)
+    lines = host_array(records)
     texts = [one.decode() if isinstance(one, bytes) else one for one in lines.reshape(-1).tolist()]
     quote = {} if use_quote_delim else {"quoting": csv.QUOTE_NONE}
     rows = [*csv.reader(texts, delimiter=field_delim, **quote)]  # type: ignore[arg-type]
@@ -430,19 +431,20 @@ _TENSOR_DTYPES = {
 }  # fmt: skip
 
 
-def serialize_tensor(tensor: object, name: str | None = None) -> bytes:
+def serialize_tensor(tensor: Any, name: str | None = None) -> bytes:
     """`tf.io.serialize_tensor`: the bytes of an array of numbers, as TensorFlow writes them."""
-    array = np.asarray(tensor)
-    if array.dtype.name not in _TENSOR_DTYPES:
+    values = np.asarray(tensor if hasattr(tensor, "dtype") else array(tensor))
+    if values.dtype.name not in _TENSOR_DTYPES:
         raise InvalidTypeError(
-            f"tf.io.serialize_tensor: an array of dtype {array.dtype}, expected numbers. Put text"
+            f"tf.io.serialize_tensor: an array of dtype {values.dtype}, expected numbers. Put text"
             " into tf.train.BytesList as it is."
         )
     message = message_type("TensorProto")(
-        dtype=_TENSOR_DTYPES[array.dtype.name], tensor_content=np.ascontiguousarray(array).tobytes()
+        dtype=_TENSOR_DTYPES[values.dtype.name],
+        tensor_content=np.ascontiguousarray(values).tobytes(),
     )
     message.tensor_shape.SetInParent()
-    for size in array.shape:
+    for size in values.shape:
         message.tensor_shape.dim.add(size=size)
     return bytes(message.SerializeToString(deterministic=True))
 

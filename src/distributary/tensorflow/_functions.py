@@ -13,10 +13,10 @@ import numpy as np
 
 from distributary.data import PerReplicaSpec, TensorSpec
 from distributary.devices import Nest
-from distributary.engine import function as compile_function
+from distributary.engine import Function as Compiled
 from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.tensorflow._operations import array
-from distributary.variables import PerReplica
+from distributary.tensorflow._operations import converted
+from distributary.variables import DistributedValues, PerReplica, Variable
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -38,13 +38,14 @@ def function(
 
     `input_signature` converts arguments to its dtypes and checks their shapes. It can contain the
     `element_spec` of a distributed dataset. Python control flow is converted, unless `autograph` is
-    False. The other options have no effect: functions are always compiled, once for every shape.
+    False. The other options have no effect: functions are always compiled, once for every shape,
+    and for every Python int. A returned variable becomes its value.
 
     Raises:
         InvalidValueError: if an argument does not have the shape that `input_signature` gives, or
             has another number of components.
-        InvalidTypeError: if an argument is not a `PerReplica` although `input_signature` has the
-            spec of one.
+        InvalidTypeError: if an argument has another dtype, or is not a `PerReplica` although
+            `input_signature` has the spec of one.
 
     Source: `tf.function`.
     """
@@ -68,15 +69,21 @@ class Function:
     ) -> None:
         self.python_function = python_function
         self.input_signature = None if input_signature is None else tuple(input_signature)
-        self._compiled = compile_function(python_function, autograph=autograph)
+        self._compiled = Compiled(python_function, autograph, (int,), _with_values)
         functools.update_wrapper(self, python_function, updated=())
         self._name = getattr(python_function, "__name__", repr(python_function))
-        # The arguments of concrete functions, by the object whose method this is, or this itself.
+        # The arguments of concrete functions, and of calls that made a program, by the object whose
+        # method this is, or this itself.
         self._asked: weakref.WeakKeyDictionary[Any, list[_Arguments]] = weakref.WeakKeyDictionary()
+        self._called: weakref.WeakKeyDictionary[Any, list[_Arguments]] = weakref.WeakKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.input_signature is None:
-            return self._compiled(*args, **kwargs)
+            num_traces = self._compiled.num_traces
+            result = self._compiled(*args, **kwargs)
+            if self._compiled.num_traces > num_traces:
+                self._note(self._called, args, kwargs)
+            return result
         parameters = inspect.signature(self.python_function)
         num_own = int(next(iter(parameters.parameters), "") == "self")
         try:
@@ -112,23 +119,28 @@ class Function:
         if len(args) + len(kwargs) == num_own:
             args = (*args, *signature)
         concrete = ConcreteFunction(self, args, kwargs)
-        with contextlib.suppress(TypeError):  # of an object without a hash or a weak reference
-            owner = args[0] if num_own else self
-            asked = self._asked.setdefault(owner, [])
-            asked.append(jax.tree.map(_spec_of, (args[num_own:], kwargs), is_leaf=_is_spec))
+        self._note(self._asked, args, kwargs)
         return concrete
 
-    def concrete_functions(self, *instance: Any) -> list["ConcreteFunction"]:
+    def _note(self, noted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        num_own = int(next(iter(inspect.signature(self.python_function).parameters), "") == "self")
+        with contextlib.suppress(TypeError):  # of an object without a hash or a weak reference
+            of_owner = noted.setdefault(args[0] if num_own else self, [])
+            of_owner.append(jax.tree.map(_spec_of, (args[num_own:], kwargs), is_leaf=_is_spec))
+
+    def concrete_functions(self, *instance: Any, called: bool = False) -> list["ConcreteFunction"]:
         """Returns a function for `input_signature`, or for each that `get_concrete_function` made.
 
         Args:
             *instance: The object, for a method.
+            called: Whether to return those of calls instead.
         """
         if self.input_signature is not None:
             return [ConcreteFunction(self, (*instance, *self.input_signature), {})]
         owner = instance[0] if instance else self
-        asked = self._asked.get(owner, []) if isinstance(owner, Hashable) else []
-        return [ConcreteFunction(self, (*instance, *args), kwargs) for args, kwargs in asked]
+        noted = self._called if called else self._asked
+        known = noted.get(owner, []) if isinstance(owner, Hashable) else []
+        return [ConcreteFunction(self, (*instance, *args), kwargs) for args, kwargs in known]
 
     def pretty_printed_concrete_signatures(self, verbose: bool = True) -> str:
         """Returns the parameters of the function as text, for messages."""
@@ -157,9 +169,9 @@ class Method:
         """Returns the method for arguments of these shapes and dtypes."""
         return self.__func__.get_concrete_function(self.__self__, *args, **kwargs)
 
-    def concrete_functions(self) -> list["ConcreteFunction"]:
+    def concrete_functions(self, called: bool = False) -> list["ConcreteFunction"]:
         """Returns the functions of `Function.concrete_functions` for this object."""
-        return self.__func__.concrete_functions(self.__self__)
+        return self.__func__.concrete_functions(self.__self__, called=called)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -257,6 +269,15 @@ class ConcreteFunction:
         return f"<ConcreteFunction {self.name}{self.structured_input_signature}>"
 
 
+def _with_values(result: Any) -> Any:
+    """Returns what a function returns, with values in place of variables, as in TensorFlow."""
+    return jax.tree.map(
+        lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf,
+        result,
+        is_leaf=lambda leaf: isinstance(leaf, DistributedValues),
+    )
+
+
 def _is_spec(node: object) -> bool:
     return isinstance(node, (TensorSpec, PerReplicaSpec))
 
@@ -275,7 +296,7 @@ def _checked(name: str, specs: Nest, values: Nest) -> Any:
 def _converted(name: str, spec: TensorSpec | PerReplicaSpec, value: Nest) -> Any:
     if isinstance(spec, PerReplicaSpec):
         return _converted_components(name, spec, value)
-    result = array(value, spec.dtype)
+    result = converted(f"tf.function {name}", value, spec.dtype)
     if not spec.accepts(result):
         raise InvalidValueError(
             f"tf.function {name}: an argument has shape {result.shape}, but input_signature says"
@@ -307,4 +328,5 @@ def _converted_components(name: str, spec: PerReplicaSpec, value: Nest) -> Any:
                 f"tf.function {name}: a component of an argument has shape {shape}, but"
                 f" input_signature says {part_spec}."
             )
-    return jax.tree.map(lambda leaf: array(leaf, specs[0].dtype), value)
+    convert = lambda leaf: converted(f"tf.function {name}", leaf, specs[0].dtype)
+    return jax.tree.map(convert, value)

@@ -3,8 +3,11 @@
 Their arrays are NumPy's, as in `Dataset.map`, and have TensorFlow's method `numpy()`.
 """
 
+import functools
 import hashlib
+import inspect
 import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import jax
@@ -28,8 +31,26 @@ class Text(str):
 
 
 @final
+class Bytes(bytes):
+    """Bytes as records and files have them."""
+
+    def numpy(self) -> bytes:
+        """Returns the bytes."""
+        return bytes(self)
+
+
+@final
 class Element(np.ndarray):
     """An array on the host, such as one that a loop over a dataset yields."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return np.asarray(super().__getitem__(index), self.dtype).view(Element)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __repr__(self) -> str:
+        return repr(np.asarray(self)).replace("array", "Element", 1)
 
     def numpy(self) -> Any:
         """Returns a copy as a NumPy array, or a number or text for a scalar, as TensorFlow does."""
@@ -37,9 +58,25 @@ class Element(np.ndarray):
         return Text(copy) if isinstance(copy, str) else copy
 
 
-def as_element(array: object) -> object:
-    """Returns an array in the form in which loops over datasets yield it."""
-    return array.view(Element) if type(array) is np.ndarray else array
+def as_element(value: object) -> object:
+    """Returns an array, number or bytes in a form with the method `numpy()`."""
+    if type(value) is bytes:
+        return Bytes(value)
+    return host_array(value) if isinstance(value, (np.ndarray, np.generic, bool)) else value
+
+
+def of_host(functions: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns functions whose results have the method `numpy()`; other objects stay."""
+
+    def shown(function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(function)(
+            lambda *args, **kwargs: jax.tree.map(as_element, function(*args, **kwargs))
+        )
+
+    return {
+        name: shown(value) if inspect.isfunction(value) else value
+        for name, value in functions.items()
+    }
 
 
 def host_array(value: object, dtype: Any = None) -> np.ndarray:
@@ -49,7 +86,11 @@ def host_array(value: object, dtype: Any = None) -> np.ndarray:
         value: An array, a number, text, or a nest of lists.
         dtype: The dtype; `tf.string` keeps text.
     """
-    array = np.asarray(value)
+    first = value
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    # Dtype S would drop zero bytes at the end, and NumPy cannot read subclasses of bytes.
+    array = np.asarray(value, object if isinstance(first, bytes) else None)
     is_text = dtype is None or np.dtype(dtype).kind == "O"
     return (array if is_text else array.astype(dtype)).view(Element)
 

@@ -30,9 +30,9 @@ def write_file(filename: _Path, contents: bytes | str, name: str | None = None) 
     """`tf.io.write_file`: makes the folder if there is none."""
     path = local_path(_text(filename))
     makedirs(os.path.dirname(path) or ".")
-    data = contents.encode() if isinstance(contents, str) else bytes(contents)
+    data = np.asarray(contents, object).item()
     with open(path, "wb") as file:
-        file.write(data)
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def _text(name: Any) -> str:

@@ -1,5 +1,6 @@
 """Operations: functions with TensorFlow's arguments, which call other functions."""
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -13,8 +14,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from distributary.devices import Nest, inside_jax_trace
+from distributary.errors import InvalidTypeError, shown
 from distributary.keras_bridge import import_keras
-from distributary.tensorflow._host import host_array, is_text
+from distributary.tensorflow._host import Element, host_array, is_text
+from distributary.tensorflow.autograph import is_traced
 from distributary.tracing import native
 
 
@@ -81,6 +85,7 @@ class Operation:
             kind = inspect.Parameter.KEYWORD_ONLY if has_rest else _ANYWHERE
             shown.append(inspect.Parameter("name", kind, default=None))
         signature = inspect.Signature(shown)
+        is_pure = self._call.__module__.startswith(("jax.", "numpy", *_PURE))
 
         def operation(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -91,11 +96,15 @@ class Operation:
             values = bound.arguments
             if len(shown) > len(parameters):
                 del values["name"]
-            for p in parameters:
-                convert, value = _CONVERSIONS.get(p.annotation, _option), values[p.name]
-                is_rest = p.kind is p.VAR_POSITIONAL
-                values[p.name] = tuple(map(convert, value)) if is_rest else convert(value)
-            return call(*bound.args, **bound.kwargs)
+            arrays = [values[p.name] for p in parameters if p.annotation in _TENSORS]
+            is_known = is_pure and inside_jax_trace() and _has_sizes(arrays, values)
+            with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():
+                for p in parameters:
+                    convert, value = _CONVERSIONS.get(p.annotation, _option), values[p.name]
+                    is_rest = p.kind is p.VAR_POSITIONAL
+                    values[p.name] = tuple(map(convert, value)) if is_rest else convert(value)
+                result = call(*bound.args, **bound.kwargs)
+                return jax.tree.map(host_array, result) if is_known else result
 
         operation.__name__ = operation.__qualname__ = name.rpartition(".")[2]
         operation.__doc__ = text
@@ -122,6 +131,24 @@ class Operation:
             of_numpy = getattr(np, call.__name__, call)
             call = lambda *args, **options: host_array(of_numpy(*args, **options))
         return call(*values[:count], **options)
+
+
+# Modules of functions that draw no random numbers.
+_PURE = ("distributary.tensorflow._arrays", "distributary.tensorflow._math")
+
+
+def _has_sizes(arrays: Nest, values: Nest) -> bool:
+    """Returns whether arguments are arrays of the host, such as `tf.shape`, and other known values.
+
+    What a step computes of them stays known, so that it can be a size, too.
+
+    Args:
+        arrays: The arguments that are arrays.
+        values: All arguments.
+    """
+    sizes = [x for x in jax.tree.leaves(arrays) if isinstance(x, Element)]
+    others = [x for x in jax.tree.leaves(values) if hasattr(x, "__jax_array__") or is_traced(x)]
+    return any(x.dtype.kind in "biuf" for x in sizes) and not others
 
 
 _ANYWHERE = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -180,6 +207,43 @@ def array(value: TensorLike, dtype: DTypeLike | None = None) -> jax.Array:
     return result if is_text(result) else jnp.asarray(result, canonical(dtype))
 
 
+def converted(what: str, value: Any, dtype: DTypeLike | None) -> jax.Array:
+    """Converts an argument to a dtype as TensorFlow does.
+
+    NumPy's arrays get any dtype, Python's numbers one that holds their kind, as floats hold whole
+    numbers, and arrays and variables keep their own.
+
+    Raises:
+        InvalidTypeError: if the dtype is another one.
+    """
+    if dtype is None:
+        return array(value)
+    wanted, fits = canonical(dtype), True
+    if is_text(value) or wanted.kind in "OUS":
+        fits = is_text(value) and wanted.kind in "OUS"
+    elif isinstance(value, (jax.Array, Element)) or hasattr(value, "__jax_array__"):
+        fits = array(value).dtype == wanted
+    elif isinstance(value, (*_NUMBERS, list, tuple)) and not isinstance(value, np.generic):
+        kinds = {type(leaf) for leaf in jax.tree.leaves(value)}
+        numbers = [kind for kind in kinds if issubclass(kind, (*_NUMBERS, np.generic))]
+        fits = all(_kind(kind) <= _kind(wanted) for kind in numbers)
+        if fits and len(numbers) == len(kinds):
+            value = np.array(value, wanted)  # an error for numbers that are too large
+    if not fits:
+        raise InvalidTypeError(
+            f"{what}: got {shown(value)}, expected {wanted.name}. Convert numbers with tf.cast."
+        )
+    return array(value, dtype)
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _kind(dtype: Any) -> int:
+    kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
+    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
+
+
 def _arrays(values: Sequence[TensorLike | None]) -> list[jax.Array | None]:
     return [None if value is None else array(value) for value in values]
 
@@ -200,6 +264,7 @@ def canonical(dtype: DTypeLike | None) -> Any:
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
 
 
+_TENSORS = (Array, ArrayLike, TensorLike, list[Array], list[Array | None])
 # Conversions of arguments by the annotation of the parameter; `_option` for all others.
 _CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
     Any: lambda value: value,

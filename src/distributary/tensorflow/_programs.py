@@ -18,6 +18,8 @@ from distributary.errors import DeviceError, InvalidValueError, UnsupportedError
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow._arrays import constant
 from distributary.tensorflow._control import name_scope
+from distributary.tensorflow._generator import Generator
+from distributary.tensorflow._host import host_array
 from distributary.tensorflow._operations import array, plain
 from distributary.tensorflow.autograph import and_, while_stmt
 from distributary.tracing import current_scope
@@ -263,14 +265,14 @@ def no_op(name: str | None = None) -> None:
     """`tf.no_op`."""
 
 
-def timestamp(name: str | None = None) -> np.float64:
+def timestamp(name: str | None = None) -> np.ndarray:
     """`tf.timestamp`: the seconds since 1970, outside of steps."""
     if current_scope() is not None:
         raise UnsupportedError(
             "tf.timestamp in a step: arrays of 32 bits cannot hold the time. Call it outside of the"
             " step, or tf.py_function inside."
         )
-    return np.float64(time.time())
+    return host_array(time.time())
 
 
 def identity_n(input: Sequence[Any], name: str | None = None) -> list[jax.Array]:
@@ -323,23 +325,28 @@ class Module:
 
 
 def _parts_of(module: object) -> Iterator[Any]:
-    """Yields the variables and modules below a module, in the order of the names of attributes."""
-    leaves = jax.tree.leaves(
-        dict(sorted(vars(module).items())), is_leaf=lambda x: isinstance(x, Module)
-    )
-    for leaf in leaves:
+    """Yields the modules and variables below a module, those of its own before those below them.
+
+    They come in the order of the names of attributes.
+    """
+    below: list[Any] = []
+    for leaf in jax.tree.leaves(dict(vars(module)), is_leaf=lambda x: isinstance(x, Module)):
         if isinstance(leaf, Module):
             yield leaf
-            yield from _parts_of(leaf)
+            below.append(leaf)
         elif hasattr(leaf, "trainable_variables"):  # a layer or model of Keras
-            yield from leaf.variables
-        elif hasattr(leaf, "assign"):
+            below.append(leaf)
+        elif hasattr(leaf, "trainable"):  # a variable; optimizers of Keras have `assign`, too
             yield leaf
+    for part in below:
+        yield from _parts_of(part) if isinstance(part, Module) else part.variables
 
 
 @final
 class _Modules(Library):
     def parts(self, value: object) -> dict[str, Any] | None:
+        if isinstance(value, Generator):
+            return {"state": value.state}
         if not isinstance(value, Module):
             return None
         return {name: part for name, part in vars(value).items() if _has_state(part)}
@@ -347,7 +354,10 @@ class _Modules(Library):
 
 def _has_state(value: object) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Module))
-    return any(hasattr(leaf, "assign") or hasattr(leaf, "variables") for leaf in leaves)
+    names = ("assign", "variables", "get_state")
+    return any(
+        isinstance(leaf, Generator) or any(hasattr(leaf, name) for name in names) for leaf in leaves
+    )
 
 
 register(_Modules())

@@ -83,10 +83,11 @@ def save(obj: object, export_dir: _Path, signatures: object = None, options: obj
         if inputs is not None:  # models that only have a method `call` do not know them
             functions["__call__"] = [_prediction_of(obj, inputs)]
             named.setdefault(_DEFAULT, functions["__call__"][0])
+    functions = functions if functions or named else _functions_of(obj, called=True)
     if not (functions or named):
         raise InvalidValueError(
             f"tf.saved_model.save: {described(obj)} has no function with known arguments. Give a"
-            " tf.function an input_signature, or call its get_concrete_function; make a model with"
+            " tf.function an input_signature, or call it once; make a model with"
             " keras.Model(x, model(x)), where x is keras.Input(shape)."
         )
     programs = _Programs()
@@ -102,7 +103,7 @@ def save(obj: object, export_dir: _Path, signatures: object = None, options: obj
     Checkpoint(**{INDEX: json.dumps(index)}, **state).write(path)
 
 
-def _functions_of(obj: object) -> dict[str, list[ConcreteFunction]]:
+def _functions_of(obj: object, called: bool = False) -> dict[str, list[ConcreteFunction]]:
     """Returns the functions of an object and its class, for each of their known arguments."""
     functions: dict[str, list[ConcreteFunction]] = {}
     attributes = getattr(obj, "__dict__", {})
@@ -112,8 +113,8 @@ def _functions_of(obj: object) -> dict[str, list[ConcreteFunction]]:
             value = Method(value, obj)
         if isinstance(value, ConcreteFunction):
             functions[name] = [value]
-        elif isinstance(value, (Function, Method)) and value.concrete_functions():
-            functions[name] = value.concrete_functions()
+        elif isinstance(value, (Function, Method)) and value.concrete_functions(called=called):
+            functions[name] = value.concrete_functions(called=called)
     return functions
 
 

@@ -13,7 +13,7 @@ from distributary.tensorflow._host import Element, bucket_of, host_array, requir
 
 def _each(what: str, change: Callable[[str], Any], value: object, dtype: Any = None) -> Any:
     require_host(f"tf.strings.{what}", value)
-    texts = np.asarray(value)
+    texts = host_array(value)
     flat = [change(text_of(one)) for one in texts.reshape(-1).tolist()]
     return np.array(flat, dtype if flat or dtype else "U1").reshape(texts.shape).view(Element)
 
@@ -75,23 +75,24 @@ def regex_full_match(input: object, pattern: str, name: str | None = None) -> An
 def split(input: Any, sep: str | None = None, maxsplit: int = -1, name: str | None = None) -> Any:
     """`tf.strings.split`: of one text; the words of several have different numbers."""
     require_host("tf.strings.split", input)
-    if np.ndim(input):
+    text = host_array(input)
+    if text.ndim:
         raise UnsupportedError(
-            f"tf.strings.split: got an array of shape {np.shape(input)}, but there are no ragged"
+            f"tf.strings.split: got an array of shape {text.shape}, but there are no ragged"
             " arrays. Split one text at a time in Dataset.map, and pad with padded_batch."
         )
-    return host_array(np.array(text_of(np.asarray(input).item()).split(sep or None, maxsplit), str))
+    return host_array(np.array(text_of(text.item()).split(sep or None, maxsplit), str))
 
 
 def bytes_split(input: object, name: str | None = None) -> Any:
     """`tf.strings.bytes_split`: of one text, characters that are a byte each."""
-    return host_array(np.array(list(text_of(np.asarray(input).item())), str))
+    return host_array(np.array(list(text_of(host_array(input).item())), str))
 
 
 def join(inputs: Sequence[Any], separator: str = "", name: str | None = None) -> Any:
     """`tf.strings.join`: element by element."""
     require_host("tf.strings.join", *inputs)
-    arrays = np.broadcast_arrays(*(np.asarray(one) for one in inputs))
+    arrays = np.broadcast_arrays(*(host_array(one) for one in inputs))
     rows = zip(*(array.reshape(-1).tolist() for array in arrays), strict=True)
     joined = [separator.join(map(text_of, row)) for row in rows]
     return host_array(np.array(joined, str).reshape(arrays[0].shape))
@@ -105,7 +106,7 @@ def reduce_join(
     name: str | None = None,
 ) -> Any:
     """`tf.strings.reduce_join`: over all elements by default."""
-    texts = np.asarray(inputs)
+    texts = host_array(inputs)
     flat = texts.reshape(-1) if axis is None else np.moveaxis(texts, axis, -1)
     joined = np.array(
         [separator.join(map(text_of, row)) for row in flat.reshape(-1, flat.shape[-1]).tolist()],
@@ -156,7 +157,7 @@ def ngrams(
 
 
 def _row(what: str, data: object) -> list[Any]:
-    rows = np.asarray(data)
+    rows = host_array(data)
     if rows.ndim != 1:
         raise InvalidValueError(
             f"tf.strings.{what}: data has shape {rows.shape}, expected one row. Several rows would"
@@ -192,7 +193,7 @@ def as_string(
 ) -> Any:
     """`tf.strings.as_string`."""
     require_host("tf.strings.as_string", input)
-    values = np.asarray(input)
+    values = host_array(input)
     kind = "e" if scientific else "g" if shortest else "f"
     layout = f"{fill}{'' if width < 0 else width}{'' if precision < 0 else f'.{precision}'}"
 
@@ -208,7 +209,7 @@ def as_string(
 def to_number(input: object, out_type: DTypeLike = np.float32, name: str | None = None) -> Any:
     """`tf.strings.to_number`."""
     require_host("tf.strings.to_number", input)
-    return np.asarray(input).astype(str).astype(out_type)[()]
+    return host_array(input).astype(str).astype(out_type)
 
 
 def to_hash_bucket(input: object, num_buckets: int, name: str | None = None) -> Any:

@@ -9,7 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from distributary.errors import InvalidValueError
-from distributary.tensorflow._operations import TensorLike, array, canonical
+from distributary.tensorflow._host import host_array
+from distributary.tensorflow._operations import TensorLike, array, canonical, converted
 from distributary.tensorflow.autograph import NOT_YET, is_traced
 from distributary.tracing import leave_trace
 
@@ -98,7 +99,7 @@ class TensorArray:
 
     def write(self, index: TensorLike, value: TensorLike, name: str | None = None) -> "TensorArray":
         """Returns the rows with one of them set."""
-        row, place = array(value, self.dtype), array(index)
+        row, place = converted("tf.TensorArray", value, self.dtype), array(index)
         if self._shape is not None and (
             len(self._shape) != row.ndim
             or any(n not in (None, size) for n, size in zip(self._shape, row.shape, strict=True))
@@ -156,14 +157,14 @@ class TensorArray:
 
     def unstack(self, value: TensorLike, name: str | None = None) -> "TensorArray":
         """Returns these rows: all of `value` along dim 0."""
-        return self._with(array(value, self.dtype))
+        return self._with(converted("tf.TensorArray", value, self.dtype))
 
     def scatter(
         self, indices: TensorLike, value: TensorLike, name: str | None = None
     ) -> "TensorArray":
         """Returns the rows with several of them set."""
-        written = self
-        for index, row in zip(np.asarray(indices), array(value, self.dtype), strict=True):
+        written, rows = self, converted("tf.TensorArray", value, self.dtype)
+        for index, row in zip(np.asarray(indices), rows, strict=True):
             written = written.write(index, row)
         return written
 
@@ -176,16 +177,16 @@ class TensorArray:
             raise InvalidValueError(
                 f"tf.TensorArray.split: lengths are {sorted(sizes)}, expected one. Pad the parts."
             )
-        values = array(value, self.dtype)
+        values = converted("tf.TensorArray", value, self.dtype)
         return self._with(values.reshape(-1, *sizes, *values.shape[1:]))
 
     def identity(self) -> "TensorArray":
         """Returns the same rows."""
         return self
 
-    def size(self, name: str | None = None) -> int:
+    def size(self, name: str | None = None) -> np.ndarray:
         """Returns the number of rows."""
-        return self._size
+        return host_array(self._size, np.int32)
 
     def close(self, name: str | None = None) -> None:
         """Has no effect."""

@@ -32,6 +32,7 @@ from distributary.tensorflow._strings import lower, ngrams, regex_replace
 
 _keras = import_keras()
 _Layer: Any = _keras.layers.Layer
+_input = _keras.Input
 _register = _keras.saving.register_keras_serializable("distributary")
 
 Vocabulary: TypeAlias = Sequence[Any] | np.ndarray | str | os.PathLike[str]
@@ -54,7 +55,7 @@ def Input(  # noqa: N802
 ) -> Any:
     """`tf.keras.Input`: also takes `tf.string` as its dtype."""
     is_text = dtype is not None and not isinstance(dtype, str) and np.dtype(dtype) == object
-    return _keras.Input(shape, batch_size, "string" if is_text else dtype, *args, **kwargs)
+    return _input(shape, batch_size, "string" if is_text else dtype, *args, **kwargs)
 
 
 @dataclass

@@ -238,7 +238,8 @@ def _refuse_gradient(*args: object, **params: object) -> NoReturn:
     raise UnsupportedError(
         "GradientTape.gradient was called inside a function transformed by jax.vmap or jax.grad."
         " Differentiate that function with jax.grad or jax.vjp on arrays (read variables with"
-        " v.value() before), or move the tape outside of the transformation."
+        " v.value() before), or move the tape outside of the transformation. A Keras layer with a"
+        " tape trains in fit if the model has a train_step(self, data) with a tape."
     )
 
 

@@ -46,6 +46,7 @@ from distributary.tracing import (
     drops_assignments,
     noted_read,
     noted_rows,
+    user_stacklevel,
 )
 from distributary.variables._assignable import Assignable
 from distributary.variables._conversion import (
@@ -745,5 +746,5 @@ def _warn_if_scope_is_in_another_thread(what: str) -> None:
             " open. Scopes hold for one thread only: enter `with strategy.scope():` in this thread"
             " too, or the variable stays on one device.",
             DistributaryWarning,
-            stacklevel=4,
+            stacklevel=user_stacklevel(),
         )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
+from tests.tensorflow.autograph.against_python import assert_results_are_those_of_python
 
 CASES = {}
 
@@ -26,13 +27,6 @@ def case(*inputs):
 NUMBERS = [(-3.0,), (0.0,), (0.5,), (4.0,)]
 ROWS = [(np.array([1.0, -2.0, 3.0, 5.0], np.float32),), (np.array([4.0, 0.5], np.float32),)]
 COUNTS = [(0,), (1,), (6,)]
-
-
-@case(*NUMBERS)
-def return_of_a_nest(x):
-    if x > 0:
-        return {"a": x, "b": [x, 2 * x]}
-    return {"a": -x, "b": [x * 0, x]}
 
 
 @case(*NUMBERS)
@@ -245,18 +239,8 @@ def loops_in_branches_in_a_loop(a, b, n):
 
 @pytest.mark.parametrize("inputs", CASES)
 def test_results_are_those_of_python(inputs):
-    inputs, functions = CASES[inputs]
-    compiled = dist.function(
-        lambda *values: {f.__name__: f(*values) for f in functions}, autograph=True
-    )
-
-    for values in inputs:
-        got = compiled(*(jnp.asarray(v, jnp.asarray(v).dtype) for v in values))
-        for function in functions:
-            expected, own = function(*values), got[function.__name__]
-            assert jax.tree.structure(own) == jax.tree.structure(expected), function.__name__
-            for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(expected), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"{function.__name__}{values}")
+    values, functions = CASES[inputs]
+    assert_results_are_those_of_python(functions, values)
 
 
 def test_only_functions_that_need_it_are_converted():
@@ -278,19 +262,6 @@ def test_only_functions_that_need_it_are_converted():
     assert len(traces) == 3  # as it is, then converted
 
 
-def test_functions_that_are_marked_run_as_they_are():
-    @dist.autograph.do_not_convert
-    def unconverted(x):
-        return x if x > 0 else -x
-
-    @dist.function
-    def calls(x):
-        return unconverted(x)
-
-    with pytest.raises(dist.errors.TracedValueError, match=r"calls: `if`, .* at test_functions.py"):
-        calls(1.0)
-
-
 def test_functions_in_functions_keep_their_own_option():
     @dist.function(autograph=False)
     def inner(x):
@@ -304,8 +275,18 @@ def test_functions_in_functions_keep_their_own_option():
     def outer(x):
         return inner(x)
 
+    @dist.autograph.do_not_convert
+    def unconverted(x):
+        return x if x > 0 else -x
+
+    @dist.function
+    def calls(x):
+        return unconverted(x)
+
     with pytest.raises(dist.errors.TracedValueError, match="needs a value"):
         outer(1.0)
+    with pytest.raises(dist.errors.TracedValueError, match=r"calls: `if`, .* at test_functions.py"):
+        calls(1.0)
     assert float(dist.function(lambda x: converted(x), autograph=False)(-2.0)) == 2
 
 
@@ -352,9 +333,8 @@ def test_the_largest_number_of_turns():
     assert float(doubled(40.0)) == 160
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_steps_of_replicas(num_replicas):
-    strategy = dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+def test_steps_of_replicas(strategy):
+    num_replicas = strategy.num_replicas_in_sync
     with strategy.scope():
         total = dist.Variable(0.0, aggregation=dist.VariableAggregation.SUM)
         largest = dist.Variable(-1.0, synchronization=dist.VariableSynchronization.ON_READ)

@@ -88,14 +88,6 @@ def shapes_of_turns(x):
     return x
 
 
-@told(TypeError, "`n` has dtype int32 before a turn of the `while` at", "float32 after it")
-def dtypes_of_turns(x):
-    n = jnp.int32(1)
-    while x > n:
-        n = n + jnp.float32(0.5)
-    return n
-
-
 @told(ValueError, "`y` gets its first value in the `while` at", "assign it before the loop")
 def a_name_of_a_loop(x):
     while x > 0:
@@ -111,15 +103,6 @@ def a_list_that_grows(x):
         rows.append(x)
         x = x - 1
     return rows
-
-
-@told(TypeError, "`name` is 'a' before the `while` at", "only numbers and arrays can change")
-def objects_of_turns(x):
-    name = "a"
-    while x > 0:
-        name = "b"
-        x = x - 1
-    return name
 
 
 @told(
@@ -158,14 +141,6 @@ def a_list_that_grows_in_one_branch(x):
     if x > 0:
         rows.append(x)
     return len(rows)
-
-
-@told(TypeError, "`found` has the keys ['a', 'b'] after one branch", "the keys ['a'] after")
-def keys_of_one_branch(x):
-    found = {"a": 1.0}
-    if x > 0:
-        found.setdefault("b", x)
-    return len(found)
 
 
 @told(TypeError, "`found` has the keys [1] before a turn of the `while` at", "the keys [1, 2]")

@@ -47,11 +47,6 @@ def expression_with_and(x, n, step, test):
 
 
 @flow
-def expression_with_or(x, n, step, test):
-    return step(x) if n > 100 or test(x) else step(step(x))
-
-
-@flow
 def while_loop(x, n, step, test):
     while n > 0:
         x = step(x)
@@ -99,16 +94,6 @@ def for_with_early_return(x, n, step, test):
 
 
 @flow
-def for_over_a_list(x, n, step, test):
-    seen = []
-    for own in [1, 2, 3]:
-        if own <= n:
-            x = step(x)
-        seen.append(own)
-    return x, len(seen)
-
-
-@flow
 def nested_loops(x, n, step, test):
     for i in jnp.arange(2):
         j = 0
@@ -141,12 +126,10 @@ def _is_small(x):
 
 
 KINDS = {
-    "float32": np.float32(1.5),
     "bfloat16": np.asarray(0.5, jnp.bfloat16),
     "complex64": np.complex64(1 + 2j),
     "empty": np.zeros((0, 2), np.float32),
-    "tuple": (np.float32(1.0), np.int32(-4)),
-    "dict": {"a": np.ones((2, 2), np.float32), "b": [np.float32(2.0)]},
+    "nest": {"a": np.ones((2, 2), np.float32), "b": [(np.float32(2.0), np.int32(-4))]},
 }
 COUNTS = (0, 1, 3)
 

@@ -43,7 +43,7 @@ def _output(name: str, num_devices: int) -> list[str] | None:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, f"{name}.py")
         program.write_text(text, encoding="utf-8")
-        environ = os.environ | {"SHARED_FOLDER": folder, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environ = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
         process = subprocess.run(
             [sys.executable, "-c", _PRELUDE, str(num_devices), str(program)],
             cwd=folder,
@@ -62,7 +62,6 @@ def main() -> None:
     """Records the programs that are named, or all."""
     recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
     for name in sys.argv[1:] or programs():
-        # "workers" is from two processes, which were started by hand with TF_CONFIG.
         recorded.setdefault(name, {}).update({str(n): _output(name, n) for n in (1, 2)})
         print(name, flush=True)
         RECORDED.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")

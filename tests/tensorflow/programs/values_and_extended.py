@@ -123,24 +123,3 @@ for batch in dataset:
     means = module(batch)
     print("mean of the batch", strategy.reduce(MEAN, means, axis=None).numpy())
 print("total", module.total.numpy())
-per_row = strategy.run(lambda x: 2.0 * x, args=(batch,))
-print(
-    "rows",
-    strategy.reduce(MEAN, per_row, axis=0).numpy(),
-    strategy.reduce(SUM, per_row, axis=0).numpy(),
-)
-communication = tf.distribute.experimental.CommunicationOptions(
-    bytes_per_pack=1024, implementation=tf.distribute.experimental.CommunicationImplementation.RING
-)
-for batch in dataset:
-    reduced = strategy.run(
-        lambda x: tf.distribute.get_replica_context().all_reduce(
-            MEAN, tf.reduce_mean(x), communication
-        ),
-        args=(batch,),
-    )
-print("last", strategy.experimental_local_results(reduced)[0].numpy())
-try:
-    strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("MAX", tf.constant(1.0)))
-except (ValueError, AttributeError, KeyError):
-    print("refused")

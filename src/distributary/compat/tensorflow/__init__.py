@@ -4,15 +4,17 @@
 
 Arrays are JAX arrays. From this import on, all of them have TensorFlow's methods `numpy()`,
 `get_shape()` and `set_shape()`, as have the NumPy arrays that a loop over a `tf.data.Dataset`
-yields, and slices of variables have `assign`. If you use a name that is not here, you get an
-AttributeError that says what to use instead.
+yields, and slices of variables have `assign`. Where TensorFlow is missing, Keras gets what it
+lacks: layers of text, and this module for its functions that make datasets. If you use a name that
+is not here, you get an AttributeError that says what to use instead.
 """
 
 import importlib
+import sys
 from typing import Any
 
 from distributary.compat.tensorflow import _namespaces
-from distributary.keras_bridge import expect_keras
+from distributary.keras_bridge import would_use_jax
 from distributary.tensorflow import _methods
 
 
@@ -28,4 +30,7 @@ def __dir__() -> list[str]:
 
 _methods.install()
 _namespaces.install()
-expect_keras()  # the first use of Keras may be `tf.random` inside a step
+if would_use_jax():  # before the first trace, in which `tf.random` may be the first to need it
+    from distributary.tensorflow import _keras_parts
+
+    _keras_parts.complete(sys.modules[__name__])

@@ -60,6 +60,7 @@ from distributary.tensorflow import (
     _training,
 )
 from distributary.tensorflow._functions import function
+from distributary.tensorflow._host import of_host
 from distributary.tensorflow._operations import Operation, named, operations, public
 from distributary.tensorflow._tensor_array import TensorArray
 from distributary.tensorflow._variables import Variable
@@ -331,10 +332,10 @@ MODULES: dict[str, Callable[[], Names]] = {
     "experimental": lambda: {"Optional": experimental.Optional},
     "image": lambda: {
         **operations(_image),
-        **named(_examples, "decode_image decode_jpeg decode_png encode_jpeg encode_png"),
+        **of_host(named(_examples, "decode_image decode_jpeg decode_png encode_jpeg encode_png")),
         "ResizeMethod": _image.ResizeMethod,
     },
-    "io": lambda: {**public(_examples), **public(_io)},
+    "io": lambda: of_host({**public(_examples), **public(_io)}),
     "io.gfile": lambda: public(_gfile),
     "linalg": lambda: {**operations(_linalg), **_linalg.OF_JAX},
     "lookup": lambda: named(

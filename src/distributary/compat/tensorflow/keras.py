@@ -11,10 +11,9 @@ from typing import Any
 
 from distributary.compat.tensorflow._names import MODULES
 from distributary.compat.tensorflow._namespaces import Namespace, lookup
-from distributary.keras_bridge import Summaries, has_tensorflow
-from distributary.tensorflow import _keras_backend, _text_layers
+from distributary.tensorflow import _keras_backend, _keras_parts
 from distributary.tensorflow._dataset_creator import DatasetCreator
-from distributary.tensorflow._operations import keras_of_tensorflow, named
+from distributary.tensorflow._operations import keras_of_tensorflow
 
 _keras = keras_of_tensorflow()
 
@@ -47,24 +46,10 @@ for _name, _module in vars(_keras).items():
         _copy = globals()[_name] = _Module(f"{__name__}.{_name}")
         vars(_copy).update({k: v for k, v in vars(_module).items() if not k.startswith("__")})
         sys.modules[_copy.__name__] = _copy
-_layers = named(_text_layers, "Input IntegerLookup StringLookup TextVectorization")
-vars(sys.modules[f"{__name__}.layers"]).update(_layers)
-Input: Any = _text_layers.Input
+for _name, _parts in _keras_parts.PARTS.items():
+    vars(sys.modules[f"{__name__}{_name}"]).update(_parts)
 vars(sys.modules[f"{__name__}.utils"])["experimental"] = Namespace("keras.utils.experimental")
 sys.modules[f"{__name__}.utils.experimental"] = sys.modules[f"{__name__}.utils"].experimental
-
-
-class _TensorBoard(_keras.callbacks.TensorBoard):  # type: ignore[name-defined]
-    """Writes with tensorboardX where TensorFlow is missing, also for a model without a strategy."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if not has_tensorflow():
-            self._summary_module = Summaries()
-            self.write_graph = False
-
-
-vars(sys.modules[f"{__name__}.callbacks"])["TensorBoard"] = _TensorBoard
 __path__: list[str] = []  # a package, of which all modules are loaded
 
 

@@ -1,0 +1,95 @@
+"""Parts of Keras that need TensorFlow, without it: in `tf.keras`, and in Keras beside `tf`."""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
+
+from distributary.keras_bridge import (
+    Summaries,
+    has_tensorflow,
+    import_keras,
+    lazy_tensorflow,
+    replace_shape_inference,
+)
+from distributary.tensorflow import _text_layers
+from distributary.tensorflow._operations import named
+
+_keras = import_keras()
+
+
+class TensorBoard(_keras.callbacks.TensorBoard):  # type: ignore[name-defined]
+    """Writes with tensorboardX where TensorFlow is missing, also for a model without a strategy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not has_tensorflow():
+            self._summary_module = Summaries()
+            self.write_graph = False
+
+
+#: What replaces names of Keras, by the path of their module.
+PARTS: Final[dict[str, dict[str, Any]]] = {
+    "": named(_text_layers, "Input"),
+    ".callbacks": {"TensorBoard": TensorBoard},
+    ".layers": named(_text_layers, "Input IntegerLookup StringLookup TextVectorization"),
+}
+
+
+def complete(tensorflow: ModuleType) -> None:
+    """Gives Keras these parts, and `tf` for its functions that make datasets, if it has no other.
+
+    Layers may compute shapes from `tf.shape` of open sizes.
+
+    Source: `keras.utils.image_dataset_from_directory` and others call TensorFlow.
+    """
+    replace_shape_inference(_output_spec)
+    if has_tensorflow():
+        return
+    lazy_tensorflow.module = tensorflow
+    for path, parts in PARTS.items():
+        vars(sys.modules[f"keras{path}"]).update(parts)
+
+
+# Sizes that stand for open ones; models mostly halve, split or pool them.
+_SIZES = (96, 192)
+
+
+def _output_spec(
+    original: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Infers shapes also if JAX cannot with open sizes, such as those in values of `tf.shape`.
+
+    The function then runs with two numbers in place of open sizes, and what differs is open.
+    """
+    try:
+        return original(fn, *args, **kwargs)
+    except Exception:
+        leaves = _keras.tree.flatten((args, kwargs))
+        if not any(isinstance(x, _keras.KerasTensor) and None in x.shape for x in leaves):
+            raise
+        try:
+            specs = [_with_size(size, original, fn, args, kwargs) for size in _SIZES]
+        except Exception:
+            specs = []
+        if not specs:
+            raise
+    return _keras.tree.map_structure(_in_common, *specs)
+
+
+def _with_size(size: int, original: Callable[..., Any], fn: Any, args: Any, kwargs: Any) -> Any:
+    def closed(x: Any) -> Any:
+        if not isinstance(x, _keras.KerasTensor):
+            return x
+        shape = [size if dim is None else dim for dim in x.shape]
+        return _keras.KerasTensor(shape, x.dtype, x.sparse)
+
+    args, kwargs = _keras.tree.map_structure(closed, (args, kwargs))
+    return original(fn, *args, **kwargs)
+
+
+def _in_common(a: Any, b: Any) -> Any:
+    if not isinstance(a, _keras.KerasTensor):
+        return a
+    shape = [i if i == j else None for i, j in zip(a.shape, b.shape, strict=True)]
+    return _keras.KerasTensor(shape, a.dtype, a.sparse)
