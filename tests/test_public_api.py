@@ -15,7 +15,7 @@ import os, sys
 import jax, numpy  # JAX sets environment variables of its own.
 
 environ_before = dict(os.environ)
-import distributary, distributary.compat.tensorflow
+import distributary
 from jax._src import xla_bridge
 
 environ_after = dict(os.environ)
@@ -24,6 +24,9 @@ assert environ_after == environ_before, "the environment has changed"
 assert not xla_bridge.backends_are_initialized(), "JAX backends were started"
 unwanted = {"cryptography", "grpc", "keras", "matplotlib", "optax", "orbax"} & set(sys.modules)
 assert not unwanted, f"imported {sorted(unwanted)}"
+
+import distributary.compat.tensorflow  # which imports Keras
+assert not xla_bridge.backends_are_initialized(), "JAX backends were started"
 """
 
 
