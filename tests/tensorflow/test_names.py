@@ -38,6 +38,7 @@ def test_names_are_public_ones_of_distributary():
         ("keras.losses.no_such_name", "the names of Keras 3"),
         ("config.experimental.ClusterDeviceFilters", "jax.config"),
         ("distribute.experimental.rpc", "schedule"),
+        ("__internal__", "tf.saved_model.save"),  # from `model.export`
         ("no_such_name", "docs/api/tensorflow.md"),
     ],
 )

@@ -120,6 +120,8 @@ _ADVICE: dict[str, str] = {
     "profiler": "tf.profiler.experimental, or jax.profiler",
     "test.compute_gradient": "jax.test_util.check_grads",
     "test": "pytest, numpy.testing, and tf.config.list_physical_devices for what is there",
+    # What `model.export` of Keras asks for.
+    "__internal__": "tf.saved_model.save(model, path), or model.export(path, format='onnx')",
     "compat": "the names of TensorFlow 2; those of TensorFlow 1 are not there",
     "errors": "the exceptions of distributary.errors, which are also those of Python",
     "random.experimental random": "jax.random with a key",

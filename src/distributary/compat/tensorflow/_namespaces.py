@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from distributary.compat.tensorflow._equivalents import ANYTHING, equivalent
+from distributary.compat.tensorflow._equivalents import ANYTHING, EQUIVALENTS, equivalent
 from distributary.compat.tensorflow._names import MODULES, Late, names_of
 from distributary.tensorflow._operations import Operation
 
@@ -37,7 +37,7 @@ def lookup(module: str, name: str) -> Any:
         # Not from `sys.modules`, where a module is while another thread executes it.
         return importlib.import_module(f"{_ROOT}.{full}")
     message = f"tf.{full} is not among the names that {_ROOT} has."
-    if not name.startswith("_"):
+    if not name.startswith("_") or full in EQUIVALENTS:
         remedy = equivalent(full)
         is_unknown = remedy == ANYTHING and module in MODULES
         close = difflib.get_close_matches(name, names_in(module) if is_unknown else (), 1, 0.85)
