@@ -66,6 +66,13 @@ def test_python_ints_are_part_of_a_function_and_floats_are_data():
     assert summed.experimental_get_tracing_count() == 3
 
 
+def test_numbers_of_another_kind_are_no_value_of_a_variable():
+    for value in (1.5, [1, 2.5]):
+        with pytest.raises(TypeError, match=r"^tf\.Variable: got .*, expected int32\. Convert"):
+            tf.Variable(value, dtype=tf.int32)
+    assert tf.Variable([1, True], dtype=tf.float32).numpy().tolist() == [1, 1]
+
+
 def test_a_function_returns_the_value_that_a_variable_has_then():
     count = tf.Variable(0.0)
 

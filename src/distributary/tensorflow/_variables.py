@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 
 from distributary.errors import InvalidValueError
 from distributary.options import VariableAggregation, VariableSynchronization
+from distributary.tensorflow._operations import converted
 from distributary.variables import ArrayInput, Variable as _Variable
 
 
@@ -38,6 +39,8 @@ class _Arguments(type(_Variable)):  # type: ignore[misc]
         known = None if shape is None else [dim for dim in shape if dim is not None]
         if known is not None and shape is not None and len(known) < len(shape):
             known = None
+        if isinstance(initial_value, (int, float, complex, list, tuple)) and dtype is not None:
+            initial_value = converted("tf.Variable", initial_value, dtype)
         return _Variable(initial_value, trainable, name, dtype, synchronization, aggregation, known)
 
     def __instancecheck__(cls, instance: object) -> bool:
