@@ -20,12 +20,23 @@ def duplicate(message, deliver):
 
 def spy(cluster):
     """A list that grows by the sizes of dim 0 of the arrays between workers and servers."""
+    return _noted(
+        cluster,
+        lambda source, arrays: [len(a) for a in arrays if a.ndim and source.startswith("worker")],
+    )
+
+
+def spy_on_bytes(cluster):
+    """A list that grows by the sizes in bytes of the arrays in all messages."""
+    return _noted(cluster, lambda source, arrays: [a.nbytes for a in arrays])
+
+
+def _noted(cluster, sizes_of):
     sizes = []
 
     def look(source, target, message, deliver):
         reply = deliver(message)
-        if source.startswith("worker"):
-            sizes.extend(len(a) for a in (*message.arrays, *reply.arrays) if a.ndim)
+        sizes.extend(sizes_of(source, (*message.arrays, *reply.arrays)))
         return reply
 
     cluster.fault = look

@@ -13,6 +13,7 @@ from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkp
 from distributary.errors import CheckpointError, InvalidValueError, PSUnavailableError
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import MinSizePartitioner
+from tests.servers.message_faults import spy_on_bytes
 
 RNG = np.random.default_rng(0)
 TABLE = RNG.normal(size=(50, 4)).astype(np.float32)
@@ -54,14 +55,7 @@ def _check_equal(variables, scale):
 def test_other_servers_and_devices_restore_equal_values_which_do_not_travel(tmp_path):
     cluster = local_cluster(workers=1, ps=2)
     checkpoint = Checkpoint(v=_variables(_strategy(2, 3, cluster), 1.0), epoch=3)
-    sizes = []
-
-    def spy(source, target, message, deliver):
-        reply = deliver(message)
-        sizes.extend(array.size for array in (*message.arrays, *reply.arrays))
-        return reply
-
-    cluster.fault = spy
+    sizes = spy_on_bytes(cluster)
     path = checkpoint.save(tmp_path / "first")
     checkpoint.restore(path)
     assert not any(sizes)

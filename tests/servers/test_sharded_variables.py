@@ -12,7 +12,7 @@ from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import FixedShardsPartitioner, MinSizePartitioner
 from distributary.tracing import push
-from tests.servers.message_faults import spy
+from tests.servers.message_faults import spy, spy_on_bytes
 
 RNG = np.random.default_rng(0)
 TABLE = RNG.normal(size=(50, 4)).astype(np.float32)
@@ -194,14 +194,7 @@ def test_lazy_updates_leave_other_rows_and_their_moments_alone():
 
 def test_a_large_variable_travels_in_pieces():
     cluster = local_cluster(workers=1, ps=1)
-    sizes = []
-
-    def look(source, target, message, deliver):
-        reply = deliver(message)
-        sizes.extend(array.nbytes for array in (*message.arrays, *reply.arrays))
-        return reply
-
-    cluster.fault = look
+    sizes = spy_on_bytes(cluster)
     strategy = dist.ParameterServerStrategy(cluster)
     value = np.arange(20 << 20, dtype=np.float32).reshape(-1, 1024)  # 80 MiB
 

@@ -178,7 +178,7 @@ class DistributedDataset(DistributedInput):
         batches = DistributedIterator(self, self._num_passes - 1, place, _worker_batch)
         if skip and len(self._source.nodes) == 1:
             batches.set_state({**batches.get_state(), "position": skip})
-        else:
+        elif skip:
             collections.deque(itertools.islice(batches, skip), maxlen=0)
         return batches
 

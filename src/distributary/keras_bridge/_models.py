@@ -352,7 +352,7 @@ def begin_epoch(original: Callable[..., Any], self: Any) -> Any:
     if not has_strategy():
         return original(self)
     call = current_call.get()
-    if call is not None and call.data is adapter:
+    if call is not None and call.method == "fit" and call.data is adapter:
         self._epoch_iterator = call.begin_epoch(self)
         return self
     self._get_iterator = partial(batches_of, adapter, get_strategy().extended)
