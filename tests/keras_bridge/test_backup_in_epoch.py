@@ -147,3 +147,16 @@ def test_what_is_left_of_an_epoch_is_trained_once(
     if name == "arrays that end early":  # of five steps: the backups are not always after the same
         return
     assert starts == [(e, b + first_end) for e, b in [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0)]]
+
+
+@pytest.mark.parametrize("batch_size", [4, 22])
+def test_an_epoch_of_other_batches_begins_anew(strategy, batch_size, tmp_path, caplog):
+    model = _model(strategy, 1)
+    data = {"x": X, "y": Y, "steps_per_epoch": 2}
+    with pytest.raises(KeyboardInterrupt):
+        _fit(model, data | {"batch_size": 8}, tmp_path, ends := _Ends(1, 0))
+
+    _fit(model, data | {"batch_size": batch_size}, tmp_path, ends := _Ends(EPOCHS, 0))
+
+    assert ends.seen[0] == (1, 0)
+    assert f"with batch_size 8, and an epoch has 2 with {batch_size} now. So that" in caplog.text

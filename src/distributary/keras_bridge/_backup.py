@@ -82,6 +82,7 @@ def _backup(callback: Any, original: Callable[[Any], None]) -> None:
     progress = {
         "epoch": callback._current_epoch,
         "steps": callback.params.get("steps"),
+        "batch_size": getattr(call.data, "batch_size", None),
         "position": dataclasses.asdict(call.position(steps)),
         "metrics": [np.asarray(v).tolist() for v in model.metrics_variables if steps],
     }
@@ -228,13 +229,16 @@ def _go_on(callback: Any, progress: dict[str, Any]) -> None:
         generator.assign(np.array(state, generator.dtype))
     position = Position(**progress["position"])
     was, steps = progress["steps"], callback.params.get("steps")
-    if position.steps and was != steps:
+    size = getattr(call.data, "batch_size", None)
+    has_other_size = progress["batch_size"] != size
+    if (position.steps and was != steps) or (position.batches and has_other_size):
         _log.warning(
-            "BackupAndRestore: the backup was made after %s of %s steps of epoch %s, and an epoch"
-            " has %s now. So that epoch begins anew, and uses its first examples again.",
-            *(position.steps, was, epoch + 1, steps),
+            "BackupAndRestore: the backup was made after %s of %s steps of epoch %s, with"
+            " batch_size %s, and an epoch has %s with %s now. So that epoch begins anew, and uses its"
+            " first examples again.",
+            *(position.steps, was, epoch + 1, progress["batch_size"], steps, size),
         )
-        batches = position.batches - position.steps
+        batches = 0 if has_other_size else position.batches - position.steps
         position = dataclasses.replace(position, steps=0, batches=batches)
     elif position.steps:
         call.metrics = progress["metrics"]
