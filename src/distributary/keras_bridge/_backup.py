@@ -234,8 +234,8 @@ def _go_on(callback: Any, progress: dict[str, Any]) -> None:
     if (position.steps and was != steps) or (position.batches and has_other_size):
         _log.warning(
             "BackupAndRestore: the backup was made after %s of %s steps of epoch %s, with"
-            " batch_size %s, and an epoch has %s with %s now. So that epoch begins anew, and uses its"
-            " first examples again.",
+            " batch_size %s, and an epoch has %s with %s now. So that epoch begins anew, and uses"
+            " its first examples again.",
             *(position.steps, was, epoch + 1, progress["batch_size"], steps, size),
         )
         batches = 0 if has_other_size else position.batches - position.steps
