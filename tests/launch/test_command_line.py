@@ -135,6 +135,19 @@ print({{"jax", "numpy", "keras"}} & set(sys.modules) or "none")
     assert (process.stdout, process.stderr) == ("none\n", "")
 
 
+def test_a_launcher_needs_no_jax(tmp_path):
+    (tmp_path / "worker.py").write_text("import jax")
+    code = """
+import sys
+sys.modules["jax"] = sys.modules["numpy"] = None  # an import fails
+from distributary.tools.cli import main
+sys.exit(main(["launch", "--nnodes", "1", "--workers", "2", "worker.py"]))
+"""
+    process = run_python("-c", code, cwd=tmp_path)
+
+    assert process.returncode == 0, process.stderr
+
+
 def test_the_help_knows_what_the_commands_know():
     assert tuple(MODELS) == _bench._MODELS
     assert _doctor._PARTS == PARTS

@@ -2,7 +2,8 @@ import warnings
 
 import pytest
 
-from distributary.devices import SHARE_VARIABLE, CpuThreads
+from distributary._threads import SHARE_VARIABLE
+from distributary.devices import CpuThreads
 from distributary.errors import DistributaryWarning
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, final
 
+from distributary._threads import start_thread
 from distributary.data._nodes import Node, SameElements
 from distributary.data._streams import Path, Stream
-from distributary.devices import Nest, start_thread
+from distributary.devices import Nest
 
 # Interval at which a consumer that waits for an element checks if there is still a reason to wait.
 _LOOK_SECONDS = 0.002

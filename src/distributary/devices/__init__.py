@@ -75,18 +75,14 @@ from distributary.devices._target import (
     without_memory,
 )
 from distributary.devices._thread_pool import (
-    SHARE_VARIABLE,
     CpuThreads,
     cpu_thread_pool_size,
     cpu_threads_suffice,
-    num_cores,
     prepare_cpu_threads,
     prepare_local_devices,
     requested_cpu_devices,
     set_logical_cpu_devices,
-    threads_needed,
 )
-from distributary.devices._threads import bound, call_after, call_when_collected, start_thread
 from distributary.devices._timing import ProgramTimer
 from distributary.devices._tpu_topology import Topology, TPUSystemMetadata
 from distributary.devices._versions import (

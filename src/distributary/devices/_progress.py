@@ -11,7 +11,7 @@ from typing import final
 import jax
 import numpy as np
 
-from distributary.devices._threads import call_after
+from distributary._threads import call_after
 
 _log = logging.getLogger(__name__)
 

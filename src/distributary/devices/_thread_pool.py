@@ -6,10 +6,11 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, MutableMapping
-from typing import Final, SupportsIndex, final
+from typing import SupportsIndex, final
 
 import jax
 
+from distributary._threads import SHARE_VARIABLE, num_cores, threads_needed
 from distributary.devices._device_strings import local_devices_of
 from distributary.devices._jax_private import backends_started
 from distributary.devices._target import devices_are_given
@@ -17,14 +18,6 @@ from distributary.errors import BackendStartedError, DistributaryWarning, Invali
 
 # A larger number is a typing error: it would cost minutes and tens of thousands of threads.
 _MAX_LOGICAL_CPU_DEVICES = 1024
-# XLA:CPU runs every device of every dispatched program on one thread pool, and a device that waits
-# in a collective holds its thread. With fewer than two threads per device, the devices of the next
-# program can take the threads that the current one still needs: XLA then aborts the process with
-# "Expected 8 threads to join the rendezvous". Measured on jax 0.10.2: pools of R + 1 threads
-# deadlocked at R = 2, 4 and 8 devices, pools of 2R never did; larger ones only cost time.
-_THREADS_PER_DEVICE = 2
-# The value of PJRT_NPROC that `distributary launch` chose: this process's share of the cores.
-SHARE_VARIABLE: Final = "DISTRIBUTARY_NPROC"
 # In the order in which XLA looks; the first one that is an integer counts.
 _VARIABLES = ("PJRT_NPROC", "NPROC")
 _FRAMES_TO_CALLER_OF_PREPARE = 4
@@ -119,13 +112,6 @@ def _checked_count(num_devices: SupportsIndex) -> int:
             f" {_MAX_LOGICAL_CPU_DEVICES}."
         )
     return count
-
-
-def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # XLA counts them in the same way if it can
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @final
@@ -242,9 +228,3 @@ class CpuThreads:
 
 
 _threads = CpuThreads(os.environ)
-
-
-def threads_needed(num_devices: int) -> int:
-    """Returns the number of threads below which that many CPU devices can deadlock."""
-    # A single device waits for no other.
-    return _THREADS_PER_DEVICE * num_devices if num_devices > 1 else 0

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, final
 import jax
 import numpy as np
 
-from distributary.devices import bound
+from distributary._threads import bound
 from distributary.errors import DistributaryWarning
 from distributary.tracing import user_stacklevel
 

@@ -4,6 +4,9 @@ Every conversation is a `Channel`. `connect` lets the workers meet, starts `Live
 `Consensus`, with which everything above this package agrees on something on the host.
 """
 
+from typing import TYPE_CHECKING
+
+from distributary._late import late_names
 from distributary.job._channel import (
     Channel,
     ChannelClosedError,
@@ -13,8 +16,20 @@ from distributary.job._channel import (
     connected,
     listening,
 )
-from distributary.job._connection import connect
-from distributary.job._consensus import Consensus, consensus
-from distributary.job._copies import copies
 from distributary.job._proofs import is_proof, new_challenge, proof
-from distributary.job._rendezvous import package_versions
+
+if TYPE_CHECKING:
+    from distributary.job._connection import connect
+    from distributary.job._consensus import Consensus, consensus
+    from distributary.job._copies import copies
+    from distributary.job._rendezvous import package_versions
+else:  # imported on first use: the launcher talks on channels without JAX
+    __getattr__ = late_names(
+        __name__,
+        {
+            "_connection": "connect",
+            "_consensus": "Consensus consensus",
+            "_copies": "copies",
+            "_rendezvous": "package_versions",
+        },
+    )

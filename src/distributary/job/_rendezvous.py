@@ -17,8 +17,9 @@ import socket
 import time
 from typing import Any, TypeAlias
 
+from distributary._threads import call_after
 from distributary.cluster_resolver import MultiWorker, Peer, join_address
-from distributary.devices import call_after, coordination_client
+from distributary.devices import coordination_client
 from distributary.errors import ClusterError
 from distributary.job._channel import (
     Channel,

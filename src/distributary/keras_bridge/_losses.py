@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from distributary.devices import bound
+from distributary._threads import bound
 from distributary.errors import DistributaryWarning
 from distributary.keras_bridge._keras_private import apply_mask
 from distributary.keras_bridge._replica import in_own_step, is_uneven, replica_context, total

@@ -15,6 +15,7 @@ import jax
 import keras
 import numpy as np
 
+from distributary._threads import bound
 from distributary.context import (
     check_same_strategy,
     current_mode,
@@ -23,7 +24,6 @@ from distributary.context import (
     has_strategy,
     in_default_context,
 )
-from distributary.devices import bound
 from distributary.engine import mode_of
 from distributary.errors import ContextError, DistributaryWarning, InvalidTypeError, shown
 from distributary.keras_bridge import _keras_private as keras_private

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from distributary._threads import bound
 from distributary.context import ReplicaContext, current_mode, in_default_context
-from distributary.devices import bound
 from distributary.errors import InvalidValueError
 from distributary.keras_bridge._variables import keeps_on_servers
 from distributary.options import ReduceOp, VariableAggregation

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from distributary.devices import bound, fetch_whole, is_divided, job_programs, put_sharded
+from distributary._threads import bound
+from distributary.devices import fetch_whole, is_divided, job_programs, put_sharded
 from distributary.errors import InvalidValueError
 from distributary.job import consensus
 

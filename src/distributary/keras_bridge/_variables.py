@@ -12,11 +12,11 @@ import keras
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary._threads import bound
 from distributary.checkpoint import settle
 from distributary.context import get_strategy, has_strategy, in_global_view
 from distributary.devices import (
     JobEvent,
-    bound,
     current_trial,
     fetch_whole,
     in_device_memory,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import TypeAlias, final
 
+from distributary._threads import start_thread
 from distributary.cluster_resolver import is_ip, split_port
-from distributary.devices import start_thread
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 128

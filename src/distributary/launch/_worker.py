@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
+from distributary._threads import SHARE_VARIABLE, num_cores, threads_needed
 from distributary.cluster_resolver import TOKEN_VARIABLE, join_address
-from distributary.devices import SHARE_VARIABLE, num_cores, threads_needed
 from distributary.errors import ClusterError
 from distributary.job import Channel, ChannelClosedError
 from distributary.launch._options import LaunchOptions

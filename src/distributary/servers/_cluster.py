@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
+from distributary._threads import call_when_collected
 from distributary.checkpoint import SavedPart, SavedVariable
 from distributary.devices import (
     backends_started,
-    call_when_collected,
     local_devices_of,
     prepare_cpu_threads,
     requested_cpu_devices,

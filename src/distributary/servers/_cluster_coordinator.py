@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import jax
 
+from distributary._threads import call_when_collected
 from distributary.data import DatasetIterator
-from distributary.devices import Nest, call_when_collected
+from distributary.devices import Nest
 from distributary.engine import ProgramCache, is_dynamic, signature_of, struct_of
 from distributary.errors import (
     DistributaryWarning,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
 from distributary import errors
-from distributary.devices import start_thread
+from distributary._threads import start_thread
 from distributary.errors import DistributaryError
 from distributary.servers._messages import JSON, Message, WireError
 

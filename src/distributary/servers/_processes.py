@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from distributary._threads import call_after
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, Peer, multi_worker
-from distributary.devices import call_after
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 from distributary.job import package_versions
 from distributary.servers._certificates import (

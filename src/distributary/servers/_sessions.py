@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
-from distributary.devices import start_thread
+from distributary._threads import start_thread
 from distributary.errors import CoordinatorReplacedError, InvalidValueError, PSUnavailableError
 from distributary.servers._links import (
     ConnectionLostError,

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias, final
 
-from distributary.devices import start_thread
+from distributary._threads import start_thread
 from distributary.errors import (
     CancelledError,
     CoordinatorReplacedError,

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary._threads import bound
 from distributary.context import in_global_view
 from distributary.devices import (
     JobEvent,
-    bound,
     fetch_whole,
     in_device_memory,
     in_host_memory,

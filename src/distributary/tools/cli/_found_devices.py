@@ -2,13 +2,9 @@
 
 import platform
 
+from distributary._threads import num_cores
 from distributary.cluster_resolver import TFConfigClusterResolver, multi_worker
-from distributary.devices import (
-    cpu_thread_pool_size,
-    cpu_threads_suffice,
-    local_devices_of,
-    num_cores,
-)
+from distributary.devices import cpu_thread_pool_size, cpu_threads_suffice, local_devices_of
 from distributary.errors import DistributaryError
 from distributary.job import package_versions
 from distributary.strategies import (

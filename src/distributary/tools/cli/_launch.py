@@ -105,7 +105,9 @@ def run(namespace: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     try:
-        return launch.run(options, serve=monitoring.serve)
+        # Without a page, the launcher does not import JAX.
+        with_page = options.dashboard_port is not None
+        return launch.run(options, serve=monitoring.serve if with_page else None)
     except OSError as error:
         raise LaunchError(str(error)) from error
     except KeyboardInterrupt:  # before any worker has started

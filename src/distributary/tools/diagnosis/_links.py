@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import final
 
+from distributary._threads import start_thread
 from distributary.cluster_resolver import Peer
-from distributary.devices import start_thread
 from distributary.errors import ClusterError
 from distributary.job import Channel, ConnectionAcceptor, connected, listening
 from distributary.launch import free_addresses

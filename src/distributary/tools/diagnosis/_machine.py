@@ -13,12 +13,12 @@ from typing import Final
 
 import numpy as np
 
+from distributary._threads import num_cores
 from distributary.cluster_resolver import MultiWorker
 from distributary.devices import (
     cpu_thread_pool_size,
     cpu_threads_suffice,
     local_devices_of,
-    num_cores,
     short_name,
 )
 from distributary.errors import ClusterError, pip_install

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 from urllib.parse import parse_qs, urlsplit
 
-from distributary.devices import short_name, start_thread
+from distributary._threads import start_thread
+from distributary.devices import short_name
 from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import final
 
-from distributary.devices import num_cores
+from distributary._threads import num_cores
 from distributary.errors import LaunchError
 from distributary.launch import ALLOCATOR_SETTINGS
 from distributary.tools.compilation import Script

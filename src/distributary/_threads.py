@@ -1,17 +1,37 @@
-"""Threads that end before Python does, functions for collected objects, values for a block."""
+"""Threads that end before Python does, how many there should be, and values for a block.
+
+The launcher, which does not import JAX, imports this.
+"""
 
 import atexit
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["bound", "call_after", "call_when_collected", "start_thread"]
+__all__ = [
+    "SHARE_VARIABLE",
+    "bound",
+    "call_after",
+    "call_when_collected",
+    "num_cores",
+    "start_thread",
+    "threads_needed",
+]
 
 _EXIT_SECONDS = 5.0
+# XLA:CPU runs every device of every dispatched program on one thread pool, and a device that waits
+# in a collective holds its thread. With fewer than two threads per device, the devices of the next
+# program can take the threads that the current one still needs: XLA then aborts the process with
+# "Expected 8 threads to join the rendezvous". Measured on jax 0.10.2: pools of R + 1 threads
+# deadlocked at R = 2, 4 and 8 devices, pools of 2R never did; larger ones only cost time.
+_THREADS_PER_DEVICE = 2
+# The value of PJRT_NPROC that `distributary launch` chose: this process's share of the cores.
+SHARE_VARIABLE: Final = "DISTRIBUTARY_NPROC"
 
 _stops: dict[threading.Thread, Callable[[], object]] = {}  # of the threads that still run
 
@@ -83,3 +103,16 @@ def _end_all() -> None:
     end = time.monotonic() + _EXIT_SECONDS
     for thread, _ in stops:
         thread.join(max(0.0, end - time.monotonic()))
+
+
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # XLA counts them in the same way if it can
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_needed(num_devices: int) -> int:
+    """Returns the number of threads below which that many CPU devices can deadlock."""
+    # A single device waits for no other.
+    return _THREADS_PER_DEVICE * num_devices if num_devices > 1 else 0
