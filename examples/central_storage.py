@@ -8,14 +8,13 @@ if fewer than 95 % of the test images are recognized.
 import argparse
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before keras is imported
 
 import jax
 import keras
 import numpy as np
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 import distributary as dist
 
@@ -56,10 +55,10 @@ def main():
     strategy = dist.CentralStorageStrategy(["CPU:1", "CPU:2"], parameter_device="CPU:0")
     print(strategy)
 
-    digits = load_digits()
-    train_x, test_x, train_y, test_y = train_test_split(
-        (digits.data / 16).astype(np.float32), digits.target, test_size=325, random_state=0
-    )
+    digits = np.load(Path(__file__).with_name("digits.npz"))
+    images, labels = digits["images"].reshape(-1, 64), digits["labels"]
+    train_x, test_x = images[:-325], images[-325:]
+    train_y, test_y = labels[:-325], labels[-325:]
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = build_model(options.width)

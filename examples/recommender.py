@@ -1,6 +1,6 @@
-"""Recommends names to import to the files of scikit-learn, with ParameterServerStrategy.
+"""Recommends names to import to the files of JAX, with ParameterServerStrategy.
 
-The data are scikit-learn's own files and the names that each imports. Of every file one name is
+The data are JAX's own files and the names that each imports. Of every file one name is
 held back; the model learns vectors of files and names from the others. It is asked for ten more
 names per file, and ends with status 1 if the one that was held back is not among them more often
 than among the ten most popular names.
@@ -18,9 +18,9 @@ from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before keras is imported
 
+import jax
 import keras
 import numpy as np
-import sklearn
 
 import distributary as dist
 
@@ -38,7 +38,7 @@ def imported_names(file):
 
 def read_files():
     """Files, names, and the numbers of names for each file."""
-    root = Path(sklearn.__file__).parent
+    root = Path(jax.__file__).parent
     names_of = {file: set(imported_names(file)) for file in sorted(root.rglob("*.py"))}
     counts = Counter(name for names in names_of.values() for name in names)
     names = sorted(name for name, count in counts.items() if count >= 3)

@@ -73,7 +73,7 @@ Largest difference of a weight: \d\.\de[-+]\d\d""",
             r"""<ParameterServerStrategy: 2 workers, 2 parameter servers>
 \S+\.py: .*
 \S+\.py: .*
-Held back name among ten: (?:2[5-9]|[3-5]\d)% \(the most popular ones: [12]\d%\)""",
+Held back name among ten: [4-7]\d% \(the most popular ones: [2-4]\d%\)""",
         ),
         (
             "digits_flax.py --epochs 5",

@@ -3,8 +3,9 @@
 A program for tf.distribute; only its import is another one.
 """
 
+from pathlib import Path
+
 import numpy as np
-from sklearn.datasets import load_digits
 
 import distributary.compat.tensorflow as tf
 
@@ -17,8 +18,8 @@ strategy = tf.distribute.MirroredStrategy()
 num_replicas = strategy.num_replicas_in_sync
 global_batch_size = 8 * num_replicas
 
-images, labels = load_digits(return_X_y=True)
-images = images.astype("float32")
+digits = np.load(Path(__file__).parents[1] / "digits.npz")
+images, labels = digits["images"].reshape(-1, 64), digits["labels"]
 
 
 @tf.function

@@ -7,8 +7,9 @@ another one.
 """
 
 import argparse
+from pathlib import Path
 
-from sklearn.datasets import load_digits
+import numpy as np
 
 import distributary.compat.tensorflow as tf
 
@@ -16,8 +17,8 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--epochs", type=int, default=5, help="default %(default)s")
 options = parser.parse_args()
 
-images, labels = load_digits(return_X_y=True)
-images = (images / 16).astype("float32")
+digits = np.load(Path(__file__).parents[1] / "digits.npz")
+images, labels = digits["images"].reshape(-1, 64), digits["labels"]
 num_train, batch_size, steps_per_epoch = 1400, 32, 60
 
 

@@ -4,7 +4,6 @@ import re
 
 import jax
 import pytest
-import sklearn.datasets  # noqa: F401 - it sets environment variables, which a test must not change
 
 import distributary as dist
 from distributary.tools.diagnosis import _all_reduce, _training
