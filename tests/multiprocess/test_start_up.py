@@ -1,6 +1,7 @@
 """What goes wrong at the start of a job ends with a sentence on every worker that is there."""
 
 import contextlib
+import os
 import re
 import socket
 
@@ -31,6 +32,29 @@ def test_workers_that_fit_together_start(job):
     for one in ended:
         before, _, _ = one.output.partition("started")
         assert "is connected to 3 peer ranks" in before, one.output
+
+
+def test_the_first_worker_of_a_machine_compiles_for_all(job, tmp_path):
+    workers = job(2)
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to=."
+        cache = str(tmp_path / "programs")
+        workers.start("compile", number, folder, XLA_FLAGS=flags, JAX_COMPILATION_CACHE_DIR=cache)
+
+    ended = workers.wait()
+
+    assert [one.code for one in ended] == [0, 0], ended
+    assert [one.result for one in ended] == [
+        {"alone": 1.0 + number, "total": [6.0, 12.0, 18.0]} for number in range(2)
+    ]
+    compiled = [
+        {file.name for file in folder.glob("*accumulate*before_optimizations*")}
+        for folder in folders
+    ]
+    assert compiled[0], list(folders[0].iterdir())
+    assert not compiled[1]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,13 @@
 Importing it does not import JAX: the command line checks its options without.
 """
 
-from distributary.cluster_resolver._addresses import is_ip, join_address, parse_address, split_port
+from distributary.cluster_resolver._addresses import (
+    is_ip,
+    is_loopback,
+    join_address,
+    parse_address,
+    split_port,
+)
 from distributary.cluster_resolver._cluster_spec import TOKEN_VARIABLE, ClusterSpec
 from distributary.cluster_resolver._gce import GCEClusterResolver
 from distributary.cluster_resolver._gpus import visible_gpus

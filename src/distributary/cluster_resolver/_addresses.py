@@ -70,6 +70,11 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Returns whether a host is this machine for all processes, without asking a name server."""
+    return ipaddress.ip_address(host).is_loopback if is_ip(host) else host == "localhost"
+
+
 def is_ip(text: str) -> bool:
     """Returns whether a text is an IP address, without brackets."""
     try:

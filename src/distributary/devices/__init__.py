@@ -29,9 +29,11 @@ from distributary.devices._jax_private import (
     function_of_tracer,
     inside_jax_trace,
     is_left_over,
+    key_of_devices,
     put_rows,
     recorded_by,
     scan_counts,
+    set_key_of_devices,
     uncommitted,
     without_high_primitives,
 )

@@ -10,7 +10,8 @@ extend it; the same file tests that all names are there.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -67,6 +68,8 @@ _lower = private(_LOWER, None)
 _Trace = private("jax._src.core:Trace", None)
 _take_trace = private("jax._src.core:take_current_trace", None)
 _set_trace = private("jax._src.core:set_current_trace", None)
+_cache_key = private("jax._src.cache_key", None)
+_hash_devices = private("jax._src.cache_key:_hash_accelerator_config", None)
 
 
 def inside_jax_trace() -> bool:
@@ -311,3 +314,30 @@ def _parts_of_rows(
     all_before = (slice(None),) * axis
     starts = [i // per_replica * size for i in range(num_devices)]
     return aval, [(*all_before, slice(start, start + size)) for start in starts]
+
+
+def key_of_devices(devices: Iterable[jax.Device]) -> bytes:
+    """Returns the part of the keys of compiled programs that stands for devices, b"" without one.
+
+    With CPUs, it is another one in each process of a job.
+    """
+    if _hash_devices is None:
+        return b""
+    digest = hashlib.sha256()
+    _hash_devices(digest, np.array(list(devices)))
+    return digest.digest()
+
+
+def set_key_of_devices(key: bytes) -> bool:
+    """Sets this part of the keys of programs that span processes; returns whether there is one."""
+
+    def hash_devices(digest: Any, devices: np.ndarray) -> None:
+        if len({device.process_index for device in devices.flat}) > 1:
+            digest.update(key)
+        else:
+            _hash_devices(digest, devices)
+
+    if _hash_devices is None or not key:
+        return False
+    _cache_key._hash_accelerator_config = hash_devices
+    return True

@@ -50,7 +50,7 @@ class JobPrograms:
     num_meetings: int = 0
     error: Exception | None = None
     explain: Callable[[Exception], Exception] | None = None
-    enter: Callable[[JobEvent, tuple[Any, ...]], None] | None = None
+    enter: Callable[[JobEvent, tuple[Any, ...]], bool] | None = None
     latest: tuple[str, tuple[Any, ...]] = "the start", ()
     _is_alone: bool = False
 
@@ -67,12 +67,15 @@ class JobPrograms:
         finally:
             self._is_alone = before
 
-    def begin(self, event: JobEvent, values: tuple[Any, ...] = ()) -> None:
+    def begin(self, event: JobEvent, values: tuple[Any, ...] = ()) -> bool:
         """Announces what this process and all others do next; call it before doing it.
 
         Args:
             event: The event.
             values: Python numbers that belong to it, which may be others next time.
+
+        Returns:
+            Whether it has met the others, which then have met it.
 
         Raises:
             WorkerMismatchError: if the others do something else.
@@ -82,7 +85,8 @@ class JobPrograms:
             raise self.error
         if self.enter is not None and not self._is_alone:
             self.latest = event.name, values
-            self.enter(event, values)
+            return self.enter(event, values)
+        return False
 
 
 job_programs = JobPrograms()

@@ -34,7 +34,7 @@ from distributary.engine._collectives import collective_bytes
 from distributary.engine._placement import Placement
 from distributary.engine._staged import StagedProgram
 from distributary.errors import ContextError
-from distributary.job import copies
+from distributary.job import compiled_once, copies
 from distributary.programs import TracedProgram
 from distributary.programs.xla_cpu import with_cpu_rewrites
 from distributary.tracing import Handle, aval_of, describe_value
@@ -238,14 +238,18 @@ class Executable:
                 raise VariableGoneError from None
             if variables:
                 written = self._own_arrays(variables, written)
-            if self._is_of_job:
-                self._begin(args, written, read_only)
+            has_met = self._is_of_job and self._begin(args, written, read_only)
             if latest_program.timer is not None:
                 latest_program.begin()
             results: list[Any] = []
             try:
                 run = self._dispatch_checked if self._checks else self._dispatch
-                run(results, (self._captures, written, read_only, args))
+                operands = (self._captures, written, read_only, args)
+                if has_met:
+                    with compiled_once(self._title, not self.runs.num_runs):
+                        run(results, operands)
+                else:
+                    run(results, operands)
             finally:
                 # The program has consumed the old values, so the new ones must be stored. Ctrl-C
                 # may have come already, or may come here: Python raises it at calls and at the end
@@ -331,12 +335,15 @@ class Executable:
             if copies.num_left <= 0:
                 self._compare_copies(new)
 
-    def _begin(self, args: Sequence[Any], *states: list[Any]) -> None:
+    def _begin(self, args: Sequence[Any], *states: list[Any]) -> bool:
         """Checks that all workers run this program now, with the same numbers.
 
         Args:
             args: The arguments.
             *states: The values of the variables that it writes, and of those that it only reads.
+
+        Returns:
+            Whether they have met for it.
         """
         event = self._event
         if event is None:
@@ -356,10 +363,11 @@ class Executable:
             is_local = state[i].is_fully_addressable
             value = describe_value(state[i]) if is_local else "as a step has left it"
             values.append(f"variable {handle.name!r}, made outside of the scope, {value}")
-        job_programs.begin(event, tuple(values))
+        has_met = job_programs.begin(event, tuple(values))
         for state, i, handle in own:
             if state[i].is_fully_addressable:
                 state[i] = handle.cell()._value = self._place_constant(np.array(state[i]))
+        return has_met
 
     def _compare_copies(self, new: Sequence[Any]) -> None:
         """Compares the values that the workers have written to mirrored variables."""

@@ -19,6 +19,7 @@ from distributary.job._channel import (
 from distributary.job._proofs import is_proof, new_challenge, proof
 
 if TYPE_CHECKING:
+    from distributary.job._compilation import compiled_once, share_compilation
     from distributary.job._connection import connect
     from distributary.job._consensus import Consensus, consensus
     from distributary.job._copies import copies
@@ -27,6 +28,7 @@ else:  # imported on first use: the launcher talks on channels without JAX
     __getattr__ = late_names(
         __name__,
         {
+            "_compilation": "compiled_once share_compilation",
             "_connection": "connect",
             "_consensus": "Consensus consensus",
             "_copies": "copies",

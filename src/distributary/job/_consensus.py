@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
-from distributary.cluster_resolver import MultiWorker
+from distributary.cluster_resolver import MultiWorker, is_loopback
 from distributary.devices import job_programs
 from distributary.errors import ClusterError, WorkerMismatchError
 from distributary.job._channel import Channel, ChannelClosedError, Message
@@ -40,6 +40,7 @@ class Consensus:
     Attributes:
         names: Names of the workers.
         number: Number of this worker.
+        is_on_one_machine: Whether all workers have addresses of the loopback.
         waiting_at: The place at which the thread of the script waits for the others, or None.
         latest_mismatch: The error that all workers have raised, until they agree again, or None.
         after_mismatch: Called on all workers before they raise such an error.
@@ -48,6 +49,7 @@ class Consensus:
     def __init__(self, names: Sequence[str], number: int, channels: Mapping[int, Channel]) -> None:
         self.names = tuple(names)
         self.number = number
+        self.is_on_one_machine = False
         self.waiting_at: str | None = None
         self.latest_mismatch: WorkerMismatchError | None = None
         self.after_mismatch: Callable[[], None] = lambda: None
@@ -292,4 +294,5 @@ def start_consensus(place: MultiWorker) -> Consensus:
     assert place.worker_number is not None
     names = [peer.name for peer in place.workers]
     _consensus = Consensus(names, place.worker_number, connect_again(place, "consensus"))
+    _consensus.is_on_one_machine = all(is_loopback(peer.host) for peer in place.workers)
     return _consensus

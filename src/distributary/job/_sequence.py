@@ -41,18 +41,19 @@ class EventSequence:
         self._agreed: dict[tuple[int, ...], tuple[int, tuple[Any, ...]]] = {}
         self._before: tuple[int, ...] = (0, 0, 0, 0)
 
-    def enter(self, event: JobEvent, values: tuple[Any, ...]) -> None:
+    def enter(self, event: JobEvent, values: tuple[Any, ...]) -> bool:
         """Meets the other workers unless they have agreed on this; see `JobPrograms.begin`."""
         before = self._before
         key = event.key
         self._before = (before[1], before[2], before[3], key)
         if self._agreed.get(before) == (key, values):
             job_programs.position += 1
-            return
+            return False
         self._meet(event, values)
         if len(self._agreed) >= _MAX_AGREED:
             self._agreed.clear()
         self._agreed[before] = (key, values)
+        return True
 
     def _meet(self, event: JobEvent, values: tuple[Any, ...]) -> None:
         message = json.dumps([event.key, repr(values)]).encode()

@@ -10,6 +10,7 @@ from distributary.cluster_resolver import MultiWorker
 from distributary.devices import replica_devices
 from distributary.engine import Placement
 from distributary.errors import ClusterError
+from distributary.job import share_compilation
 from distributary.options import CommunicationOptions
 from distributary.strategies._extended import Sharded, StrategyExtended
 from distributary.strategies._layout_rules import LayoutRules
@@ -65,4 +66,5 @@ def extended_of_job(
     # all workers are at the same point: before their first step, one may read data for longer than
     # that.
     extended.from_chief([np.zeros(1 << 15, np.int32)], f"the start of {type(strategy).__name__}")
+    share_compilation(extended.mesh.devices.flat)
     return extended

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import ipaddress
 import os
 import platform
 import socket
@@ -14,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from distributary._threads import num_cores
-from distributary.cluster_resolver import MultiWorker
+from distributary.cluster_resolver import MultiWorker, is_loopback
 from distributary.devices import (
     cpu_thread_pool_size,
     cpu_threads_suffice,
@@ -90,7 +89,7 @@ def host_name(place: MultiWorker | None) -> Check:
         detail = f"{name} has no address: {error.strerror}; {gloo} needs one"
         fix = f"Add a line with this machine's address and {name} to /etc/hosts"
         return Check("host name", "problem" if _has_other_hosts(place) else "warning", detail, fix)
-    if _is_loopback(str(address)) and _has_other_hosts(place):
+    if is_loopback(str(address)) and _has_other_hosts(place):
         detail = f"{name} is {address}, which other machines cannot reach; {gloo} listens there"
         fix = f"Give {name} in /etc/hosts the address at which the other hosts reach this one"
         return Check("host name", "problem", detail, fix)
@@ -101,14 +100,7 @@ def _has_other_hosts(place: MultiWorker | None) -> bool:
     if place is None:
         return False
     hosts = {peer.host for peer in place.peers if peer.name == place.name}
-    return any(peer.host not in hosts and not _is_loopback(peer.host) for peer in place.peers)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return any(peer.host not in hosts and not is_loopback(peer.host) for peer in place.peers)
 
 
 def memory() -> Check:
