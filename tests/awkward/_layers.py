@@ -472,31 +472,6 @@ add("dot_attention", "layers", _attention(lambda: kl.Attention(use_scale=True), 
 add("additive_attention", "layers", _attention(kl.AdditiveAttention, False), x="tokens")
 
 
-def _stateful_recurrence():
-    """Goes on, in every batch, from where each of its rows ended in the last one."""
-    inputs = keras.Input((6, 4), batch_size=12)
-    x = kl.GRU(4, stateful=True)(inputs)
-    return compiled(keras.Model(inputs, kl.Dense(3)(x)))
-
-
-def _on_full_batches(model, x, y):
-    history = model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0).history
-    tested = model.evaluate(x, y, batch_size=12, verbose=0, return_dict=True)
-    return {**history, **{f"tested {key}": [value] for key, value in tested.items()}}
-
-
-add(
-    "stateful_recurrence",
-    "state",
-    _stateful_recurrence,
-    x="series",
-    rows=36,
-    train=_on_full_batches,
-    evaluate=False,
-    predict=False,
-)
-
-
 class _RowsOfOthers(kl.Layer):
     """Attends from every row to the rows of the whole batch, with weights."""
 

@@ -85,6 +85,42 @@ def test_a_step_reads_the_value_of_today(variable, strategy):
     assert model.evaluate(X, X, verbose=0) == 3
 
 
+class _Carries(keras.layers.Layer):
+    """A recurrent layer that begins each batch with the state in which the last one ended."""
+
+    def build(self, shape):
+        self.recurrent = keras.layers.GRU(4, return_state=True)
+        self.recurrent.build(shape)
+        self.state = self.add_weight(shape=(shape[0], 4), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        outputs, state = self.recurrent(x, initial_state=self.state)
+        self.state.assign(state)
+        return outputs
+
+
+def test_a_stateful_layer_carries_its_state_from_batch_to_batch(strategy):
+    def trained(layer):
+        inputs = keras.Input((5, 3), batch_size=6)
+        model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        rng = np.random.default_rng(0)
+        for variable in model.trainable_variables:
+            variable.assign(rng.normal(size=variable.shape))
+        x, y = rng.normal(size=(18, 5, 3)), rng.normal(size=(18, 1))
+        losses = model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0).history["loss"]
+        losses.append(model.evaluate(x, y, batch_size=6, verbose=0))
+        return losses, [np.array(v) for v in model.trainable_variables]
+
+    expected_losses, expected = trained(_Carries())
+    with strategy.scope():
+        losses, weights = trained(keras.layers.GRU(4, stateful=True))
+
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    for value, expected_value in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(value, expected_value, rtol=1e-4, atol=1e-6)
+
+
 def test_statistics_of_a_layer_that_the_model_does_not_have(strategy):
     with strategy.scope():
         normalization = keras.layers.BatchNormalization(momentum=0.5)
