@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.errors import ContextError, InvalidTypeError
+from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
 
 AUTO = dist.VariableSynchronization.AUTO
 ON_WRITE = dist.VariableSynchronization.ON_WRITE
@@ -471,3 +471,20 @@ def test_from_an_array_to_later_steps_nothing_but_the_step_is_compiled(
     for value, v, array in zip(values, variables, held, strict=True):
         np.testing.assert_array_equal(array, value)
         np.testing.assert_array_equal(v.numpy(), (1 + 2 * num_replicas) ** 3 * np.asarray(value))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("int32", np.array([2**40])), ("int8", [300]), ("uint32", np.array([-1])), (None, [2**40])],
+)
+def test_whole_numbers_that_a_dtype_does_not_hold_are_refused(dtype, value, strategy):
+    with strategy.scope():
+        variable = dist.Variable(np.zeros(1), dtype=dtype or "int32")
+
+        with pytest.raises(InvalidValueError, match=r"cannot hold -?\d+\. Choose another dtype"):
+            dist.Variable(value, dtype=dtype)
+        for assign in (variable.assign, variable.assign_add):
+            with pytest.raises(InvalidValueError, match="cannot hold"):
+                assign(value)
+        assert float(dist.Variable([2**40], dtype="float32").value()[0]) == 2.0**40
+    np.testing.assert_array_equal(variable, [0])

@@ -26,7 +26,7 @@ from distributary.devices import (
     put_stacked,
     sharding_on,
 )
-from distributary.errors import InvalidTypeError, described, shown
+from distributary.errors import InvalidTypeError, InvalidValueError, described, shown
 from distributary.tracing import describe_value, gathered, native
 from distributary.variables._operators import ArrayOperators
 
@@ -116,10 +116,10 @@ class VariableLayout:
         """
         sharding = self.stacked if stacked else self.replicated
         if self.parts is not None:
-            return put_sharded(np.asarray(local_copy(value), dtype), self.parts)
+            return put_sharded(on_host(local_copy(value), dtype), self.parts)
         if sharding is not None and not sharding.is_fully_addressable:
             # All processes pass the same value, and JAX must do the same with it on each.
-            host = np.array(local_copy(value), dtype=dtype)
+            host = on_host(local_copy(value), dtype)
             if stacked:
                 return put_stacked(host, sharding, self.first_replica)
             return put_replicated(host, sharding)
@@ -131,7 +131,7 @@ class VariableLayout:
             if placed.dtype == dtype and not placed.weak_type:
                 return own_copies([placed])[0]
             return jax.lax.convert_element_type(placed, dtype)
-        host = np.array(value, dtype=dtype)
+        host = on_host(value, dtype)
         if sharding is None:
             return jnp.array(host)
         return jax.device_put(host, sharding)
@@ -147,6 +147,22 @@ class VariableLayout:
         if sharding is None or array.sharding.device_set == sharding.device_set:
             return array
         return put_replicated(array, sharding)
+
+
+def on_host(value: Any, dtype: Any) -> np.ndarray:
+    """Returns a copy of a value on the host.
+
+    Raises:
+        InvalidValueError: for a whole number that the dtype does not hold.
+    """
+    array = np.asarray(value)
+    held = np.array(array, dtype)
+    if array.dtype.kind in "iu" and held.dtype.kind in "iu" and (wrong := held != array).any():
+        raise InvalidValueError(
+            f"A variable of dtype {held.dtype} cannot hold {array[wrong][0]}. Choose another dtype;"
+            " for int64, call jax.config.update('jax_enable_x64', True) at the start."
+        )
+    return held
 
 
 _neighbor: ContextVar[Any] = ContextVar("variable beside which others are placed", default=None)
@@ -186,8 +202,9 @@ def array_of(value: object, what: str) -> Any:
         hint = " To get gradients, call what distributary.grad returns." if callable(value) else ""
         raise InvalidTypeError(f"{what}: got {described(value)}; expected numbers.{hint}")
     if isinstance(value, (bool, int, float, complex, list, tuple)):
-        # Python numbers get JAX's default dtypes, float32 and int32.
-        return np.asarray(array, dtype=jnp.asarray(array.ravel()[:0]).dtype)
+        # Python numbers get JAX's default dtypes, float32 and int32, if they fit.
+        held = np.asarray(array, dtype=jnp.asarray(array.ravel()[:0]).dtype)
+        return array if held.dtype.kind == "i" and (held != array).any() else held
     return array
 
 

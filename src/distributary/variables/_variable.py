@@ -67,7 +67,7 @@ from distributary.variables._distributed import (
     stack_components,
 )
 from distributary.variables._indexed_slices import IndexedSlices
-from distributary.variables._layout import VariableLayout, array_of
+from distributary.variables._layout import VariableLayout, array_of, on_host
 from distributary.variables._state_list import StateList
 
 
@@ -569,7 +569,7 @@ class Variable(Assignable):
                 f" {self._shape}. Shapes are not broadcast; use jnp.broadcast_to or jnp.full."
             )
         self._check_dtype(what, array.dtype)
-        return array
+        return on_host(array, self._dtype) if isinstance(array, np.ndarray) else array
 
     def _check_dtype(self, what: str, dtype: np.dtype[Any]) -> None:
         if not same_kind(dtype, self._dtype):
