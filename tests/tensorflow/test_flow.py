@@ -97,6 +97,21 @@ def test_python_is_called_from_steps_with_known_shapes():
     assert tf.py_function(Tout=tf.float32)(lambda x: x.numpy() * 2)(tf.constant(2.0)) == 4
 
 
+def test_python_without_results_runs_in_steps_and_outside():
+    seen = []
+    note = lambda x: tf.py_function(lambda own: seen.append(float(own)), [x], [])
+
+    @tf.function
+    def step(x):
+        note(x)
+        return x + 1
+
+    assert note(tf.constant(2.0)) == []
+    assert step(tf.constant(3.0)) == 4
+    jax.effects_barrier()
+    assert seen == [2, 3]
+
+
 def test_computing_again_gives_the_same_gradient():
     x = tf.Variable([1.0, 2.0])
 

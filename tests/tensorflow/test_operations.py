@@ -136,6 +136,7 @@ def test_numbers_become_a_dtype_that_holds_their_kind():
 
 def test_arrays_have_the_method_get_shape_also_in_a_step():
     assert tf.zeros([2, 3]).get_shape().as_list() == [2, 3]
+    assert tf.zeros([2], tf.string).numpy().tolist() == ["", ""]
     assert next(iter(tf.data.Dataset.range(3).batch(2))).get_shape().as_list() == [2]
     flat = tf.function(lambda x: tf.reshape(x, [-1, x.get_shape().as_list()[0]]))
 

@@ -32,6 +32,9 @@ def test_input_signature_converts_and_checks_arguments():
         scaled([[1, 2]])
     with pytest.raises(InvalidValueError, match="1 arguments, but input_signature has 0"):
         tf.function(lambda x: x, input_signature=[])(1)
+    whole = tf.TensorSpec([], tf.int32)
+    scaled = tf.function(lambda x, by=3, more=None: x * by, input_signature=[whole, whole])
+    assert [int(scaled(2)), int(scaled(2, 5))] == [6, 10]
 
     class Model:
         factor = 2
@@ -76,14 +79,18 @@ def test_numbers_of_another_kind_are_no_value_of_a_variable():
 def test_a_function_returns_the_value_that_a_variable_has_then():
     count = tf.Variable(0.0)
 
+    of_keras = tf.keras.Variable(4.0)
+
     @tf.function
     def counted():
-        return {"count": count.assign_add(1.0), "same": [count]}
+        return {"count": count.assign_add(1.0), "same": [count], "keras": of_keras}
 
     results = [counted() for _ in range(3)]
 
     assert [float(result["count"]) for result in results] == [1, 2, 3]
     assert [float(result["same"][0]) for result in results] == [1, 2, 3]
+    of_keras.assign(5.0)
+    assert [float(result["keras"]) for result in (results[0], counted())] == [4, 5]
 
 
 def test_a_concrete_function_takes_arrays_of_its_shapes():
@@ -108,6 +115,9 @@ def test_a_concrete_function_takes_arrays_of_its_shapes():
     assert squared.name == "scaled"
     with pytest.raises(InvalidValueError, match=r"scaled: .*shape \(3,\)"):
         squared(tf.ones(3))
+    np.testing.assert_array_equal(squared(tf.ones((1, 2)), power=2), [[3, 3]])
+    with pytest.raises(TypeError, match=r"scaled: power is 3, but .* for 2"):
+        squared(tf.ones((1, 2)), power=3)
     with pytest.raises(TypeError, match="get_concrete_function of scaled: missing"):
         model.scaled.get_concrete_function(y=spec)
 
@@ -220,6 +230,8 @@ def test_print_shows_values_in_steps_and_outside(strategy_of, capfd):
     assert out == ""
     assert err.splitlines()[0] == "outside|[1. 2.]|{'a': 3}"
     assert sorted(err.splitlines()[1:]) == ["replica 0", "replica 1"]
+    tf.print(strategy.run(lambda: tf.ones(2)))
+    assert capfd.readouterr().err == "PerReplica:{\n  0: [1. 1.],\n  1: [1. 1.]\n}\n"
 
 
 def test_nests_and_parts_of_results_have_their_names():

@@ -45,6 +45,7 @@ def test_what_is_parsed_outside_of_datasets_has_the_method_numpy(tmp_path):
     assert tf.io.read_file(tmp_path / "x").numpy() == data.numpy()
     assert tf.io.parse_tensor(tf.constant(data), tf.int32)[1].numpy() == 256
     assert tf.io.decode_raw(b"\1\0", tf.uint8).numpy().tolist() == [1, 0]
+    assert tf.io.decode_raw(tf.constant("Duck"), tf.uint8).tolist() == [*b"Duck"]
     assert tf.strings.length(tf.io.encode_base64("ab")).numpy() == 3
     tf.train.BytesList(value=[data])  # also without numpy()
     assert tf.io.serialize_tensor([1, 256]) == data

@@ -386,6 +386,12 @@ def fill(dims: Sequence[int], value: Array | float) -> Array:
     return jnp.full(dims, value)
 
 
+def zeros(shape: Shape, dtype: DTypeLike | None = None) -> Any:
+    """`tf.zeros`: empty texts for `tf.string`, on the host."""
+    is_string = dtype is not None and np.dtype(dtype).kind == "O"
+    return host_array(np.full(shape, "")) if is_string else jnp.zeros(shape, dtype)
+
+
 def linspace(
     start: ArrayLike, stop: ArrayLike, num: int, name: str | None = None, axis: int = 0
 ) -> Array:
@@ -418,6 +424,5 @@ ARRAYS: dict[str, Operation] = {
     "stack": Operation(jnp.stack, "values", axis=0),
     "stop_gradient": Operation(jax.lax.stop_gradient, "input"),
     "tensordot": Operation(jnp.tensordot, "a", "b", axes=REQUIRED),
-    "zeros": Operation(jnp.zeros, shape=REQUIRED, dtype=None),
     "zeros_like": Operation(jnp.zeros_like, "input", dtype=None),
 }

@@ -141,8 +141,11 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
 
     Source: `tf.config.experimental.set_memory_growth`.
     """
-    if device.device_type != "GPU":
-        raise InvalidValueError(f"tf.config.experimental.set_memory_growth: {device} is no GPU.")
+    if getattr(device, "device_type", None) != "GPU":  # such as a name
+        raise InvalidValueError(
+            f"tf.config.experimental.set_memory_growth: {device!r} is no GPU. Pass one of"
+            " tf.config.list_physical_devices('GPU')."
+        )
     _check_not_started("experimental.set_memory_growth")
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false" if enable else "true"
 

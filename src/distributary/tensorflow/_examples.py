@@ -233,6 +233,11 @@ def _bytes(serialized: object) -> bytes:
     return value
 
 
+def _bytes_or_text(value: object) -> bytes:
+    text = value.item() if isinstance(value, np.ndarray) else value
+    return text.encode() if isinstance(text, str) else _bytes(value)
+
+
 def _parsed(record: bytes, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
     messages = _message("Example", record).features.feature
     return {key: _values(key, messages.get(key), feature) for key, feature in features.items()}
@@ -296,7 +301,7 @@ def decode_raw(
 ) -> np.ndarray:
     """`tf.io.decode_raw`: the bytes of a string as numbers, `[n]`."""
     dtype = np.dtype(out_type).newbyteorder("<" if little_endian else ">")
-    data = _bytes(input_bytes)
+    data = _bytes_or_text(input_bytes)
     if fixed_length is not None:
         data = data[:fixed_length].ljust(fixed_length, b"\0")
     return np.frombuffer(data, dtype).astype(out_type)
@@ -365,13 +370,13 @@ def is_jpeg(contents: object, name: str | None = None) -> bool:
 
 def decode_base64(input: object, name: str | None = None) -> bytes:
     """`tf.io.decode_base64`: of the alphabet for the web; padding may be missing."""
-    text = input.encode() if isinstance(input, str) else _bytes(input)
+    text = _bytes_or_text(input)
     return base64.urlsafe_b64decode(text + b"=" * (-len(text) % 4))
 
 
 def encode_base64(input: object, pad: bool = False, name: str | None = None) -> bytes:
     """`tf.io.encode_base64`: in the alphabet for the web."""
-    text = base64.urlsafe_b64encode(input.encode() if isinstance(input, str) else _bytes(input))
+    text = base64.urlsafe_b64encode(_bytes_or_text(input))
     return text if pad else text.rstrip(b"=")
 
 

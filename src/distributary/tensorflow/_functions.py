@@ -15,7 +15,7 @@ from distributary.data import PerReplicaSpec, TensorSpec
 from distributary.devices import Nest
 from distributary.engine import Function as Compiled
 from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.tensorflow._operations import converted
+from distributary.tensorflow._operations import converted, plain
 from distributary.variables import DistributedValues, PerReplica, Variable
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -87,9 +87,12 @@ class Function:
         parameters = inspect.signature(self.python_function)
         num_own = int(next(iter(parameters.parameters), "") == "self")
         try:
-            arguments = parameters.bind(*args, **kwargs).args
+            bound = parameters.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"tf.function {self._name}{parameters}: {error}") from None
+        num_given = len(bound.args)
+        bound.apply_defaults()  # of the arguments that input_signature has
+        arguments = bound.args[: max(num_given, num_own + len(self.input_signature))]
         instance, arguments = arguments[:num_own], arguments[num_own:]
         if len(arguments) != len(self.input_signature):
             raise InvalidValueError(
@@ -258,7 +261,14 @@ class ConcreteFunction:
             rest = iter([name for name in arrays if name not in kwargs])
             complete |= dict(zip(rest, args, strict=True)) | kwargs
         else:
-            complete |= self._parameters.bind(*args, **kwargs).arguments
+            own = [complete["self"]] if "self" in complete else []
+            complete |= self._parameters.bind(*own, *args, **kwargs).arguments
+        for name, fixed in self._arguments.items():
+            if isinstance(fixed, (bool, int, float, str)) and complete[name] != fixed:
+                raise InvalidTypeError(
+                    f"tf.function {self.name}: {name} is {complete[name]!r}, but"
+                    f" get_concrete_function has made the function for {fixed!r}."
+                )
         checked = {
             name: _checked(self.name, self._arguments[name], complete[name]) for name in complete
         }
@@ -271,11 +281,13 @@ class ConcreteFunction:
 
 def _with_values(result: Any) -> Any:
     """Returns what a function returns, with values in place of variables, as in TensorFlow."""
-    return jax.tree.map(
-        lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf,
-        result,
-        is_leaf=lambda leaf: isinstance(leaf, DistributedValues),
-    )
+
+    def value_of(leaf: Any) -> Any:
+        if isinstance(leaf, Variable):
+            return leaf.value()
+        return leaf if isinstance(leaf, DistributedValues) else plain(leaf)  # of Keras' variables
+
+    return jax.tree.map(value_of, result, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
 
 
 def _is_spec(node: object) -> bool:

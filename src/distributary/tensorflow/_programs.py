@@ -23,6 +23,7 @@ from distributary.tensorflow._host import host_array
 from distributary.tensorflow._operations import array, plain
 from distributary.tensorflow.autograph import and_, while_stmt
 from distributary.tracing import current_scope
+from distributary.variables import PerReplica
 
 
 def print_(
@@ -45,15 +46,16 @@ def print_(
 
     Source: `tf.print`.
     """
-    leaves, tree = jax.tree.flatten(jax.tree.map(plain, inputs))
+    shown = jax.tree.map(_of_replicas, inputs, is_leaf=lambda node: isinstance(node, PerReplica))
+    leaves, tree = jax.tree.flatten(jax.tree.map(plain, shown))
     picks = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     edge = 3 if summarize is None else summarize
 
     def show(*arrays: Any) -> None:
-        shown = list(leaves)
+        texts = list(leaves)
         for i, value in zip(picks, arrays, strict=True):
-            shown[i] = _Shown(np.asarray(value), edge)
-        text = sep.join(str(value) for value in jax.tree.unflatten(tree, shown))
+            texts[i] = _Shown(np.asarray(value), edge)
+        text = sep.join(str(value) for value in jax.tree.unflatten(tree, texts))
         stream = sys.stderr if output_stream is None else output_stream
         stream.write(text + end)
 
@@ -61,6 +63,12 @@ def print_(
         show(*(leaves[i] for i in picks))
     else:
         jax.debug.callback(show, *(leaves[i] for i in picks))
+
+
+def _of_replicas(value: Any) -> Any:
+    """Returns a value of replicas as theirs, not as the array of all that holds them."""
+    is_stacked = isinstance(value, PerReplica) and value.form == "stacked"
+    return PerReplica(value.values) if is_stacked else value
 
 
 class _Shown:
