@@ -963,3 +963,61 @@ def test_is_chief_is_true_in_a_single_process(strategy):
     servers = dist.ParameterServerStrategy(dist.experimental.local_cluster(workers=1, ps=1))
     others = dist.OneDeviceStrategy("CPU:0"), dist.get_strategy()
     assert all(one.is_chief for one in (strategy, servers, *others))
+
+
+@pytest.mark.parametrize("name", ["num_workers", "rank", "num_ps"])
+def test_arguments_that_ask_for_workers_are_told_of_launch(name):
+    with pytest.raises(TypeError, match=f"'{name}'.*distributary launch --workers 2"):
+        dist.MultiWorkerMirroredStrategy(**{name: 2})
+
+
+def test_a_remote_value_is_no_number():
+    strategy = dist.ParameterServerStrategy(dist.experimental.local_cluster(workers=1, ps=1))
+    coordinator = dist.coordinator.ClusterCoordinator(strategy)
+    value = coordinator.schedule(lambda: 3.0)
+
+    for use in (float, lambda v: v + 1, lambda v: f"{v:.2f}", lambda v: v.numpy(), round, sum):
+        with pytest.raises(TypeError, match=r"value\.fetch\(\)"):
+            use(value)
+    assert "RemoteValue" in f"{value}"
+    assert value.fetch() == 3
+
+
+def test_layers_that_are_frozen_after_compile_are_told(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(BATCH, BATCH[:, :1], verbose=0)
+    model.layers[0].trainable = False
+
+    with pytest.raises(ValueError, match=r"2 trainable variables.* 0 now.*compile the model again"):
+        model.fit(BATCH, BATCH[:, :1], verbose=0)
+
+
+def test_an_iterator_of_batches_is_told(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    with pytest.raises(TypeError, match=r"x is a list_iterator.*\(batch for batch in x\)"):
+        model.fit(iter([(BATCH, BATCH[:, :1])]), verbose=0)
+
+
+@pytest.mark.parametrize("name", ["reset_default_graph", "estimator", "contrib"])
+def test_names_of_tensorflow_1_are_told(name):
+    import distributary.compat.tensorflow as tf
+
+    with pytest.raises(AttributeError, match=r"graphs and sessions|tf\.keras"):
+        getattr(tf, name)
+
+
+def test_set_memory_growth_of_a_name_is_told():
+    import distributary.compat.tensorflow as tf
+
+    with pytest.raises(ValueError, match=r"'GPU:0' is no GPU.*list_physical_devices"):
+        tf.config.experimental.set_memory_growth("GPU:0", True)
+
+
+def test_a_dict_as_args_is_told_of_kwargs(strategy):
+    with pytest.raises(ValueError, match=r"args=\(value,\)\. To pass .* write kwargs=batch"):
+        strategy.run(lambda x, y: x + y, args={"x": BATCH, "y": BATCH})

@@ -89,4 +89,5 @@ def test_a_worker_that_ends_before_the_others_is_named(job, tmp_path):
     for one in workers.wait():
         assert one.code == WorkerLostError.exit_code, one.output
         assert f"worker 0 at {workers.addresses[0]} has ended after" in one.output
+        assert "Let every worker make the same calls, as often" in one.output
         assert re.search(r"needs all of them\. worker 1 at \S+ .*differ\.py:\d+ in", one.output)

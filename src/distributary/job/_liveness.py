@@ -222,7 +222,9 @@ class Liveness:
             if worker.has_finished:
                 reason = (
                     f"{worker.name} has ended after {min(positions)} programs of all workers, and"
-                    f" another one has begun program {max(positions)}, which needs all of them"
+                    f" another one has begun program {max(positions)}. Let every worker make the"
+                    " same calls, as often, and not only `if strategy.is_chief:`, because it"
+                    " needs all of them"
                 )
                 others = [one for one in self._workers if one.report.position == max(positions)]
                 self._lose(_with_positions(reason, others[:1]))

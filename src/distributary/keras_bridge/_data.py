@@ -313,6 +313,19 @@ def explained_by_data(
         )
     if isinstance(error, DistributaryError) or not isinstance(error, (TypeError, ValueError)):
         return error
+    if "Unrecognized data type" in text and hasattr(x, "__next__"):
+        return InvalidTypeError(
+            f"{name}: x is a {type(x).__name__}, which Keras does not take. Give the dataset or"
+            " list behind it, or a generator: (batch for batch in x)."
+        )
+    optimizer, now = getattr(model, "optimizer", None), len(model.trainable_variables)
+    built_with = len(getattr(optimizer, "_trainable_variables", ()))
+    if "that the optimizer was built with" in text and built_with != now:
+        return InvalidValueError(
+            f"{name}: the optimizer was built with {built_with} trainable variables, and the model"
+            f" has {now} now. After layer.trainable has changed, or layers were added, compile the"
+            " model again with a new optimizer."
+        )
     has_no_y = y is None or (validation_data is not None and type(validation_data) is not tuple)
     if "None is not a valid value" in text and has_no_y and getattr(model, "loss", None):
         parts = f"{type(x[0]).__name__}s" if type(x) in (list, tuple) and x else ""

@@ -5,12 +5,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import jax
 
 from distributary.devices import Nest, progress
-from distributary.errors import CancelledError, UnavailableError
+from distributary.errors import CancelledError, InvalidTypeError, UnavailableError
 
 _MAX_QUEUED = 262_144  # as in TensorFlow
 _MAX_LEASED = 16
@@ -53,6 +53,19 @@ class RemoteValue:
     def _end(self, value: Nest, error: BaseException | None = None) -> None:
         self._value, self._error = value, error
         self._ready.set()
+
+    def _refuse_number(self, *_: object) -> NoReturn:
+        raise InvalidTypeError(
+            "A RemoteValue is not a number: a worker computes it. Write value.fetch(), which waits"
+            " for the number; more rarely than in every step, or the workers wait for you."
+        )
+
+    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = _refuse_number
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __lt__ = __gt__ = _refuse_number
+    __round__ = __getitem__ = __iter__ = numpy = item = _refuse_number
+
+    def __format__(self, spec: str) -> str:
+        return self._refuse_number() if spec else str(self)
 
     def __repr__(self) -> str:
         state = "waiting" if not self._ready.is_set() else "failed" if self._error else "ready"

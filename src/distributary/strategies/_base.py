@@ -223,9 +223,11 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         Source: `tf.distribute.Strategy.run`.
         """
         if not isinstance(args, (list, tuple)):
+            by_name = isinstance(args, Mapping)
+            other = " To pass its parts by name, write kwargs=batch." if by_name else ""
             raise InvalidValueError(
                 f"Strategy.run({name_of(fn)}): args is {shown(args)}, expected a list or tuple. For"
-                " one argument write args=(value,)."
+                f" one argument write args=(value,).{other}"
             )
         if not callable(fn):
             raise InvalidTypeError(

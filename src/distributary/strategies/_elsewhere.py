@@ -38,6 +38,10 @@ OF_ARGUMENTS = {
     "num_gpus num_gpus_per_worker gpus num_devices num_replicas device_count": (
         'Name the devices, devices=["GPU:0", "GPU:1"], or leave the argument out for all of them.'
     ),
+    "num_workers workers num_hosts hosts num_ps ps worker_hosts rank world_size": (
+        "Workers are started, not asked for: `distributary launch --workers 2 train.py` (--ps 1"
+        " adds a parameter server) gives each its TF_CONFIG, from which the strategy knows all."
+    ),
     "device": (
         'Write OneDeviceStrategy("GPU:0") or "CPU:0"; other strategies take a list,'
         ' devices=["GPU:0", "GPU:1"].'

@@ -65,6 +65,11 @@ _ADVICE: dict[str, str] = {
     ),
     "keras.utils.generic_utils": "tf.keras.utils and tf.keras.saving",
     "logging": "logging of Python",
+    "contrib": "tf.keras and tf.distribute; TensorFlow 2 has no tf.contrib",
+    "estimator": "tf.keras.Model with fit, in the scope of a strategy",
+    "reset_default_graph get_default_graph global_variables_initializer get_session": (
+        "nothing: leave it out, there are no graphs and sessions"
+    ),
     "placeholder ConfigProto Session": "tf.function; sessions of TensorFlow 1 are not there",
     "random_uniform": "tf.random.uniform",
     # Programs and control flow.
