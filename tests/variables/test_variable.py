@@ -486,5 +486,7 @@ def test_whole_numbers_that_a_dtype_does_not_hold_are_refused(dtype, value, stra
         for assign in (variable.assign, variable.assign_add):
             with pytest.raises(InvalidValueError, match="cannot hold"):
                 assign(value)
+        with pytest.raises(InvalidValueError, match="cannot hold"):
+            variable.scatter_update(dist.IndexedSlices(np.array(value), np.array([0])))
         assert float(dist.Variable([2**40], dtype="float32").value()[0]) == 2.0**40
     np.testing.assert_array_equal(variable, [0])

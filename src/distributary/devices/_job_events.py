@@ -75,7 +75,7 @@ class JobPrograms:
             values: Python numbers that belong to it, which may be others next time.
 
         Returns:
-            Whether it has met the others, which then have met it.
+            Whether it waited for the others here; if so, each of them did.
 
         Raises:
             WorkerMismatchError: if the others do something else.

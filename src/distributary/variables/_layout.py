@@ -116,10 +116,10 @@ class VariableLayout:
         """
         sharding = self.stacked if stacked else self.replicated
         if self.parts is not None:
-            return put_sharded(on_host(local_copy(value), dtype), self.parts)
+            return put_sharded(np.asarray(holding(local_copy(value), dtype), dtype), self.parts)
         if sharding is not None and not sharding.is_fully_addressable:
             # All processes pass the same value, and JAX must do the same with it on each.
-            host = on_host(local_copy(value), dtype)
+            host = np.array(holding(local_copy(value), dtype), dtype)
             if stacked:
                 return put_stacked(host, sharding, self.first_replica)
             return put_replicated(host, sharding)
@@ -131,7 +131,7 @@ class VariableLayout:
             if placed.dtype == dtype and not placed.weak_type:
                 return own_copies([placed])[0]
             return jax.lax.convert_element_type(placed, dtype)
-        host = on_host(value, dtype)
+        host = np.array(holding(value, dtype), dtype)
         if sharding is None:
             return jnp.array(host)
         return jax.device_put(host, sharding)
@@ -149,20 +149,21 @@ class VariableLayout:
         return put_replicated(array, sharding)
 
 
-def on_host(value: Any, dtype: Any) -> np.ndarray:
-    """Returns a copy of a value on the host.
+def holding(value: Any, dtype: Any) -> np.ndarray:
+    """Returns a value as an array on the host, not a copy, if a dtype holds its whole numbers.
 
     Raises:
         InvalidValueError: for a whole number that the dtype does not hold.
     """
-    array = np.asarray(value)
-    held = np.array(array, dtype)
-    if array.dtype.kind in "iu" and held.dtype.kind in "iu" and (wrong := held != array).any():
-        raise InvalidValueError(
-            f"A variable of dtype {held.dtype} cannot hold {array[wrong][0]}. Choose another dtype;"
-            " for int64, call jax.config.update('jax_enable_x64', True) at the start."
-        )
-    return held
+    array, dtype = np.asarray(value), np.dtype(dtype)
+    if array.dtype.kind in "iu" and dtype.kind in "iu" and array.dtype != dtype:
+        wrong = array.astype(dtype) != array
+        if wrong.any():
+            raise InvalidValueError(
+                f"A variable of dtype {dtype} cannot hold {array[wrong][0]}. Choose another dtype;"
+                " for int64, call jax.config.update('jax_enable_x64', True) at the start."
+            )
+    return array
 
 
 _neighbor: ContextVar[Any] = ContextVar("variable beside which others are placed", default=None)

@@ -67,7 +67,7 @@ from distributary.variables._distributed import (
     stack_components,
 )
 from distributary.variables._indexed_slices import IndexedSlices
-from distributary.variables._layout import VariableLayout, array_of, on_host
+from distributary.variables._layout import VariableLayout, array_of, holding
 from distributary.variables._state_list import StateList
 
 
@@ -434,7 +434,7 @@ class Variable(Assignable):
             )
         what = f"Variable {self._name!r}: scatter"
         array = array_of(updates, what)
-        self._check_dtype(what, array.dtype)
+        self._check_dtype(what, array)
         slices = *np.broadcast_shapes(*map(np.shape, positions)), *self._shape[len(positions) :]
         if tuple(array.shape) != slices:
             raise InvalidValueError(
@@ -568,15 +568,17 @@ class Variable(Assignable):
                 f"{what} got a value of shape {tuple(array.shape)}, but the variable has shape"
                 f" {self._shape}. Shapes are not broadcast; use jnp.broadcast_to or jnp.full."
             )
-        self._check_dtype(what, array.dtype)
-        return on_host(array, self._dtype) if isinstance(array, np.ndarray) else array
+        self._check_dtype(what, array)
+        return array
 
-    def _check_dtype(self, what: str, dtype: np.dtype[Any]) -> None:
-        if not same_kind(dtype, self._dtype):
+    def _check_dtype(self, what: str, array: Array) -> None:
+        if not same_kind(array.dtype, self._dtype):
             raise InvalidTypeError(
-                f"{what} got dtype {dtype}, but the variable is {self._dtype}. Convert the value"
-                f" first: value.astype({self._dtype.name!r})."
+                f"{what} got dtype {array.dtype}, but the variable is {self._dtype}. Convert the"
+                f" value first: value.astype({self._dtype.name!r})."
             )
+        if isinstance(array, np.ndarray):
+            holding(array, self._dtype)
 
     def _check_assignable(self, kind: str) -> None:
         self._check_strategy("assigned")
@@ -618,7 +620,7 @@ class Variable(Assignable):
             )
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise InvalidTypeError(f"{what} needs integer indices, got {ids.dtype}.")
-        self._check_dtype(what, values.dtype)
+        self._check_dtype(what, values)
         rows = jnp.asarray(values, self._dtype)
         return IndexedSlices(rows, jnp.asarray(ids), slices.dense_shape)
 
