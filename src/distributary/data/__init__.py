@@ -35,7 +35,7 @@ from distributary.data._record_files import (
 from distributary.data._records import framed, read_file, records
 from distributary.data._replica_rows import WorkerBatch, WorkerShare, split_rows
 from distributary.data._several import common_spec
-from distributary.data._sharding import worker_dataset
+from distributary.data._sharding import check_same_data, worker_dataset
 from distributary.data._statistics import Loop, StepCounts, StepStatistics
 from distributary.data._step_data import Batches, Elements, checked
 from distributary.data._streams import IteratedStream, Path, Stream, is_peek
@@ -43,6 +43,7 @@ from distributary.data._structure import (
     TensorSpec,
     as_array,
     check_dense,
+    fingerprint,
     flatten,
     kept,
     map_arrays,

@@ -11,20 +11,22 @@ from distributary.data._batching import Batch, BatchedStream
 from distributary.data._coworkers import Coworkers
 from distributary.data._dataset import Dataset
 from distributary.data._foreign import foreign
-from distributary.data._iterables import Once, OneShot
-from distributary.data._nodes import Node
+from distributary.data._iterables import Once, OneShot, RandomAccess
+from distributary.data._nodes import Node, NumberedNode
 from distributary.data._options import AutoShardPolicy, combined
 from distributary.data._order import WithOptions
 from distributary.data._prefetch import Prefetch
 from distributary.data._replica_rows import WorkerBatch, WorkerShare
-from distributary.data._sharding import worker_dataset
+from distributary.data._sharding import check_same_data, worker_dataset
 from distributary.data._streams import Stream
-from distributary.data._structure import check_dense, some_rows
+from distributary.data._structure import check_dense, fingerprint, some_rows
 from distributary.devices import Nest
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError, shown
 from distributary.tracing import narrowed, native
 
 _T = TypeVar("_T")
+
+_MAX_COMPARED_ROWS = 32
 
 
 class StepData(abc.ABC):
@@ -99,7 +101,8 @@ class Batches(StepData):
 
     Raises:
         InvalidTypeError: if the dataset cannot be iterated over.
-        InvalidValueError: if it is not batched, or its policy cannot be followed.
+        InvalidValueError: if it is not batched, its policy cannot be followed, or workers that each
+            take rows of the same batches have other data in memory.
         ClusterError: if another worker has such an error, or the workers' datasets do not match.
     """
 
@@ -112,25 +115,28 @@ class Batches(StepData):
         what: str = "experimental_distribute_dataset: got",
         coworkers: Coworkers | None = None,
     ) -> None:
-        def prepare() -> tuple[str, int, list[int]]:
+        def prepare() -> tuple[str, int, list[int], int]:
             node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
             self.set_node(node)
             # Workers may read their data under different names, unless all read the same data.
-            name = f" {node.describe()}" if self._policy is AutoShardPolicy.DATA else ""
-            return self._policy.name + name, self._own_cardinality(), node.drawn_seeds()
+            reads_all = self._policy is AutoShardPolicy.DATA
+            way = self._policy.name + (f" {node.describe()}" if reads_all else "")
+            seen = fingerprint(_first_in_memory(node)) if reads_all and coworkers else 0
+            return way, self._own_cardinality(), node.drawn_seeds(), seen
 
         self._share = share
         reports = self._agree(coworkers, prepare)
         if coworkers is None:
             return
-        ways, cardinalities, seeds = zip(*reports, strict=True)
-        if len({(way, len(worker_seeds)) for way, _, worker_seeds in reports}) > 1:
+        ways, cardinalities, seeds, seen = zip(*reports, strict=True)
+        if len({(way, len(worker_seeds)) for way, _, worker_seeds, _ in reports}) > 1:
             names = zip(coworkers.job.names, ways, strict=True)
             raise ClusterError(
                 f"{what} datasets that differ between the workers, or are read in different ways:"
                 f" {', '.join(f'{name}: {way}' for name, way in names)}. Distribute the same"
                 " dataset on every worker, or set its auto_shard_policy."
             )
+        check_same_data("The data in memory of a distributed dataset", seen)
         self._longest = combined(cardinalities)
         # Every worker needs the same order of shuffles without a seed.
         self.set_node(self.node().with_drawn_seeds(seeds[0]))
@@ -292,6 +298,17 @@ def _without_prefetch(node: Node) -> tuple[Node, int]:
         inner, depth = _without_prefetch(node.input)
         return WithOptions(inner, node.options), depth
     return node, 0
+
+
+def _first_in_memory(node: Node) -> list[Nest]:
+    """Returns the first elements of the arrays, and of the lists of batches, that a dataset has."""
+    firsts = []
+    for part in node.tree():
+        if isinstance(part, NumberedNode) and part.in_memory:
+            firsts += [part.row(i) for i in range(min(len(part), _MAX_COMPARED_ROWS))]
+        elif isinstance(part, RandomAccess) and isinstance(part.items, (list, tuple)):
+            firsts += [part.row(i) for i in range(min(len(part), 1))]
+    return firsts
 
 
 def _batches(dataset: object, what: str) -> Node:

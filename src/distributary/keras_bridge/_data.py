@@ -6,7 +6,6 @@ import itertools
 import operator
 import random
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import GeneratorType
@@ -31,6 +30,8 @@ from distributary.data import (
     Options,
     WorkerBatch,
     WorkerShare,
+    check_same_data,
+    fingerprint,
     is_hugging_face,
     kept,
 )
@@ -575,25 +576,9 @@ def check_same(batch: object, what: str = "The first batch of the data") -> None
     Raises:
         InvalidValueError: on all workers, if the batches differ.
     """
-    leaves, tree = jax.tree.flatten(batch)
-    seen = zlib.crc32(str(tree).encode())
-    for leaf in leaves:
-        array = np.ascontiguousarray(leaf)
-        seen = zlib.crc32(f"{array.shape}{array.dtype}".encode(), seen)
-        seen = zlib.crc32(array.tobytes(), seen)
     job = consensus()
     assert job is not None
-    of_workers = np.array(job.agree(what, lambda: seen))
-    others = np.flatnonzero(of_workers != of_workers[0])
-    if len(others):
-        names = ", ".join(f"worker {number}" for number in others)
-        raise InvalidValueError(
-            f"{what} is not the same on all workers: {names} got another one than worker 0. Every"
-            " worker is given all of the data, in the same order, and takes its own rows. Load the"
-            " same files, and seed what shuffles or draws (keras.utils.set_random_seed). To give"
-            " each worker its own part of the data, use"
-            " strategy.distribute_datasets_from_function."
-        )
+    check_same_data(what, job.agree(what, lambda: fingerprint(batch)))
 
 
 @final

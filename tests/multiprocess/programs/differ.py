@@ -199,6 +199,29 @@ def an_assigned_learning_rate():
     built.optimizer.learning_rate = 0.5 if odd else 0.25
 
 
+def distributed(dataset):
+    return strategy.experimental_distribute_dataset(dataset)
+
+
+@case
+def the_rows_of_a_dataset():
+    rows = np.arange(12.0)
+    distributed(Dataset.from_tensor_slices(rows).shuffle(9).batch(4))
+    distributed([rows, rows])
+    distributed(Dataset.from_tensor_slices(rows + odd).map(np.square).batch(4))
+
+
+@case
+def the_first_of_a_list_of_batches():
+    distributed([(x + odd, y), (x, y)])
+
+
+@case
+def equal_text():
+    text = np.array([["a word"], ["and more"]] * 8, object)
+    distributed(Dataset.from_tensor_slices(text).map(lambda row: np.float32(len(row[0]))).batch(4))
+
+
 # From here on a worker waits in a program which the others do not join.
 
 
