@@ -25,11 +25,14 @@ def build_model(
 ) -> KerasModel:
     """Returns the compiled model with the workload's parameters, in the scope of a strategy."""
     optimizer = {"adam": keras.optimizers.Adam, "sgd": keras.optimizers.SGD}[workload.optimizer]
+    is_binary = workload.model == "wide"
+    losses = keras.losses
+    loss = losses.BinaryCrossentropy if is_binary else losses.SparseCategoricalCrossentropy
     with scope or nullcontext():
         model, layers = _MODELS[workload.model]()
         model.compile(
             optimizer=optimizer(workload.learning_rate),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            loss=loss(from_logits=True),
             steps_per_execution=steps_per_execution,
         )
         parameters = workload.parameters()
@@ -204,6 +207,23 @@ def _transformer() -> tuple[KerasModel, Layers]:
     return model, names
 
 
+def _wide() -> tuple[KerasModel, Layers]:
+    layers = keras.layers
+    shapes = {name: value.shape for name, value in WORKLOADS["wide256"].parameters().items()}
+    num_rows, width = shapes["table"]
+    num_inputs, num_hidden = shapes["hidden_kernel"]
+    model = keras.Sequential(
+        [
+            layers.Input((num_inputs // width,), dtype="int32"),
+            layers.Embedding(num_rows, width, name="table"),
+            layers.Flatten(),
+            layers.Dense(num_hidden, activation="relu", name="hidden"),
+            layers.Dense(1, name="output"),
+        ]
+    )
+    return model, {"table": ("table",), "hidden": _dense("hidden"), "output": _dense("output")}
+
+
 def _dense(name: str) -> tuple[str, ...]:
     return (f"{name}_kernel", f"{name}_bias")
 
@@ -213,4 +233,5 @@ _MODELS: Mapping[Model, Callable[[], tuple[KerasModel, Layers]]] = {
     "transformer": _transformer,
     "cnn": _cnn,
     "resnet": _resnet,
+    "wide": _wide,
 }

@@ -227,6 +227,7 @@ WORKLOADS: Mapping[str, Workload] = {
         Workload("resnet18", "resnet", 32, "sgd", 1e-3),
         Workload("wide256", "wide", 256, "sgd", 1.0, sparse=True),
         Workload("wide256_dense", "wide", 256, "sgd", 1.0),
+        Workload("wide256_adam", "wide", 256, "adam", 1e-3),
         Workload("deep256", "deep", 256, "sgd", 1.0),
         Workload("embedding256", "wide", 256, "adagrad", 0.01),
     )
@@ -244,5 +245,8 @@ def random_rows() -> Array:
 STEP_WORKLOADS = ("mlp32", "mlp256", "transformer32", "wide256", "wide256_dense")
 """What is measured of steps of `strategy.run`."""
 
-FIT_WORKLOADS = ("mlp32", "mlp256", "transformer32", "cnn64", "resnet18")
+FIT_WORKLOADS = (
+    *("mlp32", "mlp256", "transformer32", "cnn64", "resnet18"),
+    *("wide256_dense", "wide256_adam"),
+)
 """What is measured of `model.fit`."""
