@@ -14,7 +14,6 @@ import argparse
 import sys
 
 from distributary.errors import DistributaryError
-from distributary.tools import compilation
 from distributary.tools.cli._arguments import (
     add_script_arguments,
     add_topology_arguments,
@@ -38,6 +37,8 @@ def run(namespace: argparse.Namespace) -> int:
     """Prints a report for each topology; returns 1 if one of them cannot be compiled for."""
     check_script(namespace)
     check_topologies(namespace)
+    from distributary.tools import compilation
+
     compilation.prepare_compilers()
     reports: list[compilation.Report] = []
     exit_code = 0

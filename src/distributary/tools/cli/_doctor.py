@@ -14,8 +14,8 @@ Examples:
 import argparse
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from distributary.tools import diagnosis
 from distributary.tools.cli._arguments import (
     add_json_argument,
     add_option,
@@ -23,6 +23,9 @@ from distributary.tools.cli._arguments import (
     one_of,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from distributary.tools.diagnosis import Check, Link, Report
 
 _PARTS = ("machine", "links", "all-reduce", "training")  # of diagnosis.examine
 _WIDTH = 100
@@ -46,16 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Prints a report; returns 1 if there is a problem."""
+    from distributary.tools.diagnosis import examine
 
-    def use(report: "diagnosis.Report") -> None:
+    def use(report: "Report") -> None:
         if write_json(namespace.json, report.to_json()):
             print(_text(report), flush=True)
 
-    report = diagnosis.examine(namespace.only, namespace.wait_seconds, use)
+    report = examine(namespace.only, namespace.wait_seconds, use)
     return int(report.has_problem)
 
 
-def _text(report: "diagnosis.Report") -> str:
+def _text(report: "Report") -> str:
     lines: list[str] = []
     for place, (task, checks) in enumerate(report.checks.items()):
         # The first task shows everything, the others only warnings and problems.
@@ -71,7 +75,7 @@ def _text(report: "diagnosis.Report") -> str:
     return "\n".join(lines)
 
 
-def _lines(check: "diagnosis.Check") -> list[str]:
+def _lines(check: "Check") -> list[str]:
     text = textwrap.wrap(check.detail, _WIDTH - 24) or [""]
     lines = [f"{_MARKS[check.status]:<8} {check.name:<13}  {text[0]}"]
     lines += [f"{'':<24}{line}" for line in text[1:]]
@@ -80,7 +84,7 @@ def _lines(check: "diagnosis.Check") -> list[str]:
     return lines
 
 
-def _matrix(links: "Sequence[diagnosis.Link]", tasks: Sequence[str]) -> list[str]:
+def _matrix(links: "Sequence[Link]", tasks: Sequence[str]) -> list[str]:
     """Returns a table of round trips and rates, from the task of the row to that of the column."""
     cells = {(link.source, link.target): _cell(link) for link in links}
     width = max(map(len, [*cells.values(), *tasks]))
@@ -92,7 +96,7 @@ def _matrix(links: "Sequence[diagnosis.Link]", tasks: Sequence[str]) -> list[str
     return ["links, from the row to the column:", *rows]
 
 
-def _cell(link: "diagnosis.Link") -> str:
+def _cell(link: "Link") -> str:
     if link.error is not None:
         return "none"
     return f"{link.round_trip_seconds * 1e6:.0f} us {link.bytes_per_second / 1e6:.0f} MB/s"

@@ -14,7 +14,6 @@ Examples:
 import argparse
 import sys
 
-from distributary.tools import compilation
 from distributary.tools.cli._arguments import (
     add_option,
     add_script_arguments,
@@ -49,6 +48,8 @@ def run(namespace: argparse.Namespace) -> int:
     """Prints a table for each topology; returns 1 if nothing fits on one of them."""
     check_script(namespace)
     check_topologies(namespace)
+    from distributary.tools import compilation
+
     compilation.prepare_compilers()
     script = compilation.Script(
         namespace.script, namespace.arguments, namespace.module, namespace.step
