@@ -9,7 +9,7 @@ import pytest
 from distributary.devices import watch_programs
 from distributary.errors import InvalidValueError
 from distributary.tools.cli import main
-from distributary.tools.compilation import run_script
+from distributary.tools.compilation import Script, run_script
 from distributary.tools.scaling import Network, Timing, predict
 from distributary.tools.scaling._timer import StepTimer
 
@@ -51,7 +51,8 @@ def timed(tmp_path):
     def run(*arguments, module=None, step_name=None):
         timer = StepTimer(0.1, step_name)
         watch_programs(timer.wrap)
-        run_script(module or str(script), [*map(str, arguments)], is_module=module is not None)
+        path = module or str(script)
+        run_script(Script(path, [*map(str, arguments)], is_module=module is not None))
         return timer.timing("train.py")
 
     yield run

@@ -1,5 +1,6 @@
 """Compiles training steps for machines that are not here, and reports on them."""
 
+from distributary.tools.compilation._calls import answer_call, call_in_process
 from distributary.tools.compilation._dataflow import (
     collectives_of,
     collectives_of_step,
@@ -19,7 +20,6 @@ from distributary.tools.compilation._topologies import (
     parse_topology,
     prepare_compilers,
 )
-from distributary.tools.compilation._trials import answer_trial
 
 __all__ = [  # for users
     "Report",

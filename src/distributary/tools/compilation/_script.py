@@ -84,7 +84,7 @@ def compile_script(
     programs = Programs(topology, step_name, is_trial=trial is not None)
     watch_programs(programs.wrap, Target(topology.name, topology.kind, topology.hosts, trial))
     try:
-        run_script(script, arguments, is_module=is_module)
+        run_script(Script(script, arguments, is_module))
     except SystemExit as end:
         if programs.step is None and end.code not in (None, 0):
             raise
@@ -122,20 +122,20 @@ class DoesNotFitError(CompileError):
         self.state_bytes = state_bytes
 
 
-def run_script(script: str, arguments: Sequence[str], *, is_module: bool) -> None:
+def run_script(script: Script) -> None:
     """Runs a script as Python would, until it ends or raises `ScriptEnded`.
 
     Raises:
         InvalidValueError: if there is no such script.
         SystemExit, Exception: any exception of the script.
     """
-    if not is_module and not Path(script).is_file():
-        raise InvalidValueError(f"There is no script {script!r}.")
-    with contextlib.suppress(ScriptEnded), _as_main(script, arguments, is_module):
-        if is_module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    if not script.is_module and not Path(script.path).is_file():
+        raise InvalidValueError(f"There is no script {script.path!r}.")
+    with contextlib.suppress(ScriptEnded), _as_main(script):
+        if script.is_module:
+            runpy.run_module(script.path, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(script.path, run_name="__main__")
 
 
 @final
@@ -314,11 +314,11 @@ def _without_a_step(script: str, programs: Programs, step_name: str | None) -> s
 
 
 @contextlib.contextmanager
-def _as_main(script: str, arguments: Sequence[str], is_module: bool) -> Iterator[None]:
+def _as_main(script: Script) -> Iterator[None]:
     """Runs the block with the `sys.argv` and `sys.path` of the script."""
     argv, path = sys.argv, sys.path
-    folder = Path.cwd() if is_module else Path(script).resolve().parent
-    sys.argv, sys.path = [script, *arguments], [str(folder), *path]
+    folder = Path.cwd() if script.is_module else Path(script.path).resolve().parent
+    sys.argv, sys.path = [script.path, *script.arguments], [str(folder), *path]
     try:
         yield
     finally:

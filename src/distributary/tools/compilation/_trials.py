@@ -6,13 +6,9 @@ free again afterwards.
 
 import functools
 import os
-import pickle
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 import jax
@@ -21,11 +17,10 @@ import jax.numpy as jnp
 from distributary.context import get_strategy
 from distributary.devices import Nest, Trial, without_memory
 from distributary.errors import CompileError, UnsupportedError
+from distributary.tools.compilation._calls import call_in_process
 from distributary.tools.compilation._report import Report
 from distributary.tools.compilation._script import DoesNotFitError, Script, compile_script
 from distributary.tools.compilation._topologies import parse_topology, prepare_compilers
-
-_CHILD = "from distributary.tools.compilation import answer_trial; answer_trial()"
 
 
 @final
@@ -77,35 +72,22 @@ def outcome_of(script: Script, variation: Variation) -> Outcome:
     Raises:
         CompileError: if the script fails, or its step cannot be compiled for the topology.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
-        process = subprocess.run(
-            [sys.executable, "-c", _CHILD],
-            input=pickle.dumps((script, variation, answer)),
-            capture_output=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        if process.returncode or not answer.exists():
-            raise CompileError(
-                f"{script.path} failed with {variation}. It says:\n"
-                f"{process.stderr.decode(errors='replace')}"
-            )
-        outcome = pickle.loads(answer.read_bytes())
+    outcome, process = call_in_process(
+        _outcome_or_error, script, variation, environ=os.environ, stderr=subprocess.PIPE
+    )
     if isinstance(outcome, Exception):
         raise outcome
-    assert isinstance(outcome, Outcome)
+    if not isinstance(outcome, Outcome):
+        raise CompileError(f"{script.path} failed with {variation}. It says:\n{process.stderr}")
     return outcome
 
 
-def answer_trial() -> None:
-    """Compiles the variation that stands on stdin, and writes the outcome to a file."""
-    script, variation, answer = pickle.load(sys.stdin.buffer)
+def _outcome_or_error(script: Script, variation: Variation) -> Outcome | CompileError:
     prepare_compilers()
     try:
-        outcome: Outcome | CompileError = _compiled(script, variation)
+        return _compiled(script, variation)
     except CompileError as error:
-        outcome = error
-    answer.write_bytes(pickle.dumps(outcome))
+        return error
 
 
 def _compiled(script: Script, variation: Variation) -> Outcome:

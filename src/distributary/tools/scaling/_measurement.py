@@ -4,21 +4,18 @@ A script runs once for each number of replicas, with that number of devices. Not
 is measured.
 """
 
-import json
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 from distributary._threads import num_cores
 from distributary.errors import LaunchError
 from distributary.launch import ALLOCATOR_SETTINGS
-from distributary.tools.compilation import Script
-from distributary.tools.scaling._timer import Timing
+from distributary.tools.compilation import Script, call_in_process
+from distributary.tools.scaling._timer import Timing, time_script
 
 _NUM_LAST_LINES = 20
 
@@ -58,26 +55,19 @@ def measure(
 
 
 def _timed(script: Script, num_replicas: int, seconds: float, environ: Mapping[str, str]) -> Timing:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "timing.json"
-        child = "distributary.tools.scaling._child"
-        command = [sys.executable, "-m", child, str(result), str(seconds)]
-        process = subprocess.run(
-            [*command, json.dumps(asdict(script))],
-            env=_environ(num_replicas, environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+    timing, process = call_in_process(
+        time_script,
+        script,
+        seconds,
+        environ=_environ(num_replicas, environ),
+        stderr=subprocess.STDOUT,
+    )
+    if not isinstance(timing, Timing):
+        lines = process.stdout.splitlines()[-_NUM_LAST_LINES:]
+        raise LaunchError(
+            f"With --replicas {num_replicas}, {script.path} ended with exit code"
+            f" {process.returncode}. Its last lines:\n  " + "\n  ".join(lines)
         )
-        if process.returncode or not result.exists():
-            lines = process.stdout.splitlines()[-_NUM_LAST_LINES:]
-            raise LaunchError(
-                f"With --replicas {num_replicas}, {script.path} ended with exit code"
-                f" {process.returncode}. Its last lines:\n  " + "\n  ".join(lines)
-            )
-        timing = Timing(**json.loads(result.read_text(encoding="utf-8")))
     if timing.num_replicas != num_replicas:
         raise LaunchError(
             f"{script.path} has {timing.num_replicas} replicas, expected {num_replicas}. Let its"
@@ -95,7 +85,6 @@ def _environ(num_replicas: int, environ: Mapping[str, str]) -> dict[str, str]:
     if gpus != "":
         result["CUDA_VISIBLE_DEVICES"] = ",".join(names[:num_replicas])
     result["JAX_NUM_CPU_DEVICES"] = str(num_replicas)
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return result
 
 

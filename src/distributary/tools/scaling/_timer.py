@@ -1,5 +1,6 @@
 """Measures the training step of a script while the script runs."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +11,16 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from distributary.devices import REPLICA_AXIS, Nest, ProgramKind
+from distributary.devices import REPLICA_AXIS, Nest, ProgramKind, watch_programs
 from distributary.engine import placed_struct_of
-from distributary.errors import InvalidValueError
+from distributary.errors import DistributaryError, InvalidValueError
 from distributary.tools.compilation import (
+    Script,
     ScriptEnded,
     StandIn,
     collectives_of_step,
     moved_activations,
+    run_script,
 )
 from distributary.tools.diagnosis import all_reduce_seconds
 
@@ -71,6 +74,25 @@ class Timing:
     def communication(self) -> float:
         """Time of the all-reduces alone, divided by the time of the whole step."""
         return self.reduction_seconds / self.seconds
+
+
+def time_script(script: Script, seconds: float) -> Timing:
+    """Runs a script as the main program, and times its training step.
+
+    Args:
+        script: The script.
+        seconds: Seconds for which to measure.
+
+    Raises:
+        SystemExit: with a text that says why there is no measurement, or by the script.
+    """
+    timer = StepTimer(seconds, script.step_name)
+    watch_programs(timer.wrap)
+    try:
+        run_script(script)
+        return timer.timing(script.path)
+    except DistributaryError as error:
+        sys.exit(str(error))
 
 
 @final
