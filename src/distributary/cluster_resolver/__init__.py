@@ -18,7 +18,7 @@ from distributary.cluster_resolver._kubernetes import (
     KubernetesExecutableLocation,
 )
 from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
-from distributary.cluster_resolver._multi_worker import MultiWorker, Peer, multi_worker
+from distributary.cluster_resolver._multi_worker import MultiWorker, Peer, multi_worker, place_of
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.cluster_resolver._simple import SimpleClusterResolver
 from distributary.cluster_resolver._slurm import SlurmClusterResolver

@@ -7,6 +7,7 @@ from typing import Any, final
 from distributary.cluster_resolver._addresses import parse_address
 from distributary.cluster_resolver._checks import checked_task_id
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
+from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import InvalidValueError, check_type
 
 _TASK_TYPES = ("chief", "worker", "ps", "evaluator")
@@ -163,6 +164,16 @@ def multi_worker(
     )
     workers = tuple(peer for peer in peers if peer.task_type in ("chief", "worker"))
     return MultiWorker(spec, task_type, number, workers, peers)
+
+
+def place_of(resolver: ClusterResolver) -> MultiWorker | None:
+    """Returns the place of this process in the cluster of a resolver; None if that is empty.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: see `multi_worker`.
+    """
+    spec = resolver.cluster_spec()
+    return multi_worker(spec, resolver.task_type, resolver.task_id) if spec else None
 
 
 def check_roles(cluster_spec: ClusterSpec, field: str) -> None:

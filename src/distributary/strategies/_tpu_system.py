@@ -6,7 +6,7 @@ from distributary.cluster_resolver import (
     ClusterResolver,
     MultiWorker,
     TPUClusterResolver,
-    multi_worker,
+    place_of,
 )
 from distributary.devices import Topology, current_target, devices_of_all_hosts, replica_devices
 from distributary.errors import ClusterError, DeviceError, check_type, pip_install
@@ -109,10 +109,9 @@ def connect_workers(
     """Connects the processes of a cluster; returns None if this process is the only one."""
     if current_target() is not None:  # this process stands for all hosts of the target
         return None
-    spec = resolver.cluster_spec()
-    if not spec:
+    place = place_of(resolver)
+    if place is None:
         return None
-    place = multi_worker(spec, resolver.task_type, resolver.task_id)
     if not place.in_collective_group:
         raise ClusterError(
             f"This process is {place.name}, which does not train with the workers: it cannot"

@@ -3,7 +3,7 @@
 import platform
 
 from distributary._threads import num_cores
-from distributary.cluster_resolver import TFConfigClusterResolver, multi_worker
+from distributary.cluster_resolver import TFConfigClusterResolver, place_of
 from distributary.devices import cpu_thread_pool_size, cpu_threads_suffice, local_devices_of
 from distributary.errors import DistributaryError
 from distributary.job import package_versions
@@ -53,32 +53,27 @@ def _strategy(strategy: Strategy) -> dict[str, Json]:
 def _multi_worker(device_platform: str, num_devices: int) -> dict[str, Json]:
     """Describes the cluster of TF_CONFIG without connecting to it."""
     try:
-        resolver = TFConfigClusterResolver()
-        spec = resolver.cluster_spec()
-        if not spec:
-            return {
-                "description": "TF_CONFIG does not name a cluster: the same as MirroredStrategy"
-            }
-        place = multi_worker(spec, resolver.task_type, resolver.task_id)
+        place = place_of(TFConfigClusterResolver())
     except DistributaryError as error:
         return {"error": str(error)}
+    if place is None:
+        return {"description": "TF_CONFIG does not name a cluster: the same as MirroredStrategy"}
     workers = {worker.name: worker.address for worker in place.workers}
-    facts = {"task": place.name, "workers": workers}
-    if "ps" in spec.jobs:
+    facts: dict[str, Json] = {"task": place.name, "workers": workers}
+    if "ps" in place.cluster_spec.jobs:
         text = "the cluster has parameter servers: use ParameterServerStrategy"
-        return {**facts, "description": text}
-    if not place.in_collective_group:
+    elif not place.in_collective_group:
         text = f"this process is {place.name}, which does not train with the workers"
-        return {**facts, "description": text}
-    reduction = default_cross_device_ops(device_platform, place.num_workers)
-    num_replicas = num_devices * place.num_workers
-    text = (
-        f"this process is {place.name} of the {place.num_workers} workers"
-        f" {', '.join(map(str, place.workers))};"
-        f" {num_replicas} replicas if every worker has {num_devices} {device_platform.upper()}"
-        f" devices; {reduction.describe(device_platform, place.num_workers)}"
-    )
-    return {**facts, "replicas": num_replicas, "description": text}
+    else:
+        reduction = default_cross_device_ops(device_platform, place.num_workers)
+        facts["replicas"] = num_devices * place.num_workers
+        text = (
+            f"this process is {place.name} of the {place.num_workers} workers"
+            f" {', '.join(map(str, place.workers))}; {facts['replicas']} replicas if every worker"
+            f" has {num_devices} {device_platform.upper()} devices;"
+            f" {reduction.describe(device_platform, place.num_workers)}"
+        )
+    return {**facts, "description": text}
 
 
 def as_text(facts: dict[str, Json]) -> str:

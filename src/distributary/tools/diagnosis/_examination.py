@@ -9,7 +9,7 @@ from typing import Final, final
 
 import jax
 
-from distributary.cluster_resolver import MultiWorker, Peer, TFConfigClusterResolver, multi_worker
+from distributary.cluster_resolver import MultiWorker, Peer, TFConfigClusterResolver, place_of
 from distributary.devices import (
     prepare_local_devices,
     requested_cpu_devices,
@@ -81,7 +81,7 @@ def examine(parts: Sequence[str], wait_seconds: float, use: Callable[[Report], N
     """
     accept_any_strategy()
     try:
-        place = _place()
+        place = place_of(TFConfigClusterResolver())
     except DistributaryError as error:
         fix = "Correct TF_CONFIG as the message says, or unset it"
         failed = Check("cluster", "problem", str(error), fix)
@@ -96,12 +96,6 @@ def examine(parts: Sequence[str], wait_seconds: float, use: Callable[[Report], N
         use(report)
         return report
     return _together(parts, wait_seconds, use, place, peers)
-
-
-def _place() -> MultiWorker | None:
-    resolver = TFConfigClusterResolver()
-    spec = resolver.cluster_spec()
-    return multi_worker(spec, resolver.task_type, resolver.task_id) if spec else None
 
 
 def _alone(parts: Sequence[str], place: MultiWorker | None) -> Report:
