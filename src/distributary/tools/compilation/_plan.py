@@ -211,49 +211,34 @@ def plan_script(
         InvalidValueError: for a topology or layout that does not exist.
         CompileError: if the script fails, or its step cannot be compiled.
     """
-    targets = [parse_topology(name) for name in topologies]
+    searches = [_Search(script, parse_topology(name), tell) for name in topologies]
     for layout in layouts or ():
         if layout not in _LAYOUTS:
             known = ", ".join(map(repr, _LAYOUTS))
             raise InvalidValueError(f"distributary plan: no layout {layout!r}, expected {known}.")
     with ThreadPoolExecutor(num_processes) as pool:
 
-        def plan_of(topology: Topology, rows: Sequence[Row]) -> Plan:
-            hosts = topology.hosts
-            counts = sum(map(len, hosts)), len(hosts)
-            kind = hosts[0][0].device_kind
-            return Plan(topology.name, kind, *counts, topology.memory_bytes, tuple(rows))
-
-        def rows_of(topology: Topology, layout: str) -> list[Future[Row]]:
-            plain, again = (_Search(script, topology, layout, r, tell) for r in (False, True))
-            first = plain.outcome()
+        def rows_of(search: _Search, layout: str) -> tuple[Row, Future[Row]]:
+            plain = search.row(layout, False)
             # Rematerialization does not change the state.
-            same = first if first.state_bytes else None
-            return [pool.submit(plain.row, first), pool.submit(again.row, same)]
-
-        def searched(topology: Topology, row: Row) -> Row:
-            return _Search(script, topology, row.layout, row.rematerializes, tell).searched(row)
+            same = plain.outcome if plain.outcome.state_bytes else None
+            return plain, pool.submit(search.row, layout, True, same)
 
         started = [
-            [pool.submit(rows_of, t, layout) for layout in layouts or _layouts_for(t)]
-            for t in targets
+            [pool.submit(rows_of, one, layout) for layout in layouts or _layouts_for(one.topology)]
+            for one in searches
         ]
         try:
-            plans = []
-            for topology, futures in zip(targets, started, strict=True):
-                rows = [row.result() for both in futures for row in both.result()]
-                best = None if layouts else plan_of(topology, rows).best
-                plans.append(
-                    [
-                        pool.submit(searched, topology, row)
-                        if best is None or row.layout == best.layout
-                        else row
-                        for row in rows
-                    ]
-                )
+            searched = []
+            for search, futures in zip(searches, started, strict=True):
+                both = [future.result() for future in futures]
+                rows = [row for plain, again in both for row in (plain, again.result())]
+                best = None if layouts else search.plan(rows).best
+                only = None if best is None else best.layout
+                searched.append([pool.submit(search.with_largest, row, only) for row in rows])
             return [
-                plan_of(t, [row if isinstance(row, Row) else row.result() for row in entries])
-                for t, entries in zip(targets, plans, strict=True)
+                search.plan([row.result() for row in futures])
+                for search, futures in zip(searches, searched, strict=True)
             ]
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -270,42 +255,54 @@ def _layouts_for(topology: Topology) -> list[str]:
 @final
 @dataclass(frozen=True)
 class _Search:
-    """The search for the largest batch that fits with a layout."""
+    """The search for layouts that fit on a topology, and for the largest batches that do."""
 
     script: Script
     topology: Topology
-    layout: str
-    rematerializes: bool
     tell: Callable[[str], None]
 
-    def row(self, known: Outcome | None) -> Row:
-        """Compiles the step with the script's batch, unless the outcome is known."""
-        first = known or self.outcome()
-        largest = 0 if first.state_bytes else first.num_rows if first.fits else None
-        arguments = _LAYOUTS[self.layout]
-        return Row(self.layout, arguments, self.rematerializes, first, largest, largest == 0)
+    def plan(self, rows: Sequence[Row]) -> Plan:
+        """Returns the plan with some rows."""
+        hosts, name = self.topology.hosts, self.topology.name
+        counts = sum(map(len, hosts)), len(hosts)
+        kind = hosts[0][0].device_kind
+        return Plan(name, kind, *counts, self.topology.memory_bytes, tuple(rows))
 
-    def searched(self, row: Row) -> Row:
-        """Compiles the step with as many batches as the search for the largest needs."""
-        largest, is_largest = self._largest(row.outcome)
+    def row(self, layout: str, rematerializes: bool, known: Outcome | None = None) -> Row:
+        """Compiles the step with the script's batch, unless the outcome is known."""
+        first = known or self._outcome(layout, rematerializes)
+        largest = 0 if first.state_bytes else first.num_rows if first.fits else None
+        return Row(layout, _LAYOUTS[layout], rematerializes, first, largest, largest == 0)
+
+    def with_largest(self, row: Row, only: str | None) -> Row:
+        """Compiles the step with as many batches as the search for the largest needs.
+
+        Args:
+            row: The row to which it adds the result.
+            only: The layout for which to search; None for any.
+        """
+        if only not in (None, row.layout):
+            return row
+        largest, is_largest = self._largest(row)
         return replace(row, largest_batch=largest, is_largest=is_largest)
 
-    def outcome(self, num_rows: int | None = None) -> Outcome:
+    def _outcome(self, layout: str, rematerializes: bool, num_rows: int | None = None) -> Outcome:
         """Compiles the step for a batch; None takes the script's."""
-        layout = _LAYOUTS[self.layout]
+        own = _LAYOUTS[layout]
         # The script's rules are for layers that are divided.
-        rules = {} if "experimental_model_parallel" in layout else {"experimental_layout_map": None}
-        arguments = {**_WHOLE, **rules, **layout}
-        variation = Variation(self.topology.name, arguments, self.rematerializes, num_rows)
+        rules = {} if "experimental_model_parallel" in own else {"experimental_layout_map": None}
+        arguments = {**_WHOLE, **rules, **own}
+        variation = Variation(self.topology.name, arguments, rematerializes, num_rows)
         outcome = outcome_of(self.script, variation)
-        remat = ", rematerialized" if self.rematerializes else ""
+        remat = ", rematerialized" if rematerializes else ""
         batch = "" if outcome.num_rows is None else f", batch {outcome.num_rows}"
         fits = outcome.failure or ("fits" if outcome.fits else "does not fit")
-        self.tell(f"{self.topology.name}: {self.layout}{remat}{batch}: {fits}")
+        self.tell(f"{self.topology.name}: {layout}{remat}{batch}: {fits}")
         return outcome
 
-    def _largest(self, first: Outcome) -> tuple[int | None, bool]:
+    def _largest(self, row: Row) -> tuple[int | None, bool]:
         """Returns the largest batch that fits, and whether twice as much does not."""
+        first = row.outcome
         if first.failure or first.num_rows is None:
             return None, True
         if first.state_bytes:
@@ -320,7 +317,9 @@ class _Search:
         k = start
         while lower + 1 < upper:
             k = min(max(k, lower + 1), upper - 1)
-            outcome = known.get(k) or self.outcome(num_replicas << k)
+            outcome = known.get(k) or self._outcome(
+                row.layout, row.rematerializes, num_replicas << k
+            )
             if outcome.report is not None:
                 totals[num_replicas << k] = outcome.report.memory
             lower, upper = (k, upper) if outcome.fits else (lower, k)
