@@ -205,6 +205,12 @@ def add_topology_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=output_file, metavar="FILE", help="also write the reports to FILE, as JSON")
 
 
+def add_script_to_compile(parser: argparse.ArgumentParser) -> None:
+    """Adds the script whose step is compiled, and its arguments, which must come last."""
+    description = "Python script whose training step is compiled"
+    add_script_arguments(parser, description, options="--topology NAME [OPTION ...]")
+
+
 def check_topologies(namespace: argparse.Namespace) -> None:
     """Ends the command if no topology is given. Takes them from behind the script if all are there.
 

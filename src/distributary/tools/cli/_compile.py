@@ -15,7 +15,7 @@ import sys
 
 from distributary.errors import DistributaryError
 from distributary.tools.cli._arguments import (
-    add_script_arguments,
+    add_script_to_compile,
     add_topology_arguments,
     check_script,
     check_topologies,
@@ -26,11 +26,7 @@ from distributary.tools.cli._arguments import (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     add_topology_arguments(parser)
-    add_script_arguments(
-        parser,
-        "Python script whose training step is compiled",
-        options="--topology NAME [OPTION ...]",
-    )
+    add_script_to_compile(parser)
 
 
 def run(namespace: argparse.Namespace) -> int:

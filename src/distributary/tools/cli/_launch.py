@@ -186,11 +186,9 @@ def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> 
         host_rank=namespace.node_rank,
         master=namespace.master,
         token=token,
-        join_seconds=(
-            HostOptions.join_seconds if namespace.join_seconds is None else namespace.join_seconds
-        ),
         address=namespace.address,
         min_hosts=min_hosts,
+        **({} if namespace.join_seconds is None else {"join_seconds": namespace.join_seconds}),
     )
 
 

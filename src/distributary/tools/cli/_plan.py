@@ -16,7 +16,7 @@ import sys
 
 from distributary.tools.cli._arguments import (
     add_option,
-    add_script_arguments,
+    add_script_to_compile,
     add_topology_arguments,
     check_script,
     check_topologies,
@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="layout to compile, as in the table; you can give it several times (default: all)",
     )
-    add_script_arguments(
-        parser,
-        "Python script whose training step is compiled",
-        options="--topology NAME [OPTION ...]",
-    )
+    add_script_to_compile(parser)
 
 
 def run(namespace: argparse.Namespace) -> int:
