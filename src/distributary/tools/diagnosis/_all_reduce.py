@@ -9,12 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.devices import REPLICA_AXIS, num_local_replicas, put_stacked
+from distributary.devices import REPLICA_AXIS, local_devices, num_local_replicas, put_stacked
 from distributary.engine import format_bytes
 from distributary.tools.diagnosis._check import Check, Json
 
-_SIZES: Final = (4, 1 << 16, 1 << 20, 1 << 24)
-_REPEATS: Final = {4: 40, 1 << 16: 40, 1 << 20: 20, 1 << 24: 6}
+_REPEATS: Final = {4: 40, 1 << 16: 40, 1 << 20: 20, 1 << 24: 6}  # by size in bytes
 # Half of what is possible is normal. A twentieth means a wrong network, or a machine that cannot
 # keep up.
 _LOW_SHARE = 0.05
@@ -45,8 +44,8 @@ def all_reduce(mesh: Mesh, network_bytes_per_second: float | None) -> Check:
         return Check("all-reduce", "skipped", "there is only one replica")
     bound, basis = _bound(mesh, network_bytes_per_second)
     rows: list[dict[str, Json]] = []
-    for size in _SIZES:
-        seconds, right = _timed(mesh, [size], _REPEATS[size])
+    for size, repeats in _REPEATS.items():
+        seconds, right = _timed(mesh, [size], repeats)
         if not right:
             detail = f"the sum of {format_bytes(size)} over {mesh.size} replicas is wrong"
             fix = (
@@ -99,10 +98,8 @@ def copy_bytes_per_second() -> float:
 def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float], bool]:
     """Returns the seconds of every repetition, and whether the sums are right."""
     replicas = NamedSharding(mesh, P(REPLICA_AXIS))
-    number = jax.process_index()
-    first = next(i for i, device in enumerate(mesh.devices.flat) if device.process_index == number)
-    num_own = num_local_replicas(replicas)
-    values = np.arange(first + 1, first + num_own + 1, dtype=np.float32)
+    first = list(mesh.devices.flat).index(local_devices(replicas)[0])
+    values = np.arange(first + 1, first + num_local_replicas(replicas) + 1, dtype=np.float32)
     arrays = [
         put_stacked(np.repeat(values[:, None], max(1, size // 4), axis=1), replicas)
         for size in sizes
