@@ -141,7 +141,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> WrittenFile:
             for name, source in sources.items()
             for low, high in _pieces(source.size)
         ]
-        header = _header(described, _in_threads(calls))
+        header = _header(described, in_threads(calls))
         _write_all(descriptor, np.frombuffer(header, np.uint8), 0)
         os.fsync(descriptor)
     except BaseException:
@@ -186,7 +186,7 @@ class ArrayReader:
             for box, parts in boxes:
                 for part, common in self._sources(box, parts):
                     calls += self._rows(part, common, None)
-            _in_threads(calls)
+            in_threads(calls)
 
     def fill(self, target: np.ndarray, box: Box, parts: Sequence[SavedPart]) -> None:
         """Fills an array, contiguous in memory, with a box of an array that consists of `parts`.
@@ -203,9 +203,9 @@ class ArrayReader:
                 else:  # the rows have other elements, too
                     of_rows = (*common[:1], *part.box[1:])
                     rows = np.empty([span.stop - span.start for span in of_rows], target.dtype)
-                    _in_threads(self._rows(part, common, rows))
+                    in_threads(self._rows(part, common, rows))
                     target[place] = rows[_within(common, of_rows)]
-            _in_threads(calls)
+            in_threads(calls)
 
     def _sources(self, box: Box, parts: Sequence[SavedPart]) -> list[tuple[SavedPart, Box]]:
         pairs = [(part, common_box(part.box, box)) for part in parts]
@@ -366,7 +366,8 @@ def _pieces(size: int) -> list[tuple[int, int]]:
     return [(low, min(low + _PIECE_BYTES, size)) for low in range(0, size, _PIECE_BYTES)]
 
 
-def _in_threads(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
+def in_threads(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
+    """Makes calls in several threads, and returns their results."""
     if len(calls) <= 1:
         return [call() for call in calls]
     with ThreadPoolExecutor(_MAX_THREADS) as threads:

@@ -362,7 +362,7 @@ class _Plan:
         self._deferred = [name for name in self.unexpected if contents.waits_for(name)]
         self._partial = partial
         present = {name: leaf for name, leaf in leaves.items() if name in entries}
-        self._check(path, partial, present)
+        self._check(path, partial)
         # Variables with a value per replica are combined here, not loaded by remote stores.
         kept = by_store({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
         far = {name for group in kept.values() for name in group}
@@ -387,12 +387,8 @@ class _Plan:
         for store in by_store(present):
             stack.enter_context(store.at_rest())
 
-    def _check(self, path: Path, partial: bool, present: Mapping[str, Leaf]) -> None:
-        problems = [
-            f"{name} {problem}"
-            for name, leaf in present.items()
-            if (problem := leaf.problem(self._entries[name])) is not None
-        ]
+    def _check(self, path: Path, partial: bool) -> None:
+        problems = self._contents.problems(self._entries)
         deferred = {*self._deferred}
         unexpected = [
             name

@@ -116,13 +116,8 @@ class Deferred:
             )
 
     def _settle(self, name: str, root: object) -> None:
-        leaves = find_leaves({name: root}).leaves
-        problems = []
-        for leaf_name, leaf in leaves.items():
-            entry = self._entries.get(leaf_name)
-            problem = None if entry is None else leaf.problem(entry)
-            if problem is not None:
-                problems.append(f"{leaf_name} {problem}")
+        found = find_leaves({name: root})
+        leaves, problems = found.leaves, found.problems(self._entries)
         missing = [n for n in leaves if n not in self._known]
         if problems or (missing and not self.partial):
             shown = differences([] if self.partial else missing, [], problems)

@@ -77,6 +77,14 @@ class Found:
     rebuild: Rebuild
     waiting: dict[str, Any]
 
+    def problems(self, entries: Mapping[str, Entry]) -> list[str]:
+        """Returns which leaves cannot be restored from their entries, each with the reason."""
+        return [
+            f"{name} {problem}"
+            for name, leaf in self.leaves.items()
+            if name in entries and (problem := leaf.problem(entries[name])) is not None
+        ]
+
     def waits_for(self, name: str) -> bool:
         """Returns whether a leaf of this name may come later."""
         return any(name.startswith(f"{root}/") for root in self.waiting)

@@ -7,13 +7,13 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 import numpy as np
 
+from distributary.checkpoint._array_files import in_threads
 from distributary.checkpoint._commit import (
     Snapshot,
     check_replaceable,
@@ -33,8 +33,6 @@ from distributary.errors import CheckpointError, ContextError, DistributaryError
 from distributary.job import copies
 from distributary.tracing import current_scope
 from distributary.variables import ShardedVariable
-
-_MAX_COPY_THREADS = 4
 
 
 @final
@@ -276,8 +274,8 @@ def _copied(arrays: Mapping[_Place, jax.Array | np.ndarray]) -> dict[_Place, np.
     for array in sources:
         if isinstance(array, jax.Array):
             array.copy_to_host_async()
-    with ThreadPoolExecutor(_MAX_COPY_THREADS) as threads:
-        return dict(zip(arrays, threads.map(_copy, sources), strict=True))
+    copied = in_threads([functools.partial(_copy, source) for source in sources])
+    return dict(zip(arrays, copied, strict=True))
 
 
 def _copy(array: jax.Array | np.ndarray) -> np.ndarray:
