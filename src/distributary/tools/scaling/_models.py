@@ -1,20 +1,15 @@
 """Models that `distributary bench` measures if you give it no script."""
 
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distributary.variables import Variable
+
 _WIDTH, _NUM_HEADS, _NUM_LAYERS, _LENGTH, _VOCABULARY_SIZE = 128, 4, 2, 64, 1000
-
-
-class _Weight(Protocol):
-    """A variable."""
-
-    def value(self) -> jax.Array:
-        """Returns the value."""
 
 
 class Model(NamedTuple):
@@ -27,11 +22,11 @@ class Model(NamedTuple):
     """
 
     sizes: Mapping[str, tuple[int, ...]]
-    scores: Callable[[Mapping[str, _Weight], jax.Array], jax.Array]
+    scores: Callable[[Mapping[str, Variable], jax.Array], jax.Array]
     batch: Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
 
 
-def _mlp(weights: Mapping[str, _Weight], images: jax.Array) -> jax.Array:
+def _mlp(weights: Mapping[str, Variable], images: jax.Array) -> jax.Array:
     hidden = jax.nn.relu(images @ weights["hidden"].value())
     hidden = jax.nn.relu(hidden @ weights["hidden_2"].value())
     return hidden @ weights["output"].value()
@@ -49,7 +44,7 @@ def _transformer_sizes() -> dict[str, tuple[int, ...]]:
     return {**sizes, "output": (_WIDTH, _VOCABULARY_SIZE)}
 
 
-def _transformer(weights: Mapping[str, _Weight], tokens: jax.Array) -> jax.Array:
+def _transformer(weights: Mapping[str, Variable], tokens: jax.Array) -> jax.Array:
     def product(x: jax.Array, name: str) -> jax.Array:
         return x @ weights[name].value()
 
