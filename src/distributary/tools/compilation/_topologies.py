@@ -1,6 +1,8 @@
 """Devices of machines that are not here, as the compilers describe them."""
 
 import importlib.util
+import itertools
+import operator
 import os
 import re
 from collections.abc import Iterable
@@ -100,15 +102,14 @@ def parse_topology(name: str) -> Topology:
     """
     match = _NAME.fullmatch(name.strip().lower())
     shape = tuple(map(int, match["shape"].split("x"))) if match else ()
-    if match is None or 0 in shape:
-        raise InvalidValueError(f"--topology {name!r} is unknown. Known are {known_topologies()}.")
-    num_slices = int(match["slices"] or 1)
-    if match["chip"] == "h100" and num_slices == 1 and len(shape) <= 2:
-        return _gpus(name, *shape)
-    tpu = _TPUS.get(match["chip"])
-    if tpu is None or num_slices < 1 or len(shape) != tpu.num_dims:
-        raise InvalidValueError(f"--topology {name!r} is unknown. Known are {known_topologies()}.")
-    return _tpus(name, match["chip"], tpu, shape, num_slices)
+    if match is not None and 0 not in shape:
+        num_slices = int(match["slices"] or 1)
+        if match["chip"] == "h100" and num_slices == 1 and len(shape) <= 2:
+            return _gpus(name, *shape)
+        tpu = _TPUS.get(match["chip"])
+        if tpu is not None and num_slices >= 1 and len(shape) == tpu.num_dims:
+            return _tpus(name, match["chip"], tpu, shape, num_slices)
+    raise InvalidValueError(f"--topology {name!r} is unknown. Known are {known_topologies()}.")
 
 
 def _tpus(name: str, chip: str, tpu: _Tpu, shape: tuple[int, ...], num_slices: int) -> Topology:
@@ -157,7 +158,5 @@ def _described(name: str, **description: Any) -> list[jax.Device]:
 
 
 def _by_host(devices: Iterable[jax.Device]) -> tuple[tuple[jax.Device, ...], ...]:
-    hosts: dict[int, list[jax.Device]] = {}
-    for device in devices:
-        hosts.setdefault(device.process_index, []).append(device)
-    return tuple(tuple(hosts[index]) for index in sorted(hosts))
+    of_host = operator.attrgetter("process_index")
+    return tuple(tuple(of) for _, of in itertools.groupby(sorted(devices, key=of_host), of_host))
