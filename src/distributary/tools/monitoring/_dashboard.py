@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 from urllib.parse import parse_qs, urlsplit
 
 from distributary._threads import start_thread
@@ -183,7 +183,7 @@ class StatisticsLogger(Closing):
             raise InvalidValueError(
                 f"StatisticsLogger: seconds is {seconds}, expected a positive number of seconds."
             )
-        sinks: list[Sink] = []
+        sinks: list[JsonLines | TensorBoard] = []
         if tensorboard is not None:
             sinks.append(TensorBoard(Path(tensorboard)))
         if json_lines is not None:
@@ -204,18 +204,6 @@ def _collect_from(strategy: "Strategy", caller: str) -> Callable[[], Tasks]:
     return lambda: {_TASK: numbers_of(strategy.extended)}
 
 
-class Sink(Protocol):
-    """A destination of samples."""
-
-    def write(self, when: float, numbers: Numbers) -> None:
-        """Writes the numbers of a process at a time, given in seconds since 1970."""
-        ...
-
-    def close(self) -> None:
-        """Writes the rest, and closes."""
-        ...
-
-
 @final
 @dataclass(eq=False)
 class Recorder:
@@ -229,7 +217,7 @@ class Recorder:
 
     collect: Callable[[], Tasks]
     seconds: float
-    sinks: Sequence[Sink] = ()
+    sinks: "Sequence[JsonLines | TensorBoard]" = ()
 
     def __post_init__(self) -> None:
         self._samples: collections.deque[Sample] = collections.deque(maxlen=_NUM_KEPT)
@@ -290,7 +278,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, when: float, numbers: Numbers) -> None:
-        """Adds a line with the numbers."""
+        """Adds a line with the numbers of a process at a time, in seconds since 1970."""
         self._file.write(json.dumps({"time": when, **finite(numbers)}) + "\n")
         self._file.flush()
 
@@ -318,7 +306,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder))
 
     def write(self, when: float, numbers: Numbers) -> None:
-        """Adds a scalar for every number."""
+        """Adds a scalar for every number of a process at a time, in seconds since 1970."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, int(numbers["num_steps"]), when)
 
@@ -344,7 +332,6 @@ def _respond(recorder: Recorder, describe: Describe, path: str) -> Answer | None
     return Answer(json.dumps(content).encode(), "application/json", headers=_HEADERS)
 
 
-@functools.cache
 def _product() -> dict[str, str]:
     """Returns name and version, and the address of the project if the package names one."""
     try:
