@@ -43,8 +43,6 @@ class TaskOutput:
     """The output of one task in one attempt.
 
     Args:
-        name: Name in the prefix of its lines.
-        number: Number that determines the color.
         log: File that gets everything but reports, or None.
         on_report: Called with every line of the channel of reports.
 
@@ -54,8 +52,6 @@ class TaskOutput:
             the job.
     """
 
-    name: str
-    number: int
     log: BinaryIO | None
     on_report: Callable[[bytes], None]
     num_open: int = 3
@@ -184,8 +180,8 @@ class Output:
             on_report: Called in the thread with every line of the channel of reports.
         """
         log = None if log_path is None else open(log_path, "wb", buffering=0)  # noqa: SIM115
-        task = TaskOutput(name, number, log, on_report)
-        self._request(partial(self._begin, task, streams))
+        task = TaskOutput(log, on_report)
+        self._request(partial(self._begin, task, name, _COLORS[number % len(_COLORS)], streams))
         return task
 
     def say(self, text: str) -> None:
@@ -254,10 +250,9 @@ class Output:
         prefix = self._prefix("launcher", _LAUNCHER_COLOR, _STDERR)
         self._write_lines(_STDERR, prefix, [line.encode() for line in text.splitlines()])
 
-    def _begin(self, task: TaskOutput, files: Sequence[IO[bytes]]) -> None:
+    def _begin(self, task: TaskOutput, name: str, color: int, files: Sequence[IO[bytes]]) -> None:
         for number, file in enumerate(files):
-            color = _COLORS[task.number % len(_COLORS)]
-            prefix = b"" if number == _REPORTS else self._prefix(task.name, color, number)
+            prefix = b"" if number == _REPORTS else self._prefix(name, color, number)
             stream = _Stream(task, number, file, prefix)
             self._selector.register(file, selectors.EVENT_READ, stream)
 
