@@ -8,7 +8,7 @@ import subprocess
 from distributary.cluster_resolver._checks import number_in
 from distributary.errors import ClusterError, checked_int
 
-_GPUS = "CUDA_VISIBLE_DEVICES"
+GPUS = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_SECONDS = 60.0
 
 
@@ -21,7 +21,7 @@ def visible_gpus() -> list[str]:
     Raises:
         ClusterError: if nvidia-smi fails.
     """
-    text = os.environ.get(_GPUS)
+    text = os.environ.get(GPUS)
     if text is not None:
         names = (name.strip() for name in text.split(","))
         return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # as CUDA does
@@ -63,7 +63,7 @@ def share_gpus(
     for field, value in (("gpus_per_node", per_node), ("gpus_per_task", per_task)):
         if value is not None:
             checked_int(f"SlurmClusterResolver: {field}", value, minimum=0)
-    is_listed = _GPUS in os.environ
+    is_listed = GPUS in os.environ
     if per_node is None or (is_listed and must_be_visible):
         gpus = visible_gpus()[:per_node]
     else:

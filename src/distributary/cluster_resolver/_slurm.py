@@ -9,14 +9,13 @@ from typing import final
 
 from distributary.cluster_resolver._checks import checked_counts
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._gpus import share_gpus
+from distributary.cluster_resolver._gpus import GPUS, share_gpus
 from distributary.cluster_resolver._ranks import RankClusterResolver, int_variable, variable
 from distributary.errors import ClusterError, InvalidValueError, checked_int
 
 _WHO = "SlurmClusterResolver"
 _NODES = "SLURM_STEP_NODELIST"
 _COUNTS = "SLURM_STEP_TASKS_PER_NODE"
-_GPUS = "CUDA_VISIBLE_DEVICES"
 _CURE = (
     "srun sets it for each process that it starts: start the program with srun, even in a script"
     " for sbatch."
@@ -90,9 +89,9 @@ class SlurmClusterResolver(RankClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of the job step; with `auto_set_gpu`, sets `CUDA_VISIBLE_DEVICES`."""
         gpus = self._gpus_to_show
-        if gpus not in (None, os.environ.get(_GPUS)):
-            _log.info("%s(auto_set_gpu=True) sets %s to %r", _WHO, _GPUS, gpus)
-            os.environ[_GPUS] = gpus
+        if gpus not in (None, os.environ.get(GPUS)):
+            _log.info("%s(auto_set_gpu=True) sets %s to %r", _WHO, GPUS, gpus)
+            os.environ[GPUS] = gpus
         return super().cluster_spec()
 
     def get_task_info(self) -> tuple[str | None, int | None]:
