@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from distributary.checkpoint._checkpoint import Checkpoint
-from distributary.checkpoint._commit import Saved, numbered, remove
+from distributary.checkpoint._commit import numbered, remove
 from distributary.checkpoint._compiled import keep_programs
 from distributary.checkpoint._save_locks import wait_for_writers
 from distributary.checkpoint._saving import Save
@@ -127,7 +127,9 @@ class CheckpointManager:
         """Paths of the newest `max_to_keep` checkpoints, oldest first; waits for the writer."""
         self.wait_until_finished()
         wait_for_writers(self._directory)  # of other managers, such as that of an earlier run
-        return [str(path) for path, _ in self._newest()]
+        checkpoints = numbered(self._directory, self._name)
+        newest = checkpoints if self._max_to_keep is None else checkpoints[-self._max_to_keep :]
+        return [str(path) for path, _ in newest]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -233,10 +235,6 @@ class CheckpointManager:
             return None
         is_function = callable(counter) and not hasattr(counter, "dtype")
         return int(counter() if is_function else np.asarray(counter))
-
-    def _newest(self) -> list[tuple[Path, Saved]]:
-        checkpoints = numbered(self._directory, self._name)
-        return checkpoints if self._max_to_keep is None else checkpoints[-self._max_to_keep :]
 
     def _write_in_background(self, save: Save) -> None:
         try:
