@@ -28,8 +28,8 @@ from distributary.tools.diagnosis._check import Check, Json
 from distributary.tools.diagnosis._links import Link, Meeting, link_checks
 from distributary.tools.diagnosis._training import training
 
+#: Parts that can be run alone.
 PARTS: Final = ("machine", "links", "all-reduce", "training")
-"""Parts that can be run alone."""
 
 _ALONE = "this process"  # name of a task without a cluster
 
