@@ -155,8 +155,9 @@ class Output:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        # Any thread appends, ours removes and calls; None is the end.
-        self._requests: collections.deque[Callable[[], None] | None] = collections.deque()
+        # Any thread appends, ours removes and calls.
+        self._requests: collections.deque[Callable[[], None]] = collections.deque()
+        self._is_closing = threading.Event()
         self._is_writing = False
         self._last_read_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="launch-output", daemon=True)
@@ -210,11 +211,11 @@ class Output:
 
         If it gives up, the thread ends with the process.
         """
-        self._request(None)
+        self._request(self._is_closing.set)
         while self._thread.is_alive() and not self._should_stop():
             self._thread.join(0.05)
 
-    def _request(self, request: Callable[[], None] | None) -> None:
+    def _request(self, request: Callable[[], None]) -> None:
         self._requests.append(request)
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b".")
@@ -222,7 +223,7 @@ class Output:
     # Everything below runs in the thread.
 
     def _run(self) -> None:
-        while self._handle_requests():
+        while not self._is_closing.is_set():
             for key, _ in self._selector.select(_STATUS_SECONDS if self._has_status else None):
                 if key.data is None:
                     os.read(self._wake_read, 4096)
@@ -230,6 +231,8 @@ class Output:
                     self._copy(key.data)
             if self._has_status and time.monotonic() >= self._status_at:
                 self._draw_status()
+            while self._requests:
+                self._requests.popleft()()
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 self._finish(key.data)
@@ -237,14 +240,6 @@ class Output:
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
-
-    def _handle_requests(self) -> bool:
-        while self._requests:
-            request = self._requests.popleft()
-            if request is None:
-                return False
-            request()
-        return True
 
     def _say(self, text: str) -> None:
         prefix = self._prefix("launcher", _LAUNCHER_COLOR, _STDERR)
