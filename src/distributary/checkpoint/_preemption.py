@@ -186,18 +186,14 @@ class PreemptionCheckpointHandler:
         if self._called_at is not None:
             self._seconds_per_call = now - self._called_at
         self._called_at = now
-        if self._is_in_grace_period:
-            if not self._is_time_over():
-                return
-            self._save(*args, **kwargs)
-        else:
-            if not self._is_notice_for_all():
-                return
-            self._notice()
-            self._save(*args, **kwargs)
-            if self._config.grace_period:
-                self._is_in_grace_period = True
-                return
+        was_in_grace_period = self._is_in_grace_period
+        if not (self._is_time_over() if was_in_grace_period else self._is_notice_for_all()):
+            return
+        self._notice()
+        self._save(*args, **kwargs)
+        if self._config.grace_period and not was_in_grace_period:
+            self._is_in_grace_period = True
+            return
         # If `exit_fn` returns, training goes on until the next notice.
         self._is_in_grace_period, self._noticed_at = False, None
         if self._config.exit_fn is not None:
