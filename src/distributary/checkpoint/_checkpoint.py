@@ -4,10 +4,10 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self, final
+from typing import Any, Self, final
 
 from distributary._late import libraries
 from distributary.checkpoint._array_files import ArrayReader, Box
@@ -362,7 +362,7 @@ class _Plan:
         self._deferred = [name for name in self.unexpected if contents.waits_for(name)]
         self._partial = partial
         present = {name: leaf for name, leaf in leaves.items() if name in entries}
-        self._check(path, partial)
+        self._check()
         # Variables with a value per replica are combined here, not loaded by remote stores.
         kept = by_store({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
         far = {name for group in kept.values() for name in group}
@@ -387,7 +387,8 @@ class _Plan:
         for store in by_store(present):
             stack.enter_context(store.at_rest())
 
-    def _check(self, path: Path, partial: bool) -> None:
+    def _check(self) -> None:
+        path, partial = self._path, self._partial
         problems = self._contents.problems(self._entries)
         deferred = {*self._deferred}
         unexpected = [
@@ -418,8 +419,8 @@ class _Plan:
         """Restores the states of iterators and generators; leaving `undo` takes this back."""
         for name, leaf in self._leaves.items():
             if self._entries[name]["kind"] == "state":
-                undo.callback(leaf.restore, leaf.entry(), _nothing)
-                leaf.restore(self._entries[name], _nothing)
+                undo.callback(leaf.restore, leaf.entry(), self._read_of(name))
+                leaf.restore(self._entries[name], self._read_of(name))
 
     def carry_out(self) -> dict[str, Any]:
         """Restores the rest; returns the objects, with new ones in place of immutable ones."""
@@ -427,14 +428,14 @@ class _Plan:
             copy.adopt()
         with latest_program.lock:
             restored = {
-                name: leaf.restore(
-                    self._entries[name],
-                    functools.partial(read_array, self._reader, name, self.saved),
-                )
+                name: leaf.restore(self._entries[name], self._read_of(name))
                 for name, leaf in self._leaves.items()
                 if self._entries[name]["kind"] != "state"
             }
         return dict(self._contents.rebuild(restored))
+
+    def _read_of(self, name: str) -> Callable[[Box | None], Any]:
+        return functools.partial(read_array, self._reader, name, self.saved)
 
     def defer(self) -> Deferred | None:
         """Returns the state for objects that are not built yet, which gets there when they are."""
@@ -450,10 +451,6 @@ class _Plan:
 def _box(leaf: Leaf, entry: Entry) -> Box | None:
     """Returns what a leaf needs of an array; None for all of it."""
     return leaf.box(entry) if isinstance(leaf, VariableLeaf) else None
-
-
-def _nothing(box: Box | None) -> NoReturn:
-    raise AssertionError("states have no array")
 
 
 def _of_worker(entry: Entry, worker: int, num_workers: int) -> Entry:
