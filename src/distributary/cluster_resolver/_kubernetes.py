@@ -72,10 +72,9 @@ class KubernetesClusterResolver(ClusterResolver):
         *,
         namespace: str | None = None,
     ) -> None:
-        location = executable_location
         expected = "a member of KubernetesExecutableLocation"
         field = f"{_WHO}: executable_location"
-        check_type(field, location, KubernetesExecutableLocation, expected)
+        check_type(field, executable_location, KubernetesExecutableLocation, expected)
         mapping = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
         expected = 'a list of label selectors, such as ["app=train"]'
         field = f"{_WHO}: job_to_label_mapping"
@@ -85,7 +84,7 @@ class KubernetesClusterResolver(ClusterResolver):
             for job, selectors in mapping.items()
         }
         self._port = tf_server_port
-        client = override_client or _make_client(location)
+        client = override_client or _make_client(executable_location)
         if namespace is None:
             self._where, self._list = "all namespaces", client.list_pod_for_all_namespaces
         else:

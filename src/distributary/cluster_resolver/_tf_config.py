@@ -15,8 +15,6 @@ _TASK = 'TF_CONFIG["task"]'
 _TASK_EXAMPLE = '{"type": "worker", "index": 0}'
 _EXAMPLE = f'{{"cluster": {{"worker": ["10.0.0.1:2222"]}}, "task": {_TASK_EXAMPLE}}}'
 
-_Json = dict[str, Any]
-
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
@@ -100,7 +98,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return number if name == "task_id" else task["type"]
 
 
-def _load() -> _Json:
+def _load() -> dict[str, Any]:
     text = os.environ.get("TF_CONFIG", "{}")
     try:
         config = json.loads(text)
@@ -121,7 +119,7 @@ def _load() -> _Json:
     return config
 
 
-def _cluster_spec(config: _Json) -> ClusterSpec:
+def _cluster_spec(config: dict[str, Any]) -> ClusterSpec:
     cluster = config.get("cluster", {})
     checked_jobs(cluster, _CLUSTER)  # first, because its errors name the field
     spec = ClusterSpec(cluster)
@@ -129,6 +127,6 @@ def _cluster_spec(config: _Json) -> ClusterSpec:
     return spec
 
 
-def _string(config: _Json, key: str) -> str:
+def _string(config: dict[str, Any], key: str) -> str:
     check_type(f'TF_CONFIG["{key}"]', config[key], str, "a string")
     return str(config[key])

@@ -160,9 +160,8 @@ def _addresses_of(tpu: str | Sequence[str]) -> list[str]:
             '10.0.0.2:8482".'
         )
     expected = 'None, "local", or the addresses of the hosts of a TPU'
-    entries = checked_strs(
-        tpu.split(",") if isinstance(tpu, str) else tpu, f"{_WHO}: tpu", expected
-    )
+    parts = tpu.split(",") if isinstance(tpu, str) else tpu
+    entries = checked_strs(parts, f"{_WHO}: tpu", expected)
     return [entry.strip().removeprefix("grpc://") for entry in entries]
 
 
