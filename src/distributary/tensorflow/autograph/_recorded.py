@@ -1,6 +1,7 @@
 """Blocks of converted code, recorded as jaxprs, and the values of variables after them."""
 
 import logging
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
@@ -8,11 +9,11 @@ from typing import Any, Literal, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from distributary.tensorflow.autograph._reached import Contents, Reached, is_of_library
-from distributary.tracing import current_scope, script_line, sub_jaxprs, walk
+from distributary.tracing import current_scope, describe_jaxpr, jaxpr_of, script_line, walk
 
 _NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
 
@@ -243,27 +244,27 @@ class Recorded:
             values: Values after this block.
             others: The same after the other one.
         """
-        count = len(self.inputs)
-        numbers = _alike(self._closed.jaxpr, other._closed.jaxpr, count)
-        if numbers is None or not all(
-            one is two for one, two in zip(self._closed.consts, other._closed.consts, strict=True)
-        ):
+        pairs = list(zip(values, others, strict=True))
+        if any(one.tree != two.tree for one, two in pairs):
             return False
-        places = [
-            dict(zip(map(id, block._picks), block._closed.jaxpr.outvars, strict=True))
-            for block in (self, other)
-        ]
-        for one, two in zip(values, others, strict=True):
-            if one.tree != two.tree:
-                return False
-            for a, b in zip(one.leaves, two.leaves, strict=True):
-                first, second = places[0].get(id(a)), places[1].get(id(b))
-                if (first is None) != (second is None):
-                    return False
-                same = is_same(a, b) if first is None else _is_same_atom(first, second, numbers)
-                if not same:
-                    return False
-        return True
+        leaves = [[v for value in of for v in value.leaves] for of in (values, others)]
+        (text, left), (other_text, right) = map(self._described, (self, other), leaves)
+        return (
+            text == other_text
+            and len(left) == len(right)
+            and all(map(is_same, left, right))
+            and all(map(operator.is_, self._closed.consts, other._closed.consts))
+        )
+
+    def _described(self, block: "Recorded", leaves: Sequence[Any]) -> tuple[list[str], list[Any]]:
+        """Returns what a block computes of the inputs that this one has, and the other leaves."""
+        jaxpr = block._closed.jaxpr
+        atoms = dict(zip(map(id, block._picks), jaxpr.outvars, strict=True))
+        outs = [atoms[id(leaf)] for leaf in leaves if id(leaf) in atoms]
+        inputs = [*jaxpr.constvars, *jaxpr.invars[: len(self.inputs)]]
+        program = ClosedJaxpr(jaxpr_of(inputs, outs, jaxpr.eqns), ())
+        text = [line for line, _ in describe_jaxpr(program)]
+        return text, [NOT_YET if id(leaf) in atoms else leaf for leaf in leaves]
 
     def is_simple(self) -> bool:
         """Returns whether it costs little, and does nothing, to evaluate the block in vain."""
@@ -279,49 +280,6 @@ class Recorded:
         """Evaluates the block where it stands now; returns the arrays by identity, see `avals`."""
         outs = jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, *arrays)
         return {id(leaf): out for leaf, out in zip(self._picks, outs, strict=True)}
-
-
-def _alike(one: Jaxpr, two: Jaxpr, count: int) -> dict[Any, Any] | None:
-    """Returns the variables of `two` for those of `one`; None if they compute something else.
-
-    Args:
-        one: A jaxpr.
-        two: Another one.
-        count: The number of inputs of `two` that correspond to those of `one`.
-    """
-    if len(one.constvars) != len(two.constvars) or len(one.eqns) != len(two.eqns):
-        return None
-    numbers = dict(
-        zip([*one.constvars, *one.invars], [*two.constvars, *two.invars[:count]], strict=False)
-    )
-    for a, b in zip(one.eqns, two.eqns, strict=True):
-        bodies = [[*sub_jaxprs(a)], [*sub_jaxprs(b)]]
-        if (
-            a.primitive is not b.primitive
-            or len(a.invars) != len(b.invars)
-            or len(bodies[0]) != len(bodies[1])
-            or _plain_params(a) != _plain_params(b)
-            or not all(
-                _is_same_atom(x, y, numbers) for x, y in zip(a.invars, b.invars, strict=True)
-            )
-            or any(_alike(x, y, len(x.invars)) is None for x, y in zip(*bodies, strict=True))
-        ):
-            return None
-        numbers.update(zip(a.outvars, b.outvars, strict=True))
-    return numbers
-
-
-def _is_same_atom(one: Any, two: Any, numbers: dict[Any, Any]) -> bool:
-    values = [getattr(atom, "val", None) for atom in (one, two)]  # of literals
-    if values[0] is None or values[1] is None:
-        return values == [None, None] and numbers.get(one) is two
-    return bool(np.array_equal(values[0], values[1])) and one.aval == two.aval
-
-
-def _plain_params(eqn: Any) -> dict[str, str]:
-    """Returns the parameters of an equation that are not functions or code."""
-    plain = (bool, int, float, str, tuple, type(None), np.dtype, np.ndarray)
-    return {k: str(v) for k, v in eqn.params.items() if isinstance(v, plain) and k != "branches"}
 
 
 class _CheckFailedError(Exception):
