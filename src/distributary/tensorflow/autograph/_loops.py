@@ -39,6 +39,7 @@ from distributary.tensorflow.autograph._recorded import (
 from distributary.tracing import script_line
 
 _Values = Sequence[Any]
+_Place = tuple[int, int]  # the number of a variable, and that of a leaf of its value
 
 
 class Variables(NamedTuple):
@@ -103,22 +104,19 @@ class _Carry:
         self._num_variables = len(variables.names)
         self._changed: list[int] = []  # the variables after `_num_variables`, as in `reached`
         self._names: list[str] = []
-        self._leaves: list[Any] = []
         self._trees: list[Any] = []
-        self._name_of: list[str] = []
-        self.avals: dict[int, Any] = {}
+        self._leaves: dict[_Place, Any] = {}
         self._tails: dict[int, list[Any]] = {}  # what lists have beyond the carry
         for name, value in zip(variables.names, variables.get(), strict=True):
             self._add(name, Value(value))
         self.avals = {
-            i: aval_of(leaf) for i, leaf in enumerate(self._leaves) if isinstance(leaf, jax.Array)
+            at: aval_of(leaf) for at, leaf in self._leaves.items() if isinstance(leaf, jax.Array)
         }
 
     def _add(self, name: str, value: Value) -> None:
+        self._leaves |= _placed(len(self._names), value.leaves)
         self._names.append(name)
-        self._leaves += value.leaves
         self._trees.append(value.tree)
-        self._name_of += [name] * len(value.leaves)
 
     def set(self, arrays: Sequence[Any]) -> None:
         """Gives the variables their values, given those of the carry."""
@@ -165,20 +163,17 @@ class _Carry:
 
     def values(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the values of all variables, given those of the carry."""
-        leaves = list(self._leaves)
-        for i, array in zip(self.avals, arrays, strict=True):
-            leaves[i] = array
-        remaining = iter(leaves)
+        leaves = self._leaves | dict(zip(self.avals, arrays, strict=True))
         return [
-            jax.tree.unflatten(tree, [next(remaining) for _ in range(tree.num_leaves)])
-            for tree in self._trees
+            jax.tree.unflatten(tree, [leaves[k, j] for j in range(tree.num_leaves)])
+            for k, tree in enumerate(self._trees)
         ]
 
     def start(self) -> list[Any]:
         """Returns the carry before the loop."""
         return [
-            zeros(aval) if is_unreturned(self._leaves[i]) else cast(self._leaves[i], aval)
-            for i, aval in self.avals.items()
+            zeros(aval) if is_unreturned(self._leaves[at]) else cast(self._leaves[at], aval)
+            for at, aval in self.avals.items()
         ]
 
     def record(self, turn: Callable[..., _Values], avals: Sequence[Any], stacks: bool) -> Recorded:
@@ -229,7 +224,9 @@ class _Carry:
     def after(self, recorded: Recorded, outs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
         """Returns the carry after a turn, and what was appended to lists in it."""
         leaves, appended = self._after(self._values_after(recorded), True)
-        carry = [cast(outs.get(id(leaves[i]), leaves[i]), aval) for i, aval in self.avals.items()]
+        carry = [
+            cast(outs.get(id(leaves[at]), leaves[at]), aval) for at, aval in self.avals.items()
+        ]
         more = [flatten(more)[0] for more in appended.values()]
         rows = [[outs.get(id(leaf), leaf) for leaf in leaves] for leaves in more]
         return carry, rows
@@ -252,23 +249,20 @@ class _Carry:
 
     def _after(
         self, values: Sequence[Value], stacks: bool
-    ) -> tuple[list[Any], dict[int, list[Any]]]:
+    ) -> tuple[dict[_Place, Any], dict[int, list[Any]]]:
         """Returns the leaves after a turn, and what was appended to each list that grew."""
-        carry: list[Any] = []
+        carry: dict[_Place, Any] = {}
         appended: dict[int, list[Any]] = {}
-        position = 0
         for k, (name, after, tree) in enumerate(zip(self._names, values, self._trees, strict=True)):
             value, leaves, other = after.value, after.leaves, after.tree
-            count = tree.num_leaves
-            before = self._leaves[position : position + count]
-            length = tree.num_leaves if type(value) is list else 0
+            before = self._leaves.get((k, 0))
             is_longer = type(value) is list and other != tree and len(value) > _length(tree)
             if is_longer and other.children()[: _length(tree)] == tree.children():
                 more = value[_length(tree) :]
-                leaves = leaves[:length]
+                leaves = leaves[: tree.num_leaves]
                 appended[k] = more
                 self._check_list(name, stacks)
-            elif len(before) == 1 and is_undefined(before[0]) and not is_unreturned(before[0]):
+            elif tree.num_leaves == 1 and is_undefined(before) and not is_unreturned(before):
                 self._check_defined(name, leaves)
             elif other != tree:
                 raise InvalidTypeError(
@@ -276,8 +270,7 @@ class _Carry:
                     f" at {script_line()} than before. Whether there is another turn is known only"
                     " when the step runs, so keep its structure."
                 )
-            carry += leaves
-            position += count
+            carry |= _placed(k, leaves)
         return carry, appended
 
     def _check_list(self, name: str, stacks: bool) -> None:
@@ -298,19 +291,12 @@ class _Carry:
 
     def _returns_several(self, values: Sequence[Value]) -> bool:
         """Gives the result of the function, which there is not yet, the structure of `values`."""
-        position = 0
         for k, (value, tree) in enumerate(zip(values, self._trees, strict=True)):
-            count = tree.num_leaves
-            leaves, other = value.leaves, value.tree
-            if count == 1 and is_unreturned(self._leaves[position]) and other != tree:
-                more = len(leaves) - 1
-                self._leaves[position : position + 1] = [self._leaves[position]] * len(leaves)
-                self._name_of[position : position + 1] = [self._names[k]] * len(leaves)
-                self._trees[k] = other
-                avals = self.avals.items()
-                self.avals = {i + more if i > position else i: aval for i, aval in avals}
+            if tree.num_leaves == 1 and is_unreturned(self._leaves[k, 0]) and value.tree != tree:
+                unreturned = self._leaves.pop((k, 0))
+                self._leaves |= _placed(k, [unreturned] * len(value.leaves))
+                self._trees[k] = value.tree
                 return True
-            position += count
         return False
 
     def _is_settled(self, recorded: Recorded, stacks: bool) -> bool:
@@ -321,31 +307,25 @@ class _Carry:
         avals = recorded.avals()
         inputs = dict(zip(self.avals, recorded.inputs, strict=False))
         changes = False
-        for i, (before, after) in enumerate(zip(self._leaves, leaves, strict=True)):
-            if i in self.avals:
-                if after is inputs[i] or after is before:
-                    continue
-                changes |= self._widen(i, after, avals)
+        for at, before in self._leaves.items():
+            after = leaves[at]
+            if at in self.avals:
+                if after is not inputs[at] and after is not before:
+                    changes |= self._widen(at, after, avals)
+                elif isinstance(before, jax.Array):
+                    del self.avals[at]
+                    changes = True
             elif not is_same(before, after) and not (is_unreturned(before) and after is None):
-                self._carry_too(i, before, after, avals)
+                self._carry_too(at, before, after, avals)
                 changes = True
-        unchanged = [
-            i
-            for i in self.avals
-            if (leaves[i] is inputs.get(i) or leaves[i] is self._leaves[i])
-            and isinstance(self._leaves[i], jax.Array)
-        ]
-        for i in unchanged:
-            del self.avals[i]
-            changes = True
         self.avals = dict(sorted(self.avals.items()))
         return not changes
 
-    def _carry_too(self, i: int, before: Any, after: Any, avals: dict[int, Any]) -> None:
-        name = self._name_of[i]
+    def _carry_too(self, at: _Place, before: Any, after: Any, avals: dict[int, Any]) -> None:
+        name = self._names[at[0]]
         numbers = [is_number(v) or hasattr(v, "__jax_array__") for v in (before, after)]
         if is_unreturned(before) and numbers[1]:
-            self.avals[i] = aval_in(avals, after)
+            self.avals[at] = aval_in(avals, after)
             return
         if not all(numbers):
             raise InvalidTypeError(
@@ -353,11 +333,11 @@ class _Carry:
                 f" {script_line()} and {shown(after)} after a turn. Whether there is another turn"
                 " is known only when the step runs, so only numbers and arrays can change."
             )
-        self.avals[i] = aval_of(plain(before))
+        self.avals[at] = aval_of(plain(before))
 
-    def _widen(self, i: int, after: Any, avals: dict[int, Any]) -> bool:
+    def _widen(self, at: _Place, after: Any, avals: dict[int, Any]) -> bool:
         """Gives an entry of the carry a dtype for the values before and after a turn."""
-        name, before = self._name_of[i], self.avals[i]
+        name, before = self._names[at[0]], self.avals[at]
         if id(after) not in avals and not is_number(after) and not hasattr(after, "__jax_array__"):
             raise InvalidTypeError(
                 f"{shown_name(name)} is an array before the `{self._what}` at {script_line()} and"
@@ -378,8 +358,12 @@ class _Carry:
                 f" at {script_line()} and {aval.dtype} after it. Begin with"
                 f" jnp.asarray(value, {aval.dtype}), or convert it with x.astype({before.dtype})."
             )
-        self.avals[i] = wider
+        self.avals[at] = wider
         return bool(wider.dtype != before.dtype)
+
+
+def _placed(k: int, leaves: Sequence[Any]) -> dict[_Place, Any]:
+    return {(k, j): leaf for j, leaf in enumerate(leaves)}
 
 
 def _length(tree: Any) -> int:
