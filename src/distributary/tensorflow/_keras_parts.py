@@ -1,5 +1,6 @@
 """Parts of Keras that need TensorFlow, without it: in `tf.keras`, and in Keras beside `tf`."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -66,15 +67,11 @@ def _output_spec(
         return original(fn, *args, **kwargs)
     except Exception:
         leaves = _keras.tree.flatten((args, kwargs))
-        if not any(isinstance(x, _keras.KerasTensor) and None in x.shape for x in leaves):
-            raise
-        try:
-            specs = [_with_size(size, original, fn, args, kwargs) for size in _SIZES]
-        except Exception:
-            specs = []
-        if not specs:
-            raise
-    return _keras.tree.map_structure(_in_common, *specs)
+        if any(isinstance(x, _keras.KerasTensor) and None in x.shape for x in leaves):
+            with contextlib.suppress(Exception):
+                specs = (_with_size(size, original, fn, args, kwargs) for size in _SIZES)
+                return _keras.tree.map_structure(_in_common, *specs)
+        raise
 
 
 def _with_size(size: int, original: Callable[..., Any], fn: Any, args: Any, kwargs: Any) -> Any:
