@@ -72,6 +72,8 @@ class Function:
         self._compiled = Compiled(python_function, autograph, (int,), _with_values)
         functools.update_wrapper(self, python_function, updated=())
         self._name = getattr(python_function, "__name__", repr(python_function))
+        self._signature = inspect.signature(python_function)
+        self._num_own = int(next(iter(self._signature.parameters), "") == "self")
         # The arguments of concrete functions, and of calls that made a program, by the object whose
         # method this is, or this itself.
         self._asked: weakref.WeakKeyDictionary[Any, list[_Arguments]] = weakref.WeakKeyDictionary()
@@ -84,12 +86,11 @@ class Function:
             if self._compiled.num_traces > num_traces:
                 self._note(self._called, args, kwargs)
             return result
-        parameters = inspect.signature(self.python_function)
-        num_own = int(next(iter(parameters.parameters), "") == "self")
+        num_own = self._num_own
         try:
-            bound = parameters.bind(*args, **kwargs)
+            bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"tf.function {self._name}{parameters}: {error}") from None
+            raise TypeError(f"tf.function {self._name}{self._signature}: {error}") from None
         num_given = len(bound.args)
         bound.apply_defaults()  # of the arguments that input_signature has
         arguments = bound.args[: max(num_given, num_own + len(self.input_signature))]
@@ -117,16 +118,14 @@ class Function:
 
         Source: `tf.types.experimental.PolymorphicFunction.get_concrete_function`.
         """
-        signature = self.input_signature or ()
-        num_own = int(next(iter(inspect.signature(self.python_function).parameters), "") == "self")
-        if len(args) + len(kwargs) == num_own:
-            args = (*args, *signature)
+        if len(args) + len(kwargs) == self._num_own:
+            args = (*args, *(self.input_signature or ()))
         concrete = ConcreteFunction(self, args, kwargs)
         self._note(self._asked, args, kwargs)
         return concrete
 
     def _note(self, noted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        num_own = int(next(iter(inspect.signature(self.python_function).parameters), "") == "self")
+        num_own = self._num_own
         with contextlib.suppress(TypeError):  # of an object without a hash or a weak reference
             of_owner = noted.setdefault(args[0] if num_own else self, [])
             of_owner.append(jax.tree.map(_spec_of, (args[num_own:], kwargs), is_leaf=_is_spec))
@@ -147,7 +146,7 @@ class Function:
 
     def pretty_printed_concrete_signatures(self, verbose: bool = True) -> str:
         """Returns the parameters of the function as text, for messages."""
-        return f"{self._name}{inspect.signature(self.python_function)}"
+        return f"{self._name}{self._signature}"
 
     def experimental_get_tracing_count(self) -> int:
         """Returns how often the Python function was traced."""
@@ -205,7 +204,7 @@ class ConcreteFunction:
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            bound = inspect.signature(function.python_function).bind(*args, **kwargs)
+            bound = function._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"get_concrete_function of {function._name}: {error}") from None
         self._function = function
