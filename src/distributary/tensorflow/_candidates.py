@@ -74,9 +74,11 @@ def nce_loss(
     remove_accidental_hits: bool = False,
 ) -> Array:
     """`tf.nn.nce_loss`: noise-contrastive estimation, `[batch]`."""
-    options = num_sampled, num_classes, num_true, sampled_values, remove_accidental_hits, None
-    targets, scores = _scores(weights, biases, labels, inputs, *options)
-    return jnp.sum(sigmoid_cross_entropy_with_logits(targets, scores), 1)
+    true = labels.reshape(-1, num_true)
+    draw = num_true, num_sampled, True, num_classes
+    drawn = sampled_values or log_uniform_candidate_sampler(true, *draw)
+    scores = _scores(weights, biases, true, inputs, drawn, remove_accidental_hits)
+    return jnp.sum(sigmoid_cross_entropy_with_logits(*scores), 1)
 
 
 def sampled_softmax_loss(
@@ -92,31 +94,22 @@ def sampled_softmax_loss(
     seed: int | None = None,
 ) -> Array:
     """`tf.nn.sampled_softmax_loss`, `[batch]`."""
-    options = num_sampled, num_classes, num_true, sampled_values, remove_accidental_hits, seed
-    return softmax_cross_entropy_with_logits(*_scores(weights, biases, labels, inputs, *options))
+    true = labels.reshape(-1, num_true)
+    draw = num_true, num_sampled, True, num_classes, seed
+    drawn = sampled_values or log_uniform_candidate_sampler(true, *draw)
+    scores = _scores(weights, biases, true, inputs, drawn, remove_accidental_hits)
+    return softmax_cross_entropy_with_logits(*scores)
 
 
 def _scores(
-    weights: Array,
-    biases: Array,
-    labels: Array,
-    inputs: Array,
-    num_sampled: int,
-    num_classes: int,
-    num_true: int,
-    drawn: _Drawn | None,
-    without_hits: bool,
-    seed: int | None,
+    weights: Array, biases: Array, true: Array, inputs: Array, drawn: _Drawn, without_hits: bool
 ) -> tuple[Array, Array]:
     """Returns targets and logits of the true classes and those that are drawn."""
-    true = labels.reshape(-1, num_true)
-    if drawn is None:
-        drawn = log_uniform_candidate_sampler(true, num_true, num_sampled, True, num_classes, seed)
     others, true_counts, counts = map(jnp.asarray, drawn)
     scores = jnp.einsum("bd,btd->bt", inputs, weights[true]) + biases[true] - jnp.log(true_counts)
     other_scores = inputs @ weights[others].T + biases[others] - jnp.log(counts)
     if without_hits:
         is_hit = (true[:, :, None] == others).any(1)
         other_scores = jnp.where(is_hit, jnp.finfo(scores.dtype).min, other_scores)
-    targets = jnp.full_like(scores, 1 / num_true), jnp.zeros_like(other_scores)
+    targets = jnp.full_like(scores, 1 / true.shape[1]), jnp.zeros_like(other_scores)
     return jnp.concatenate(targets, 1), jnp.concatenate([scores, other_scores], 1)
