@@ -143,18 +143,20 @@ def conv2d(
     return _convolved(convolve, input, filters, strides, padding, data_format, dilations)
 
 
-def max_pool2d(
-    input: Array, ksize: Sizes, strides: Sizes, padding: str, data_format: str = "NHWC"
-) -> Array:
-    """`tf.nn.max_pool2d`: `keras.ops.max_pool` of images."""
-    return _pooled(import_keras().ops.max_pool, input, ksize, strides, padding, data_format)
+def _pooling(name: str, of_keras: str) -> Callable[..., Array]:
+    def pool(
+        input: Array, ksize: Sizes, strides: Sizes, padding: str, data_format: str = "NHWC"
+    ) -> Array:
+        sizes, steps = _of_space(ksize, data_format), _of_space(strides, data_format)
+        layout = _KERAS_FORMATS[data_format]
+        return getattr(import_keras().ops, of_keras)(input, sizes, steps, padding.lower(), layout)
+
+    pool.__doc__ = f"`tf.nn.{name}`: `keras.ops.{of_keras}` of images."
+    return pool
 
 
-def avg_pool2d(
-    input: Array, ksize: Sizes, strides: Sizes, padding: str, data_format: str = "NHWC"
-) -> Array:
-    """`tf.nn.avg_pool2d`: `keras.ops.average_pool` of images."""
-    return _pooled(import_keras().ops.average_pool, input, ksize, strides, padding, data_format)
+max_pool2d = _pooling("max_pool2d", "max_pool")
+avg_pool2d = _pooling("avg_pool2d", "average_pool")
 
 
 def depthwise_conv2d(
@@ -185,18 +187,6 @@ def _convolved(
     if not isinstance(padding, str):  # rows to add before and after, by dim
         images, padding = jnp.pad(images, padding), "valid"
     return convolve(images, filters, steps, padding.lower(), layout, rates)
-
-
-def _pooled(
-    pool: Callable[..., Array],
-    images: Array,
-    ksize: Sizes,
-    strides: Sizes,
-    padding: str,
-    data_format: str,
-) -> Array:
-    sizes, steps = _of_space(ksize, data_format), _of_space(strides, data_format)
-    return pool(images, sizes, steps, padding.lower(), _KERAS_FORMATS[data_format])
 
 
 _KERAS_FORMATS = {"NHWC": "channels_last", "NCHW": "channels_first"}
