@@ -1,6 +1,6 @@
 """Operations of `tf.image`; see `Operation` for how arguments are converted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -331,17 +331,16 @@ def sample_distorted_bounding_box(
     )
 
 
-random_brightness = draws.seeded(_random_brightness, draws.key_of_number, 2, __name__)
-random_contrast = draws.seeded(_random_contrast, draws.key_of_number, 3, __name__)
-random_crop = draws.seeded(_random_crop, draws.key_of_number, 2, __name__)
-random_flip_left_right = draws.seeded(_random_flip_left_right, draws.key_of_number, 1, __name__)
-random_flip_up_down = draws.seeded(_random_flip_up_down, draws.key_of_number, 1, __name__)
-random_hue = draws.seeded(_random_hue, draws.key_of_number, 2, __name__)
-random_saturation = draws.seeded(_random_saturation, draws.key_of_number, 3, __name__)
-stateless_random_brightness = draws.seeded(_random_brightness, draws.key_of, 2, __name__)
-stateless_random_contrast = draws.seeded(_random_contrast, draws.key_of, 3, __name__)
-stateless_random_crop = draws.seeded(_random_crop, draws.key_of, 2, __name__)
-stateless_random_flip_left_right = draws.seeded(_random_flip_left_right, draws.key_of, 1, __name__)
-stateless_random_flip_up_down = draws.seeded(_random_flip_up_down, draws.key_of, 1, __name__)
-stateless_random_hue = draws.seeded(_random_hue, draws.key_of, 2, __name__)
-stateless_random_saturation = draws.seeded(_random_saturation, draws.key_of, 3, __name__)
+def _seeded(draw: Callable[..., Array], place: int) -> Iterator[Callable[..., Array]]:
+    """Yields the operation that draws with a number as its seed, and the stateless one."""
+    for key in (draws.key_of_number, draws.key_of):
+        yield draws.seeded(draw, key, place, __name__)
+
+
+random_brightness, stateless_random_brightness = _seeded(_random_brightness, 2)
+random_contrast, stateless_random_contrast = _seeded(_random_contrast, 3)
+random_crop, stateless_random_crop = _seeded(_random_crop, 2)
+random_flip_left_right, stateless_random_flip_left_right = _seeded(_random_flip_left_right, 1)
+random_flip_up_down, stateless_random_flip_up_down = _seeded(_random_flip_up_down, 1)
+random_hue, stateless_random_hue = _seeded(_random_hue, 2)
+random_saturation, stateless_random_saturation = _seeded(_random_saturation, 3)
