@@ -175,10 +175,10 @@ def public(module: ModuleType) -> dict[str, Any]:
     }
 
 
-def operations(module: ModuleType) -> dict[str, Any]:
-    """Returns the functions that a module defines, as operations."""
-    functions = public(module).items()
-    return {name: Operation(value) for name, value in functions if inspect.isfunction(value)}
+def operations(module: ModuleType, names: str | None = None) -> dict[str, Any]:
+    """Returns functions of a module as operations; by default, all that it defines."""
+    functions = public(module) if names is None else named(module, names)
+    return {n: Operation(value) for n, value in functions.items() if inspect.isfunction(value)}
 
 
 def tensor(value: TensorLike) -> Any:
