@@ -14,7 +14,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 from distributary.tensorflow.autograph import _operators
 from distributary.tensorflow.autograph._reached import is_of_library
@@ -132,54 +132,37 @@ def is_convertible(function: object) -> bool:
 
 def _convert(function: types.FunctionType) -> Callable[..., Any]:
     """Returns the converted form of a function, or itself if malt cannot convert it."""
-    code = function.__code__
     with _lock:
-        if code not in _factories:
-            _factories[code] = _Factory(function)
-        factory = _factories[code]
-    return factory.bound_to(function)
+        if function.__code__ not in _converted:
+            try:
+                _converted[function.__code__] = _converted_code(function)
+            except Exception as error:  # malt raises what comes, for syntax that it does not know
+                reason = str(error).partition("\n")[0] or repr(error)
+                _converted[function.__code__] = reason
+        code = _converted[function.__code__]
+    if isinstance(code, str):
+        scope = current_scope()
+        if scope is not None:
+            scope.unconverted[function.__qualname__] = code
+        return function
+    closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells = tuple(
+        types.CellType(_operators_of_malt()) if name == "ag__" else closure[name]
+        for name in code.co_freevars
+    )
+    form = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, cells
+    )
+    form.__kwdefaults__ = function.__kwdefaults__
+    form.__qualname__, form.__module__ = function.__qualname__, function.__module__
+    return form
 
 
 _lock = threading.RLock()
-_factories: "weakref.WeakKeyDictionary[types.CodeType, _Factory]" = weakref.WeakKeyDictionary()
-
-
-@final
-class _Factory:
-    """Makes the converted forms of all functions with one code object.
-
-    Args:
-        function: One of them.
-
-    Attributes:
-        reason: Why it cannot be converted; None if it can.
-    """
-
-    def __init__(self, function: types.FunctionType) -> None:
-        self.reason: str | None = None
-        try:
-            self._code = _converted_code(function)
-        except Exception as error:  # malt raises what comes, for syntax that it does not know
-            self.reason = str(error).partition("\n")[0] or repr(error)
-
-    def bound_to(self, function: types.FunctionType) -> Callable[..., Any]:
-        """Returns the converted form, with the globals, closure and defaults of `function`."""
-        if self.reason is not None:
-            scope = current_scope()
-            if scope is not None:
-                scope.unconverted[function.__qualname__] = self.reason
-            return function
-        closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        cells = tuple(
-            types.CellType(_operators_of_malt()) if name == "ag__" else closure[name]
-            for name in self._code.co_freevars
-        )
-        form = types.FunctionType(
-            self._code, function.__globals__, function.__name__, function.__defaults__, cells
-        )
-        form.__kwdefaults__ = function.__kwdefaults__
-        form.__qualname__, form.__module__ = function.__qualname__, function.__module__
-        return form
+# By the code of functions: the converted code, or why there is none.
+_converted: "weakref.WeakKeyDictionary[types.CodeType, types.CodeType | str]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @functools.cache
