@@ -14,8 +14,8 @@ from distributary.data import TensorSpec
 from distributary.devices import Nest
 from distributary.errors import UnsupportedError
 from distributary.tensorflow._host import as_element, host_array, require
-from distributary.tensorflow._operations import TensorLike, array, plain, tensor
-from distributary.tensorflow.autograph import is_traced
+from distributary.tensorflow._operations import TensorLike, array, tensor
+from distributary.tensorflow.autograph import is_traced, plain
 from distributary.tracing import current_scope, outside_of_trace
 
 _Branch = Callable[[], Any]

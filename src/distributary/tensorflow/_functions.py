@@ -15,7 +15,8 @@ from distributary.data import PerReplicaSpec, TensorSpec
 from distributary.devices import Nest
 from distributary.engine import Function as Compiled
 from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.tensorflow._operations import converted, plain
+from distributary.tensorflow._operations import converted
+from distributary.tensorflow.autograph import plain
 from distributary.variables import DistributedValues, PerReplica, Variable
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]

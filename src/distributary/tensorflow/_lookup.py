@@ -21,8 +21,7 @@ from distributary.tensorflow._host import (
     require_host,
     text_of,
 )
-from distributary.tensorflow._operations import plain
-from distributary.tensorflow.autograph import is_traced
+from distributary.tensorflow.autograph import is_traced, plain
 
 
 @final

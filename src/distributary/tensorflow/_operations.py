@@ -18,7 +18,7 @@ from distributary.devices import Nest, inside_jax_trace
 from distributary.errors import InvalidTypeError, shown
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow._host import Element, host_array, is_text
-from distributary.tensorflow.autograph import is_traced
+from distributary.tensorflow.autograph import is_traced, plain
 from distributary.tracing import native
 
 
@@ -192,13 +192,6 @@ def tensor(value: TensorLike) -> Any:
     if isinstance(value, (list, tuple)):
         return jnp.asarray(jax.tree.map(tensor, list(value)))
     return native(value) if isinstance(value, np.ndarray) else plain(value)
-
-
-def plain(value: object) -> Any:
-    """Returns the array of a variable, and anything else unchanged."""
-    if isinstance(value, (jax.Array, np.ndarray)) or not hasattr(value, "__jax_array__"):
-        return value
-    return value.__jax_array__()
 
 
 def array(value: TensorLike, dtype: DTypeLike | None = None) -> jax.Array:

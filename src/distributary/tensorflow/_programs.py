@@ -20,8 +20,8 @@ from distributary.tensorflow._arrays import constant
 from distributary.tensorflow._control import name_scope
 from distributary.tensorflow._generator import Generator
 from distributary.tensorflow._host import host_array
-from distributary.tensorflow._operations import array, plain
-from distributary.tensorflow.autograph import and_, while_stmt
+from distributary.tensorflow._operations import array
+from distributary.tensorflow.autograph import and_, plain, while_stmt
 from distributary.tracing import current_scope
 from distributary.variables import PerReplica
 

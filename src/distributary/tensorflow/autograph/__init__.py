@@ -27,7 +27,7 @@ from distributary.tensorflow.autograph._operators import (
     is_traced as is_traced,
     while_stmt as while_stmt,
 )
-from distributary.tensorflow.autograph._recorded import NOT_YET as NOT_YET
+from distributary.tensorflow.autograph._recorded import NOT_YET as NOT_YET, plain as plain
 
 __all__ = ["do_not_convert", "set_loop_options"]  # for users
 

@@ -323,11 +323,10 @@ class _Carry:
 
     def _carry_too(self, at: _Place, before: Any, after: Any, avals: dict[int, Any]) -> None:
         name = self._names[at[0]]
-        numbers = [is_number(v) or hasattr(v, "__jax_array__") for v in (before, after)]
-        if is_unreturned(before) and numbers[1]:
+        if is_unreturned(before) and is_number(after):
             self.avals[at] = aval_in(avals, after)
             return
-        if not all(numbers):
+        if not (is_number(before) and is_number(after)):
             raise InvalidTypeError(
                 f"{shown_name(name)} is {shown(before)} before the `{self._what}` at"
                 f" {script_line()} and {shown(after)} after a turn. Whether there is another turn"
@@ -338,7 +337,7 @@ class _Carry:
     def _widen(self, at: _Place, after: Any, avals: dict[int, Any]) -> bool:
         """Gives an entry of the carry a dtype for the values before and after a turn."""
         name, before = self._names[at[0]], self.avals[at]
-        if id(after) not in avals and not is_number(after) and not hasattr(after, "__jax_array__"):
+        if id(after) not in avals and not is_number(after):
             raise InvalidTypeError(
                 f"{shown_name(name)} is an array before the `{self._what}` at {script_line()} and"
                 f" {shown(after)} after a turn. Keep it an array."

@@ -15,19 +15,21 @@ from distributary.errors import InvalidTypeError, InvalidValueError, Unsupported
 from distributary.tensorflow.autograph._reached import Contents, Reached, is_of_library
 from distributary.tracing import current_scope, describe_jaxpr, jaxpr_of, script_line, walk
 
-_NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
+_NUMBERS = (bool, int, float, complex, np.generic)
 
 
 def plain(value: object) -> Any:
-    """Returns the array of a variable, and other values as they are."""
-    return jnp.asarray(value) if hasattr(value, "__jax_array__") else value
+    """Returns the array of a variable, and anything else unchanged."""
+    if isinstance(value, (jax.Array, np.ndarray)) or not hasattr(value, "__jax_array__"):
+        return value
+    return value.__jax_array__()
 
 
 def is_number(value: object) -> bool:
-    """Returns whether a value can be an array."""
-    return isinstance(value, (jax.Array, *_NUMBERS)) and not (
-        isinstance(value, np.ndarray) and value.dtype.kind not in "biufcV"
-    )
+    """Returns whether a value can be an array, as that of a variable can."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufcV"
+    return isinstance(value, (jax.Array, *_NUMBERS)) or hasattr(value, "__jax_array__")
 
 
 class _NotYet:
@@ -484,7 +486,7 @@ def _common(name: str, a: object, b: object, avals: dict[int, Any], what: str) -
     """Returns shape and dtype of what is one value or another."""
     if is_unreturned(a) or is_unreturned(b):
         leaf = b if is_unreturned(a) else a
-        if is_number(leaf) or hasattr(leaf, "__jax_array__"):
+        if is_number(leaf):
             return aval_in(avals, leaf)
         a, b = leaf, None
     if is_undefined(a) or is_undefined(b):
@@ -493,8 +495,7 @@ def _common(name: str, a: object, b: object, avals: dict[int, Any], what: str) -
             " only, and is used later. Which branch runs is known only when the step runs, so"
             " assign it in both, or before."
         )
-    numbers = [is_number(leaf) or hasattr(leaf, "__jax_array__") for leaf in (a, b)]
-    if not all(numbers):
+    if not (is_number(a) and is_number(b)):
         raise InvalidTypeError(
             f"{shown_name(name)} is {_described(a)} after one branch of the `{what}` at"
             f" {script_line()} and {_described(b)} after the other. Which branch runs is known only"
