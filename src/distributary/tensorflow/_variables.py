@@ -36,9 +36,7 @@ class _Arguments(type(_Variable)):  # type: ignore[misc]
                 " optimizers of Keras apply only those of Keras variables. Call"
                 " v.assign(constraint(v)) after the optimizer."
             )
-        known = None if shape is None else [dim for dim in shape if dim is not None]
-        if known is not None and shape is not None and len(known) < len(shape):
-            known = None
+        known: Any = None if shape is None or None in tuple(shape) else list(shape)
         if isinstance(initial_value, (int, float, complex, list, tuple)) and dtype is not None:
             initial_value = converted("tf.Variable", initial_value, dtype)
         return _Variable(initial_value, trainable, name, dtype, synchronization, aggregation, known)
