@@ -18,8 +18,6 @@ from jax.typing import ArrayLike
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.tensorflow.autograph import check_when_run, is_traced
 
-_Path = str | os.PathLike[str]
-
 
 @final
 class Text(str):
@@ -123,13 +121,13 @@ def require_host(what: str, *values: Any) -> None:
         )
 
 
-def local_path(path: _Path) -> str:
-    """Returns a path of the file system.
+def local_path(path: Any) -> str:
+    """Returns a path of the file system, which may be text, bytes or an array of one of them.
 
     Raises:
         UnsupportedError: for the address of an object store.
     """
-    text = os.fspath(path)
+    text = os.fsdecode(path.item() if isinstance(path, (np.ndarray, np.generic)) else path)
     if "://" in text:
         raise UnsupportedError(
             f"tf.io.gfile: {text!r} is in an object store. Mount it as a folder, or use fsspec."

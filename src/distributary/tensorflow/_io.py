@@ -22,22 +22,17 @@ def matching_files(pattern: _Path | list[_Path], name: str | None = None) -> Any
 
 def read_file(filename: _Path, name: str | None = None) -> bytes:
     """`tf.io.read_file`: outside of steps, for example in `Dataset.map`."""
-    with open(local_path(_text(filename)), "rb") as file:
+    with open(local_path(filename), "rb") as file:
         return file.read()
 
 
 def write_file(filename: _Path, contents: bytes | str, name: str | None = None) -> None:
     """`tf.io.write_file`: makes the folder if there is none."""
-    path = local_path(_text(filename))
+    path = local_path(filename)
     makedirs(os.path.dirname(path) or ".")
     data = np.asarray(contents, object).item()
     with open(path, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
-
-
-def _text(name: Any) -> str:
-    value = name.item() if isinstance(name, (np.ndarray, np.generic)) else name
-    return os.fsdecode(value)
 
 
 @final

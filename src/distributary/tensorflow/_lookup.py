@@ -85,7 +85,7 @@ class TextFileInitializer:
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Returns the keys and values."""
-        with open(local_path(text_of(self.filename)), encoding="utf-8") as file:
+        with open(local_path(self.filename), encoding="utf-8") as file:
             lines = file.read().splitlines()[: self.vocab_size]
         key = self.key_index, self.key_dtype, 0
         value = self.value_index, self.value_dtype, self.value_index_offset
