@@ -10,6 +10,7 @@ the block until nothing new does: a variable that comes out as it went in stays 
 and a number of Python that does not change stays one.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -107,6 +108,7 @@ class _Carry:
         self._trees: list[Any] = []
         self._leaves: dict[_Place, Any] = {}
         self._tails: dict[int, list[Any]] = {}  # what lists have beyond the carry
+        self._recorded: Recorded  # a turn
         for name, value in zip(variables.names, variables.get(), strict=True):
             self._add(name, Value(value))
         self.avals = {
@@ -131,24 +133,24 @@ class _Carry:
             self._reached.put(k, Contents(keys[: len(value)], value))
         self._variables.set(values[: self._num_variables])
 
-    def looks_at_appended(self, recorded: Recorded, turn: Callable[..., _Values], row: Any) -> bool:
+    def looks_at_appended(self, body: Callable[..., Any], row: Any) -> bool:
         """Returns whether a turn is another one after others have appended to lists.
 
         It is recorded once more, with lists to which one turn has appended unknown arrays.
         """
-        values = self._values_after(recorded)
-        appended, avals = self._after(values, True)[1], recorded.avals()
+        values = self._values_after(self._recorded)
+        appended, avals = self._after(values, True)[1], self._recorded.avals()
         if not appended:
             return False
-        count = len(self.avals)
+        count = len(self.avals) + 1
         unknown = [leaf for more in appended.values() for leaf in flatten(more)[0]]
         unknown = [leaf for leaf in unknown if id(leaf) in avals]
 
         def again(*arrays: Any) -> _Values:
-            by_id = dict(zip(map(id, unknown), arrays[count + 1 :], strict=True))
+            by_id = dict(zip(map(id, unknown), arrays[count:], strict=True))
             self._tails = jax.tree.map(lambda leaf: by_id.get(id(leaf), leaf), appended)
             try:
-                return turn(arrays[:count], arrays[count])
+                return self._turn(body, *arrays[:count])
             finally:
                 self._tails = {}
 
@@ -159,7 +161,7 @@ class _Carry:
             first = _length(self._trees[k])
             items = others[k].value
             others[k] = Value(items[:first] + items[first + len(more) :], self._reached.holds)
-        return not recorded.is_like(other, values, others)
+        return not self._recorded.is_like(other, values, others)
 
     def values(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the values of all variables, given those of the carry."""
@@ -176,23 +178,30 @@ class _Carry:
             for at, aval in self.avals.items()
         ]
 
-    def record(self, turn: Callable[..., _Values], avals: Sequence[Any], stacks: bool) -> Recorded:
+    def _turn(self, body: Callable[..., Any], *arrays: Any) -> _Values:
+        """Returns the values after a turn, given the carry before it and what the turn gets."""
+        count = len(self.avals)
+        self.set(arrays[:count])
+        body(*arrays[count:])
+        return self._variables.get()
+
+    def record(self, body: Callable[..., Any], avals: Sequence[Any], stacks: bool) -> None:
         """Records the block until the carry is all that changes.
 
         Args:
-            turn: Returns the values after a turn, given the carry before it and what the turn gets.
+            body: Runs a turn.
             avals: Shapes and dtypes of what the turn gets.
             stacks: Whether lists may grow.
         """
+        turn = functools.partial(self._turn, body)
         for _ in range(_MAX_RECORDS):
-            count = len(self.avals)
-            block = lambda *arrays, count=count: turn(arrays[:count], *arrays[count:])
-            recorded = Recorded(block, self._reached, [*self.avals.values(), *avals])
+            recorded = Recorded(turn, self._reached, [*self.avals.values(), *avals])
             if recorded.raised is not None:
                 raise recorded.raised
             self._take_changes(recorded)
             if self._is_settled(recorded, stacks):
-                return recorded
+                self._recorded = recorded
+                return
         raise InvalidTypeError(
             f"The `{self._what}` at {script_line()} changes the dtypes of its variables again and"
             " again. Give them a dtype before the loop, jnp.asarray(value, dtype)."
@@ -221,9 +230,14 @@ class _Carry:
             values.append(Value(contents.values, self._reached.holds))
         return values
 
-    def after(self, recorded: Recorded, outs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the carry after a turn, and what was appended to lists in it."""
-        leaves, appended = self._after(self._values_after(recorded), True)
+    def after(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the carry after a turn, and what was appended to lists in it.
+
+        Args:
+            arrays: The carry before the turn, and what the turn gets.
+        """
+        outs = self._recorded.run(arrays)
+        leaves, appended = self._after(self._values_after(self._recorded), True)
         carry = [
             cast(outs.get(id(leaves[at]), leaves[at]), aval) for at, aval in self.avals.items()
         ]
@@ -231,16 +245,15 @@ class _Carry:
         rows = [[outs.get(id(leaf), leaf) for leaf in leaves] for leaves in more]
         return carry, rows
 
-    def finish(self, carry: Sequence[Any], rows: Sequence[Any], recorded: Recorded) -> None:
+    def finish(self, carry: Sequence[Any], rows: Sequence[Any] = ()) -> None:
         """Gives the variables their values after the loop.
 
         Args:
             carry: The carry after the last turn.
             rows: What was appended, stacked over the turns.
-            recorded: The block.
         """
         values = self.values(carry)
-        appended = self._after(self._values_after(recorded), True)[1]
+        appended = self._after(self._values_after(self._recorded), True)[1]
         for stacked, (k, more) in zip(rows, appended.items(), strict=True):
             tree = flatten(more)[1]
             for turn in range(len(stacked[0])):
@@ -382,24 +395,15 @@ def while_loop(
         maximum: The largest number of turns, if there is one.
     """
     carry = _Carry(variables, reached, "while")
-    recorded = carry.record(_turn(carry, body, variables), (), stacks=False)
-    next_ = lambda arrays: carry.after(recorded, recorded.run(arrays))[0]
+    carry.record(body, (), stacks=False)
+    next_ = lambda arrays: carry.after(arrays)[0]
     goes_on = lambda arrays: jnp.asarray(carry.values(arrays)[0])
     if maximum is None:
         arrays = lax.while_loop(goes_on, next_, carry.start())
     else:
         guarded = lambda arrays, _: (lax.cond(goes_on(arrays), next_, list, arrays), None)
         arrays, _ = lax.scan(guarded, carry.start(), length=maximum)
-    carry.finish(arrays, (), recorded)
-
-
-def _turn(carry: _Carry, body: Callable[..., Any], variables: Variables) -> Callable[..., _Values]:
-    def turn(arrays: Sequence[Any], *row: Any) -> _Values:
-        carry.set(arrays)
-        body(*row)
-        return variables.get()
-
-    return turn
+    carry.finish(arrays)
 
 
 def for_loop(
@@ -437,10 +441,10 @@ def for_loop(
             return
         reached = reached.again()
     carry = _Carry(variables, reached, "for")
-    turn = _turn(carry, guarded or body, variables)
     row = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
-    recorded = carry.record(turn, [row], stacks=guarded is None)
-    if carry.looks_at_appended(recorded, turn, row):
+    turn = guarded or body
+    carry.record(turn, [row], stacks=guarded is None)
+    if carry.looks_at_appended(turn, row):
         # A turn sees a list of another length than the one before, so each is code of its own.
         if len(rows) > _MAX_UNROLLED:
             raise UnsupportedError(
@@ -451,12 +455,9 @@ def for_loop(
         for i in range(len(rows)):
             body(rows[i])
         return
-
-    def next_(arrays: Sequence[Any], row: Any) -> tuple[list[Any], list[Any]]:
-        return carry.after(recorded, recorded.run([*arrays, row]))
-
+    next_ = lambda arrays, row: carry.after([*arrays, row])
     arrays, appended = lax.scan(next_, carry.start(), rows)
-    carry.finish(arrays, appended, recorded)
+    carry.finish(arrays, appended)
 
 
 def _for_range(
@@ -464,15 +465,14 @@ def _for_range(
 ) -> None:
     carry = _Carry(variables, reached, "for")
     index = jax.ShapeDtypeStruct((), numbers.start.dtype)
-    turn = _turn(carry, body, variables)
-    recorded = carry.record(turn, [index], stacks=False)
+    carry.record(body, [index], stacks=False)
 
     def next_(i: Any, arrays: Sequence[Any]) -> list[Any]:
         number = numbers.item(i).astype(index.dtype)
-        return carry.after(recorded, recorded.run([*arrays, number]))[0]
+        return carry.after([*arrays, number])[0]
 
     arrays = lax.fori_loop(0, numbers.length(), next_, carry.start())
-    carry.finish(arrays, (), recorded)
+    carry.finish(arrays)
 
 
 def is_iterated(value: Any) -> bool:
