@@ -107,7 +107,6 @@ class _Carry:
         self._names: list[str] = []
         self._trees: list[Any] = []
         self._leaves: dict[_Place, Any] = {}
-        self._tails: dict[int, list[Any]] = {}  # what lists have beyond the carry
         self._recorded: Recorded  # a turn
         for name, value in zip(variables.names, variables.get(), strict=True):
             self._add(name, Value(value))
@@ -119,13 +118,6 @@ class _Carry:
         self._leaves |= _placed(len(self._names), value.leaves)
         self._names.append(name)
         self._trees.append(value.tree)
-
-    def set(self, arrays: Sequence[Any]) -> None:
-        """Gives the variables their values, given those of the carry."""
-        values = self.values(arrays)
-        for k, more in self._tails.items():
-            values[k] += more
-        self._put(values)
 
     def _put(self, values: list[Any]) -> None:
         for k, value in zip(self._changed, values[self._num_variables :], strict=True):
@@ -148,11 +140,8 @@ class _Carry:
 
         def again(*arrays: Any) -> _Values:
             by_id = dict(zip(map(id, unknown), arrays[count:], strict=True))
-            self._tails = jax.tree.map(lambda leaf: by_id.get(id(leaf), leaf), appended)
-            try:
-                return self._turn(body, *arrays[:count])
-            finally:
-                self._tails = {}
+            tails = jax.tree.map(lambda leaf: by_id.get(id(leaf), leaf), appended)
+            return self._turn(body, tails, *arrays[:count])
 
         inputs = [*self.avals.values(), row, *(avals[id(leaf)] for leaf in unknown)]
         other = Recorded(again, self._reached, inputs)
@@ -178,10 +167,19 @@ class _Carry:
             for at, aval in self.avals.items()
         ]
 
-    def _turn(self, body: Callable[..., Any], *arrays: Any) -> _Values:
-        """Returns the values after a turn, given the carry before it and what the turn gets."""
+    def _turn(self, body: Callable[..., Any], tails: dict[int, list[Any]], *arrays: Any) -> _Values:
+        """Returns the values after a turn.
+
+        Args:
+            body: Runs it.
+            tails: What lists have beyond the carry.
+            *arrays: The carry before the turn, and what the turn gets.
+        """
         count = len(self.avals)
-        self.set(arrays[:count])
+        values = self.values(arrays[:count])
+        for k, more in tails.items():
+            values[k] += more
+        self._put(values)
         body(*arrays[count:])
         return self._variables.get()
 
@@ -193,7 +191,7 @@ class _Carry:
             avals: Shapes and dtypes of what the turn gets.
             stacks: Whether lists may grow.
         """
-        turn = functools.partial(self._turn, body)
+        turn = functools.partial(self._turn, body, {})
         for _ in range(_MAX_RECORDS):
             recorded = Recorded(turn, self._reached, [*self.avals.values(), *avals])
             if recorded.raised is not None:
