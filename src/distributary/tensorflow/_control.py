@@ -1,8 +1,8 @@
 """Control flow and calls of Python under TensorFlow's names: `tf.case`, `tf.py_function`, ..."""
 
 import contextlib
+import contextvars
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -174,12 +174,7 @@ def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
     return recomputed
 
 
-class _Names(threading.local):
-    def __init__(self) -> None:
-        self.path = ""
-
-
-_names = _Names()
+_path = contextvars.ContextVar("path", default="")
 
 
 @final
@@ -187,24 +182,21 @@ class name_scope:  # noqa: N801
     """`tf.name_scope`: names what is computed in a profile; variables keep their own names."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._stack: list[contextlib.ExitStack] = []
-
-    @property
-    def name(self) -> str:
-        """The name."""
-        return self._name
+        #: The name.
+        self.name = name
+        self._entered: list[tuple[Any, str]] = []
 
     def __enter__(self) -> str:
-        stack = contextlib.ExitStack()
-        stack.callback(setattr, _names, "path", _names.path)
-        _names.path = f"{_names.path}{self._name.removesuffix('/')}/"
-        stack.enter_context(jax.named_scope(self._name))
-        self._stack.append(stack)
-        return _names.path
+        scope, outer = jax.named_scope(self.name), _path.get()
+        scope.__enter__()
+        self._entered.append((scope, outer))
+        _path.set(f"{outer}{self.name.removesuffix('/')}/")
+        return _path.get()
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.pop().close()
+    def __exit__(self, *exc_info: Any) -> None:
+        scope, outer = self._entered.pop()
+        _path.set(outer)
+        scope.__exit__(*exc_info)
 
 
 @contextlib.contextmanager
