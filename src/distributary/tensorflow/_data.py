@@ -604,11 +604,8 @@ def _loaded(
 
 def _nodes(what: str, datasets: Sequence[Any]) -> tuple[Node, ...]:
     for number, dataset in enumerate(datasets):
-        if not isinstance(dataset, data.Dataset):
-            raise InvalidTypeError(
-                f"{what}: dataset {number} is {shown(dataset)}, expected a Dataset. Make one of it"
-                " with Dataset.from_source."
-            )
+        expected = "a Dataset. Make one of it with Dataset.from_source"
+        check_type(f"{what}: dataset {number}", dataset, data.Dataset, expected)
     if not datasets:
         raise InvalidValueError(f"{what}: datasets is empty, expected at least one.")
     return tuple(dataset.node for dataset in datasets)

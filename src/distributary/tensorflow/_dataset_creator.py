@@ -6,7 +6,7 @@ from typing import Any, final
 
 from distributary.context import get_strategy
 from distributary.data import DistributedInput
-from distributary.errors import InvalidTypeError, shown
+from distributary.errors import check_type
 from distributary.options import InputOptions
 
 
@@ -26,11 +26,8 @@ class DatasetCreator(DistributedInput):
     input_options: InputOptions | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.dataset_fn):
-            raise InvalidTypeError(
-                f"DatasetCreator: dataset_fn is {shown(self.dataset_fn)}, expected a function from"
-                " an InputContext to a dataset."
-            )
+        expected = "a function from an InputContext to a dataset"
+        check_type("DatasetCreator: dataset_fn", self.dataset_fn, Callable, expected)
 
     def __call__(self) -> Any:
         """Distributes the dataset with the current strategy, in whose scope `fit` calls this."""
