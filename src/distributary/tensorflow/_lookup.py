@@ -4,7 +4,7 @@ Lookups of text run on the host, for example in `Dataset.map`. Numbers are looke
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, final
+from typing import Any, Final, final
 
 import jax
 import jax.numpy as jnp
@@ -104,14 +104,13 @@ class TextFileInitializer:
 class _Table:
     """A table of Python, with TensorFlow's methods."""
 
-    _what: ClassVar[str]
-
     def __init__(self, key_dtype: Any, value_dtype: Any, default: object, name: str | None) -> None:
         #: Dtypes of keys and values.
         self.key_dtype, self.value_dtype = np.dtype(key_dtype), np.dtype(value_dtype)
         #: The name.
-        self.name = name or self._what
-        self._default: Any = text_of(default) if self._has_text else np.asarray(default).item()
+        self.name = name or type(self).__name__
+        #: The value of keys that are not there.
+        self.default_value: Any = text_of(default) if self._has_text else np.asarray(default).item()
         self._entries: dict[Any, Any] = {}
 
     @property
@@ -124,13 +123,13 @@ class _Table:
 
     def lookup(self, keys: object, name: str | None = None) -> Any:
         """Returns the values of keys, in the same shape; the default where there is none."""
-        require_host(f"tf.lookup.{self._what}", keys)
+        require_host(f"tf.lookup.{type(self).__name__}", keys)
         entries = [self._value_of(key) for key in _flat(keys)]
         values = np.array(entries, str if self._has_text else self.value_dtype)
         return host_array(values.reshape(np.asarray(keys).shape))
 
     def _value_of(self, key: object) -> Any:
-        return self._entries.get(key, self._default)
+        return self._entries.get(key, self.default_value)
 
     def __getitem__(self, keys: object) -> Any:
         return self.lookup(keys)
@@ -156,8 +155,6 @@ class StaticHashTable(_Table):
     Source: `tf.lookup.StaticHashTable`.
     """
 
-    _what = "StaticHashTable"
-
     def __init__(
         self,
         initializer: KeyValueTensorInitializer | TextFileInitializer,
@@ -173,11 +170,6 @@ class StaticHashTable(_Table):
                     f" {self._entries[key]!r} and {value!r}; expected one."
                 )
 
-    @property
-    def default_value(self) -> Any:
-        """The value of keys that are not there."""
-        return self._default
-
     def lookup(self, keys: object, name: str | None = None) -> Any:
         """Returns the values of keys, in the same shape; the default where there is none."""
         array = plain(keys)
@@ -185,11 +177,11 @@ class StaticHashTable(_Table):
             return super().lookup(array)
         known = sorted(self._entries)
         if not known:
-            return jnp.full(array.shape, self._default, self.value_dtype)
+            return jnp.full(array.shape, self.default_value, self.value_dtype)
         keys_, values = jnp.asarray(known), jnp.asarray([self._entries[key] for key in known])
         place = jnp.clip(jnp.searchsorted(keys_, array), 0, len(known) - 1)
         dtype = jax.dtypes.canonicalize_dtype(self.value_dtype)
-        return jnp.where(keys_[place] == array, values[place], self._default).astype(dtype)
+        return jnp.where(keys_[place] == array, values[place], self.default_value).astype(dtype)
 
 
 @final
@@ -207,8 +199,6 @@ class StaticVocabularyTable(_Table):
 
     Source: `tf.lookup.StaticVocabularyTable`.
     """
-
-    _what = "StaticVocabularyTable"
 
     def __init__(
         self,
@@ -246,7 +236,7 @@ class StaticVocabularyTable(_Table):
 class _Changing(_Table):
     def insert(self, keys: object, values: object, name: str | None = None) -> None:
         """Sets the values of keys."""
-        require_host(f"tf.lookup.experimental.{self._what}", keys, values)
+        require_host(f"tf.lookup.experimental.{type(self).__name__}", keys, values)
         self._entries.update(zip(_flat(keys), _flat(values), strict=True))
 
     def remove(self, keys: object, name: str | None = None) -> None:
@@ -270,8 +260,6 @@ class MutableHashTable(_Changing):
     Source: `tf.lookup.experimental.MutableHashTable`.
     """
 
-    _what = "MutableHashTable"
-
     def __init__(
         self,
         key_dtype: DTypeLike,
@@ -283,7 +271,7 @@ class MutableHashTable(_Changing):
     ) -> None:
         if np.ndim(default_value):
             raise UnsupportedError(
-                f"tf.lookup.experimental.{self._what}: default_value has shape"
+                "tf.lookup.experimental.MutableHashTable: default_value has shape"
                 f" {np.shape(default_value)}, expected a scalar. Keep rows in a tf.Variable, and"
                 " their numbers in the table."
             )
@@ -314,8 +302,6 @@ class DenseHashTable(_Changing):
 
     Source: `tf.lookup.experimental.DenseHashTable`.
     """
-
-    _what = "DenseHashTable"
 
     def __init__(
         self,
