@@ -55,12 +55,8 @@ def case(
         default = pairs[-1][1]
     result = default
     for pred, (_, branch) in zip(reversed(holds), reversed(pairs), strict=True):
-        result = _either(pred, branch, result)
+        result = functools.partial(cond, pred, branch, result)
     return result()
-
-
-def _either(pred: Any, branch: _Branch, other: _Branch) -> _Branch:
-    return lambda: cond(pred, branch, other)
 
 
 def switch_case(

@@ -76,10 +76,8 @@ class TFRecordWriter:
 
     def write(self, record: bytes) -> None:
         """Writes a record."""
-        self._write(framed(record))
-
-    def _write(self, part: bytes) -> None:
-        self._file.write(part if self._packer is None else self._packer.compress(part))
+        data = framed(record)
+        self._file.write(data if self._packer is None else self._packer.compress(data))
 
     def flush(self) -> None:
         """Hands everything to the operating system."""
