@@ -233,14 +233,12 @@ class _Programs:
 
         def run(state: list[Any], arguments: object) -> Any:
             leaves = jax.tree.leaves(arguments)
-            read_only, captured = (
-                state[: len(handles)],
-                [
-                    one if impl is None else jax.random.wrap_key_data(one, impl=impl)
-                    for one, impl in zip(state[len(handles) :], keys, strict=True)
-                ],
-            )
-            _, outs = program([captured], [], read_only, [leaves[i] for i in order])
+            captured = [
+                one if impl is None else jax.random.wrap_key_data(one, impl=impl)
+                for one, impl in zip(state[len(handles) :], keys, strict=True)
+            ]
+            ordered = [leaves[i] for i in order]
+            _, outs = program([captured], [], state[: len(handles)], ordered)
             result = rebuild(outs)
             for leaf in jax.tree.leaves(result):
                 if isinstance(leaf, (Variable, str, bytes)):
