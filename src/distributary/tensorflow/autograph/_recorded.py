@@ -353,24 +353,22 @@ class _Merge:
             return lambda: one.value
         pairs, tree = _aligned(name, one, two, self._what)
         parts = [self._part(name, a, b) for a, b in pairs]
-        return lambda: jax.tree.unflatten(
-            tree, [self._outs[of] if kind == "made" else of for kind, of in parts]
-        )
+        return lambda: jax.tree.unflatten(tree, [part() for part in parts])
 
-    def _part(self, name: str, a: object, b: object) -> tuple[Literal["same", "made"], Any]:
+    def _part(self, name: str, a: object, b: object) -> Callable[[], Any]:
         if is_same(a, b) or (a is True and b is self._negated):
-            return "same", a
+            return lambda: a
         if (a is None and is_unreturned(b)) or (is_unreturned(a) and b is None):
-            return "same", None
+            return lambda: None
         if (id(a), id(b)) not in self._numbers:
             self._numbers[id(a), id(b)] = len(self._wanted)
             self._wanted.append((a, b, _common(name, a, b, self._avals, self._what)))
-        return "made", self._numbers[id(a), id(b)]
+        number = self._numbers[id(a), id(b)]
+        return lambda: self._outs[number]
 
     def run(self, pred: jax.Array) -> None:
         """Evaluates the blocks, of which the first runs if `pred` holds."""
-        first, second = (self._branch(which) for which in (0, 1))
-        self._outs = jax.lax.cond(pred, first, second)
+        self._outs = jax.lax.cond(pred, self._branch(0), self._branch(1))
 
     def _branch(self, which: Literal[0, 1]) -> Callable[[], list[Any]]:
         def run() -> list[Any]:
@@ -468,12 +466,12 @@ def shown_name(name: str) -> str:
 
 def _aligned(name: str, one: Value, two: Value, what: str) -> tuple[list[tuple[Any, Any]], Any]:
     """Returns the leaves of two values with one structure, in pairs, and the structure."""
-    first, tree, second, other = one.leaves, one.tree, two.leaves, two.tree
-    for unreturned, value, structure in ((first, second, other), (second, first, tree)):
-        if len(unreturned) == 1 and is_unreturned(unreturned[0]):
-            pairs = [(unreturned[0], leaf) for leaf in value]
-            return (pairs if unreturned is first else [(b, a) for a, b in pairs]), structure
-    if tree != other:
+    first, second, tree = one.leaves, two.leaves, two.tree
+    if len(first) == 1 and is_unreturned(first[0]):  # it takes the structure of the other
+        first = first * len(second)
+    elif len(second) == 1 and is_unreturned(second[0]):
+        second, tree = second * len(first), one.tree
+    elif one.tree != two.tree:
         raise InvalidTypeError(
             f"{shown_name(name)} is {_described(one.value)} after one branch of the `{what}` at"
             f" {script_line()} and {_described(two.value)} after the other. Which branch runs is"
