@@ -19,20 +19,16 @@ _KINDS = ("bytes_list", "float_list", "int64_list")
 
 def message_type(name: str) -> Any:
     """Returns the protobuf class `tf.train.{name}`, one of `MESSAGES`."""
-    return _messages()[name]
-
-
-def _messages() -> dict[str, Any]:
-    """Returns the protobuf classes by their names in `tf.train`."""
     with _making_messages:  # or threads would get different classes
-        return _made_messages()
+        return _messages()[name]
 
 
 _making_messages = threading.Lock()
 
 
 @functools.cache
-def _made_messages() -> dict[str, Any]:
+def _messages() -> dict[str, Any]:
+    """Makes the protobuf classes, by their names in `tf.train`."""
     descriptors = package("google.protobuf.descriptor_pb2", "protobuf")
     field = descriptors.FieldDescriptorProto
     file = descriptors.FileDescriptorProto(

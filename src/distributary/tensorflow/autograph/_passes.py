@@ -6,6 +6,7 @@ Most are those of diastatic-malt. Importing this module imports malt.
 import ast
 import builtins
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any, final
 
@@ -129,17 +130,10 @@ def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> frozenset[str]:
     return frozenset(lists - wrong)
 
 
-class _Options:
-    """Stands for the options of a function, which are the same for all."""
-
-    @staticmethod
-    def to_ast() -> ast.expr:
-        return ast.Constant(None)
-
-
 class _Functions(functions.FunctionTransformer):
     def _function_scope_options(self, fn_scope: Any) -> Any:
-        return _Options
+        # Options of a function, which are the same for all.
+        return types.SimpleNamespace(to_ast=lambda: ast.Constant(None))
 
 
 class _Directives(directives.DirectivesTransformer):
