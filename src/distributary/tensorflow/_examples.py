@@ -413,10 +413,9 @@ def decode_csv(
 
 
 def _column(fields: list[str], default: Any, na_value: str, shape: tuple[int, ...]) -> Any:
-    is_required = isinstance(default, (type, np.dtype)) or np.size(default) == 0
-    dtype = (
-        np.dtype(default) if isinstance(default, (type, np.dtype)) else np.asarray(default).dtype
-    )
+    is_dtype = isinstance(default, (type, np.dtype))
+    is_required = is_dtype or np.size(default) == 0
+    dtype = np.dtype(default) if is_dtype else np.asarray(default).dtype
     dtype = np.dtype({"f8": "f4", "i8": "i4"}.get(dtype.str[1:], dtype))
     missing = [field in ("", na_value) for field in fields]
     if is_required and any(missing):
