@@ -338,10 +338,9 @@ class _Merge:
         self._what = what
         self._negated = negated
         self._avals = blocks[0].avals() | blocks[1].avals()
-        # What the arrays are after each block, and their aval.
-        self._wanted: list[tuple[Any, Any, Any]] = []
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._outs: list[Any] = []
+        # What the arrays are after each block, and their aval; by the ids of the first two.
+        self._wanted: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self._outs: dict[tuple[int, int], Any] = {}
 
     def add(self, name: str, one: Value, two: Value) -> Callable[[], Any]:
         """Adds a variable with its values after the blocks.
@@ -360,15 +359,14 @@ class _Merge:
             return lambda: a
         if (a is None and is_unreturned(b)) or (is_unreturned(a) and b is None):
             return lambda: None
-        if (id(a), id(b)) not in self._numbers:
-            self._numbers[id(a), id(b)] = len(self._wanted)
-            self._wanted.append((a, b, _common(name, a, b, self._avals, self._what)))
-        number = self._numbers[id(a), id(b)]
-        return lambda: self._outs[number]
+        if (id(a), id(b)) not in self._wanted:
+            self._wanted[id(a), id(b)] = a, b, _common(name, a, b, self._avals, self._what)
+        return lambda: self._outs[id(a), id(b)]
 
     def run(self, pred: jax.Array) -> None:
         """Evaluates the blocks, of which the first runs if `pred` holds."""
-        self._outs = jax.lax.cond(pred, self._branch(0), self._branch(1))
+        outs = jax.lax.cond(pred, self._branch(0), self._branch(1))
+        self._outs = dict(zip(self._wanted, outs, strict=True))
 
     def _branch(self, which: Literal[0, 1]) -> Callable[[], list[Any]]:
         def run() -> list[Any]:
@@ -380,7 +378,7 @@ class _Merge:
                 zeros(want[2])
                 if is_unreturned(want[which])
                 else cast(outs.get(id(want[which]), want[which]), want[2])
-                for want in self._wanted
+                for want in self._wanted.values()
             ]
 
         return run
