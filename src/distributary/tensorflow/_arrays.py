@@ -376,11 +376,6 @@ def ensure_shape(x: Array, shape: Sequence[int | None]) -> Array:
     return x
 
 
-def clip_by_value(t: ArrayLike, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Array:
-    """`tf.clip_by_value`."""
-    return jnp.clip(t, clip_value_min, clip_value_max)
-
-
 def fill(dims: Sequence[int], value: Array | float) -> Array:
     """`tf.fill`."""
     return jnp.full(dims, value)
@@ -412,6 +407,7 @@ def _repeat(input: Array, repeats: Any, axis: int | None) -> Array:
 #: Operations with another name or other arguments in JAX.
 ARRAYS: dict[str, Operation] = {
     "broadcast_to": Operation(jnp.broadcast_to, "input", shape=REQUIRED),
+    "clip_by_value": Operation(jnp.clip, "t", "clip_value_min", "clip_value_max"),
     "expand_dims": Operation(jnp.expand_dims, "input", axis=REQUIRED),
     "identity": Operation(jnp.asarray, "input"),
     "ones": Operation(jnp.ones, shape=REQUIRED, dtype=None),

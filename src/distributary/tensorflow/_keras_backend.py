@@ -81,16 +81,6 @@ def variable(value: Array, dtype: DTypeLike | None = None) -> Any:
     return _keras.Variable(value, dtype=dtype)
 
 
-def clip(x: ArrayLike, min_value: Array | float, max_value: Array | float) -> Array:
-    """`tf.keras.backend.clip`."""
-    return jnp.clip(x, min_value, max_value)
-
-
-def eye(size: int, dtype: DTypeLike | None = None) -> Array:
-    """`tf.keras.backend.eye`."""
-    return jnp.eye(size, dtype=dtype)
-
-
 def permute_dimensions(x: ArrayLike, pattern: Sequence[int]) -> Array:
     """`tf.keras.backend.permute_dimensions`."""
     return jnp.transpose(x, pattern)
@@ -101,11 +91,6 @@ def relu(
 ) -> Array:
     """`tf.keras.backend.relu`."""
     return _keras.activations.relu(x, alpha, max_value, threshold)
-
-
-def repeat_elements(x: ArrayLike, rep: int, axis: int) -> Array:
-    """`tf.keras.backend.repeat_elements`."""
-    return jnp.repeat(x, rep, axis)
 
 
 def tile(x: ArrayLike, n: Sequence[int]) -> Array:
@@ -153,11 +138,14 @@ BACKEND: dict[str, Any] = {
     "binary_crossentropy": Operation(
         _keras.ops.binary_crossentropy, "target", "output", from_logits=False
     ),
+    "clip": Operation(jnp.clip, "x", "min_value", "max_value"),
     "cast_to_floatx": keras_of_tensorflow().backend.cast_to_floatx,
     "dot": Operation(jnp.dot, "x", "y"),
     "elu": Operation(jax.nn.elu, "x", alpha=1.0),
+    "eye": Operation(jnp.eye, "size", dtype=None),
     "one_hot": Operation(jax.nn.one_hot, "indices", num_classes=REQUIRED),
     "pow": Operation(jnp.power, "x", "a"),
+    "repeat_elements": Operation(jnp.repeat, "x", "rep", "axis"),
     "reshape": Operation(jnp.reshape, "x", shape=REQUIRED),
     "softmax": Operation(jax.nn.softmax, "x", axis=-1),
     "squeeze": Operation(jnp.squeeze, "x", axis=REQUIRED),
