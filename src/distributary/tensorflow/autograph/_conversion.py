@@ -102,17 +102,12 @@ def converted_call(f: Any, args: tuple[Any, ...], kwargs: Any, scope: object = N
     return f(*args, **kwargs)
 
 
-def _in_original_context(f: object, args: object, scope: object) -> Any:
+def _in_original_context(f: Any, args: object, scope: object) -> Any:
     """Calls a builtin function that looks at the frame of its caller."""
     from malt.operators import py_builtins
 
-    if f is super:
-        return py_builtins.super_in_original_context(f, args, scope)
-    if f is eval:
-        return py_builtins.eval_in_original_context(f, args, scope)
-    if f is locals:
-        return py_builtins.locals_in_original_context(scope)
-    return py_builtins.globals_in_original_context(scope)
+    call = getattr(py_builtins, f"{f.__name__}_in_original_context")
+    return call(scope) if f in (locals, globals) else call(f, args, scope)
 
 
 def is_convertible(function: object) -> bool:
