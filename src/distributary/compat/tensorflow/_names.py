@@ -247,11 +247,7 @@ MODULES: dict[str, Callable[[], Names]] = {
     "autograph": lambda: {"set_verbosity": _nothing},
     "autograph.experimental": lambda: named(autograph, "do_not_convert set_loop_options"),
     "bitwise": dict,
-    "compat": lambda: {
-        "as_bytes": _config.as_bytes,
-        "as_str": _config.as_text,
-        "as_text": _config.as_text,
-    },
+    "compat": lambda: {**named(_config, "as_bytes as_text"), "as_str": _config.as_text},
     "compat.v1": lambda: {
         "ConfigProto": _config.ConfigProto,
         "disable_v2_behavior": _nothing,
@@ -315,10 +311,9 @@ MODULES: dict[str, Callable[[], Names]] = {
         " SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver TPUClusterResolver"
         " UnionResolver",
     ),
-    "distribute.coordinator": lambda: {
-        **_coordinator(),
-        "PerWorkerValue": experimental.coordinator.PerWorkerValue,
-    },
+    "distribute.coordinator": lambda: (
+        _coordinator() | named(experimental.coordinator, "PerWorkerValue")
+    ),
     "distribute.experimental": _distribute_experimental,
     "distribute.experimental.coordinator": _coordinator,
     "distribute.experimental.partitioners": lambda: named(
@@ -384,10 +379,7 @@ MODULES: dict[str, Callable[[], Names]] = {
     "sparse": lambda: {"SparseTensor": _sparse.SparseTensor, "to_dense": _sparse.to_dense},
     "strings": lambda: {**public(_strings), "to_hash_bucket_fast": _strings.to_hash_bucket},
     "summary": _summary,
-    "summary.experimental": lambda: {
-        "get_step": _summaries().get_step,
-        "set_step": _summaries().set_step,
-    },
+    "summary.experimental": lambda: named(_summaries(), "get_step set_step"),
     "sysconfig": lambda: {"get_build_info": _config.get_build_info},
     "test": lambda: {
         **named(
