@@ -210,7 +210,8 @@ class ConcreteFunction:
             raise TypeError(f"get_concrete_function of {function._name}: {error}") from None
         self._function = function
         self._parameters = bound.signature
-        self._arguments = {  # in the order of the parameters
+        #: The arguments by name, in the order of the parameters; a `tf.TensorSpec` for each array.
+        self.arguments: dict[str, Any] = {
             name: jax.tree.map(_spec_of, value, is_leaf=_is_spec)
             for name, value in bound.arguments.items()
         }
@@ -219,13 +220,8 @@ class ConcreteFunction:
     @property
     def structured_input_signature(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with a `tf.TensorSpec` for each array."""
-        bound = inspect.BoundArguments(self._parameters, self._arguments)
+        bound = inspect.BoundArguments(self._parameters, self.arguments)
         return bound.args, bound.kwargs
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments by name, with a `tf.TensorSpec` for each array."""
-        return dict(self._arguments)
 
     def program(self, structs: Sequence[jax.ShapeDtypeStruct]) -> tuple[Any, Any, list[int]]:
         """Returns the program, see `distributary.function`, and how it takes the arrays.
@@ -242,7 +238,7 @@ class ConcreteFunction:
             name: jax.tree.map(
                 lambda leaf: next(rest) if _is_spec(leaf) else leaf, value, is_leaf=_is_spec
             )
-            for name, value in self._arguments.items()
+            for name, value in self.arguments.items()
         }
         bound = inspect.BoundArguments(self._parameters, arguments)
         numbers = {id(struct): number for number, struct in enumerate(structs)}
@@ -253,24 +249,24 @@ class ConcreteFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arrays = [
             name
-            for name, argument in self._arguments.items()
+            for name, argument in self.arguments.items()
             if any(map(_is_spec, jax.tree.leaves(argument, is_leaf=_is_spec)))
         ]
-        complete = dict(self._arguments)
+        complete = dict(self.arguments)
         if len(args) + len(kwargs) == len(arrays) and not set(kwargs) - set(arrays):
             rest = iter([name for name in arrays if name not in kwargs])
             complete |= dict(zip(rest, args, strict=True)) | kwargs
         else:
             own = [complete["self"]] if "self" in complete else []
             complete |= self._parameters.bind(*own, *args, **kwargs).arguments
-        for name, fixed in self._arguments.items():
+        for name, fixed in self.arguments.items():
             if isinstance(fixed, (bool, int, float, str)) and complete[name] != fixed:
                 raise InvalidTypeError(
                     f"tf.function {self.name}: {name} is {complete[name]!r}, but"
                     f" get_concrete_function has made the function for {fixed!r}."
                 )
         checked = {
-            name: _checked(self.name, self._arguments[name], complete[name]) for name in complete
+            name: _checked(self.name, self.arguments[name], complete[name]) for name in complete
         }
         bound = inspect.BoundArguments(self._parameters, checked)
         return self._function(*bound.args, **bound.kwargs)
