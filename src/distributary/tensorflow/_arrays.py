@@ -100,7 +100,7 @@ def range_(
     ends = (0, start) if limit is None else (start, limit)
     if scope is not None and scope.converts and any(map(is_traced, (*ends, delta))):
         return Range(*ends, delta)
-    return jnp.arange(*((0, start) if limit is None else (start, limit)), delta, dtype)
+    return jnp.arange(*ends, delta, dtype)
 
 
 def shape(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> np.ndarray:

@@ -66,10 +66,8 @@ def switch_case(
     name: str = "switch_case",
 ) -> Any:
     """`tf.switch_case`: the default, or the last function, for a number that has none."""
-    functions = dict(branch_fns) if isinstance(branch_fns, dict) else None
-    if functions is None:
-        are_pairs = any(isinstance(branch, tuple) for branch in branch_fns)
-        functions = dict(branch_fns if are_pairs else enumerate(branch_fns))
+    has_keys = isinstance(branch_fns, dict) or any(isinstance(one, tuple) for one in branch_fns)
+    functions = dict(branch_fns if has_keys else enumerate(branch_fns))
     numbers = sorted(functions)
     branches = [functions[number] for number in numbers]
     branches.append(branches[-1] if default is None else default)
