@@ -66,6 +66,15 @@ def structures_of_branches(x):
     return y
 
 
+@told(TypeError, "`y` is True after one branch", "None after the other")
+def true_of_one_branch_and_none_of_the_other(x):
+    if x > 0:
+        y = True
+    else:
+        y = None
+    return y
+
+
 @told(ValueError, "`y` has a value after one branch of the `if` at", "assign it in both")
 def a_name_of_one_branch(x):
     if x > 0:

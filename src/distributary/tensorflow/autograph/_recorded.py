@@ -355,7 +355,7 @@ class _Merge:
         return lambda: jax.tree.unflatten(tree, [part() for part in parts])
 
     def _part(self, name: str, a: object, b: object) -> Callable[[], Any]:
-        if is_same(a, b) or (a is True and b is self._negated):
+        if is_same(a, b) or (a is True and b is not None and b is self._negated):
             return lambda: a
         if (a is None and is_unreturned(b)) or (is_unreturned(a) and b is None):
             return lambda: None
