@@ -107,7 +107,10 @@ class _Carry:
         self._names: list[str] = []
         self._trees: list[Any] = []
         self._leaves: dict[_Place, Any] = {}
-        self._recorded: Recorded  # a turn
+        # A turn, the leaves after it, and what it has appended to lists.
+        self._recorded: Recorded
+        self._last: dict[_Place, Any]
+        self._appended: dict[int, list[Any]]
         for name, value in zip(variables.names, variables.get(), strict=True):
             self._add(name, Value(value))
         self.avals = {
@@ -130,23 +133,22 @@ class _Carry:
 
         It is recorded once more, with lists to which one turn has appended unknown arrays.
         """
-        values = self._values_after(self._recorded)
-        appended, avals = self._after(values, True)[1], self._recorded.avals()
-        if not appended:
+        if not self._appended:
             return False
+        values, avals = self._values_after(self._recorded), self._recorded.avals()
         count = len(self.avals) + 1
-        unknown = [leaf for more in appended.values() for leaf in flatten(more)[0]]
+        unknown = [leaf for more in self._appended.values() for leaf in flatten(more)[0]]
         unknown = [leaf for leaf in unknown if id(leaf) in avals]
 
         def again(*arrays: Any) -> _Values:
             by_id = dict(zip(map(id, unknown), arrays[count:], strict=True))
-            tails = jax.tree.map(lambda leaf: by_id.get(id(leaf), leaf), appended)
+            tails = jax.tree.map(lambda leaf: by_id.get(id(leaf), leaf), self._appended)
             return self._turn(body, tails, *arrays[:count])
 
         inputs = [*self.avals.values(), row, *(avals[id(leaf)] for leaf in unknown)]
         other = Recorded(again, self._reached, inputs)
         others = self._values_after(other)
-        for k, more in appended.items():
+        for k, more in self._appended.items():
             first = _length(self._trees[k])
             items = others[k].value
             others[k] = Value(items[:first] + items[first + len(more) :], self._reached.holds)
@@ -199,6 +201,7 @@ class _Carry:
             self._take_changes(recorded)
             if self._is_settled(recorded, stacks):
                 self._recorded = recorded
+                self._last, self._appended = self._after(self._values_after(recorded), stacks)
                 return
         raise InvalidTypeError(
             f"The `{self._what}` at {script_line()} changes the dtypes of its variables again and"
@@ -235,13 +238,9 @@ class _Carry:
             arrays: The carry before the turn, and what the turn gets.
         """
         outs = self._recorded.run(arrays)
-        leaves, appended = self._after(self._values_after(self._recorded), True)
-        carry = [
-            cast(outs.get(id(leaves[at]), leaves[at]), aval) for at, aval in self.avals.items()
-        ]
-        more = [flatten(more)[0] for more in appended.values()]
-        rows = [[outs.get(id(leaf), leaf) for leaf in leaves] for leaves in more]
-        return carry, rows
+        new = lambda leaf: outs.get(id(leaf), leaf)
+        carry = [cast(new(self._last[at]), aval) for at, aval in self.avals.items()]
+        return carry, [list(map(new, flatten(more)[0])) for more in self._appended.values()]
 
     def finish(self, carry: Sequence[Any], rows: Sequence[Any] = ()) -> None:
         """Gives the variables their values after the loop.
@@ -251,8 +250,7 @@ class _Carry:
             rows: What was appended, stacked over the turns.
         """
         values = self.values(carry)
-        appended = self._after(self._values_after(self._recorded), True)[1]
-        for stacked, (k, more) in zip(rows, appended.items(), strict=True):
+        for stacked, (k, more) in zip(rows, self._appended.items(), strict=True):
             tree = flatten(more)[1]
             for turn in range(len(stacked[0])):
                 values[k] += jax.tree.unflatten(tree, [row[turn] for row in stacked])

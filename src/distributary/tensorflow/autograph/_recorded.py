@@ -67,7 +67,10 @@ def flatten(value: object, is_leaf: Callable[[Any], bool] | None = None) -> tupl
 
 def aval_of(value: object) -> Any:
     """Returns the shape and dtype of a number or an array."""
-    aval = jax.typeof(value if isinstance(value, jax.Array) else jnp.asarray(value))
+    return _struct_of(jax.typeof(value if isinstance(value, jax.Array) else jnp.asarray(value)))
+
+
+def _struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
@@ -231,12 +234,8 @@ class Recorded:
 
     def avals(self) -> dict[int, Any]:
         """Returns shapes and dtypes of the arrays among the values, by identity."""
-        avals = {}
-        for leaf, aval in zip(self._picks, self._closed.out_avals, strict=True):
-            avals[id(leaf)] = jax.ShapeDtypeStruct(
-                aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
-            )
-        return avals
+        pairs = zip(self._picks, self._closed.out_avals, strict=True)
+        return {id(leaf): _struct_of(aval) for leaf, aval in pairs}
 
     def is_like(self, other: "Recorded", values: Sequence[Value], others: Sequence[Value]) -> bool:
         """Returns whether two blocks compute the same values from the inputs that this one has.
