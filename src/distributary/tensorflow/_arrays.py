@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from distributary.data import TensorSpec
 from distributary.devices import Nest, inside_jax_trace
 from distributary.errors import InvalidValueError
 from distributary.tensorflow._host import host_array, is_text
@@ -367,12 +368,8 @@ def foldl(
 
 def ensure_shape(x: Array, shape: Sequence[int | None]) -> Array:
     """`tf.ensure_shape`: returns the array; None stands for any size."""
-    wanted = tuple(shape)
-    fits = len(wanted) == x.ndim and all(
-        size is None or size == actual for size, actual in zip(wanted, x.shape, strict=True)
-    )
-    if not fits:
-        raise InvalidValueError(f"tf.ensure_shape: {x.shape} is not {wanted}.")
+    if not TensorSpec(shape).accepts(x):
+        raise InvalidValueError(f"tf.ensure_shape: {x.shape} is not {tuple(shape)}.")
     return x
 
 

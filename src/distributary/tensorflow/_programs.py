@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from distributary._late import Library, register
+from distributary.data import TensorSpec
 from distributary.devices import Nest, canonical_name, resolve_device
 from distributary.errors import DeviceError, InvalidValueError, UnsupportedError
 from distributary.keras_bridge import import_keras
@@ -201,9 +202,7 @@ class TensorShape(tuple[int | None, ...]):
 
     def is_compatible_with(self, other: Iterable[int | None]) -> bool:
         """Returns whether some array has both shapes."""
-        sizes = tuple(other)
-        pairs = zip(self, sizes, strict=False)
-        return len(self) == len(sizes) and all(a == b or None in (a, b) for a, b in pairs)
+        return TensorSpec(self).accepts(TensorSpec(other))
 
     def assert_is_compatible_with(self, other: Iterable[int | None]) -> None:
         """Raises an error if no array has both shapes."""

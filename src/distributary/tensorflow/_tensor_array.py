@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from distributary.data import TensorSpec
 from distributary.errors import InvalidValueError
 from distributary.tensorflow._host import host_array
 from distributary.tensorflow._operations import TensorLike, array, canonical, converted
@@ -100,10 +101,7 @@ class TensorArray:
     def write(self, index: TensorLike, value: TensorLike, name: str | None = None) -> "TensorArray":
         """Returns the rows with one of them set."""
         row, place = converted("tf.TensorArray", value, self.dtype), array(index)
-        if self._shape is not None and (
-            len(self._shape) != row.ndim
-            or any(n not in (None, size) for n, size in zip(self._shape, row.shape, strict=True))
-        ):
+        if not TensorSpec(self._shape).accepts(row):
             raise InvalidValueError(
                 f"tf.TensorArray: a row has shape {row.shape}, expected {self._shape}."
             )
