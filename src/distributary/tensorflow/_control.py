@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -193,11 +193,9 @@ class name_scope:  # noqa: N801
         scope.__exit__(*exc_info)
 
 
-@contextlib.contextmanager
-def init_scope() -> Iterator[None]:
+def init_scope() -> contextlib.AbstractContextManager[None]:
     """`tf.init_scope`: computes at once what does not depend on the arguments of the step."""
-    with outside_of_trace():
-        yield
+    return outside_of_trace()
 
 
 def inside_function() -> bool:

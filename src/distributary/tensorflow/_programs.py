@@ -258,10 +258,9 @@ class TensorShape(tuple[int | None, ...]):
         return math.prod(size for size in self if size is not None) if None not in self else None
 
 
-@contextlib.contextmanager
-def control_dependencies(control_inputs: object) -> Iterator[None]:
+def control_dependencies(control_inputs: object) -> contextlib.AbstractContextManager[None]:
     """`tf.control_dependencies`: has no effect, as programs keep their order."""
-    yield
+    return contextlib.nullcontext()
 
 
 def group(*inputs: object, **kwargs: object) -> None:
