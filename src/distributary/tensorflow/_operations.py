@@ -113,15 +113,12 @@ class Operation:
 
     def _parameters(self) -> list[inspect.Parameter]:
         """Returns the parameters for TensorFlow's arguments."""
-        arguments: list[tuple[str, Any, Any]] = [
-            (name, REQUIRED, TensorLike) for name in self._tensors
+        make = functools.partial(inspect.Parameter, kind=_ANYWHERE)
+        options = [
+            make(name, default=default, annotation=DTypeLike if name == "dtype" else object)
+            for name, default in self._options.items()
         ]
-        for name, default in self._options.items():
-            arguments.append((name, default, DTypeLike if name == "dtype" else object))
-        return [
-            inspect.Parameter(name, _ANYWHERE, default=default, annotation=annotation)
-            for name, default, annotation in arguments
-        ]
+        return [*(make(name, annotation=TensorLike) for name in self._tensors), *options]
 
     def _by_name(self, *values: Any) -> Any:
         count = len(self._tensors)
