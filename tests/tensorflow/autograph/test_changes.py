@@ -204,6 +204,26 @@ def a_sum_of_all_before(xs):
 
 
 @rows
+def a_list_whose_length_counts_later(xs):
+    found = []
+    for x in xs:
+        found.append(x)
+        if len(found) > 2:
+            found.append(-x)
+    return found
+
+
+@rows
+def a_list_of_nests_with_none(xs):
+    total, found, names = 0.0, [], []
+    for x in xs:
+        total += x
+        found.append((total, None))
+        names.append("a")
+    return [y for y, none in found if none is None], len(names)
+
+
+@rows
 def an_object_in_a_loop(xs):
     record = Record()
     for x in xs:
@@ -375,3 +395,15 @@ def test_errors_that_a_step_raises_when_it_runs():
     assert float(state) == 3  # as before the failed steps
     step_of([4.0], [2.0])
     assert float(state) == 6
+
+
+def test_a_list_that_turns_only_append_to_may_be_long():
+    @dist.function(autograph=True)
+    def sums(xs):
+        total, found = 0.0, []
+        for x in xs:
+            total += x
+            found.append(total)
+        return jnp.stack(found)
+
+    np.testing.assert_array_equal(sums(jnp.ones(300)), np.arange(1, 301))

@@ -51,6 +51,8 @@ class Variables(NamedTuple):
     names: Sequence[str]
 
 
+# What turns can append besides numbers and arrays: it is the same in all of them.
+_CONSTANTS = (type(None), str, bytes)
 _MAX_RECORDS = 20
 _MAX_UNROLLED = 256
 
@@ -128,30 +130,31 @@ class _Carry:
             self._reached.put(k, Contents(keys[: len(value)], value))
         self._variables.set(values[: self._num_variables])
 
-    def looks_at_appended(self, body: Callable[..., Any], row: Any) -> bool:
+    def looks_at_appended(self, body: Callable[..., Any], num_turns: int) -> bool:
         """Returns whether a turn is another one after others have appended to lists.
 
-        It is recorded once more, with lists to which one turn has appended unknown arrays.
+        It is recorded once more as the last one, with lists that have unknown arrays of the others.
         """
         if not self._appended:
             return False
         values, avals = self._values_after(self._recorded), self._recorded.avals()
-        count = len(self.avals) + 1
+        inputs, others_before = self._recorded.inputs, num_turns - 1
         unknown = [leaf for more in self._appended.values() for leaf in flatten(more)[0]]
         unknown = [leaf for leaf in unknown if id(leaf) in avals]
 
         def again(*arrays: Any) -> _Values:
-            by_id = dict(zip(map(id, unknown), arrays[count:], strict=True))
+            by_id = dict(zip(map(id, unknown), arrays[len(inputs) :], strict=True))
             tails = jax.tree.map(lambda leaf: by_id.get(id(leaf), leaf), self._appended)
-            return self._turn(body, tails, *arrays[:count])
+            tails = {k: more * others_before for k, more in tails.items()}
+            return self._turn(body, tails, *arrays[: len(inputs)])
 
-        inputs = [*self.avals.values(), row, *(avals[id(leaf)] for leaf in unknown)]
-        other = Recorded(again, self._reached, inputs)
+        more_avals = [avals[id(leaf)] for leaf in unknown]
+        other = Recorded(again, self._reached, [*map(aval_of, inputs), *more_avals])
         others = self._values_after(other)
         for k, more in self._appended.items():
-            first = _length(self._trees[k])
-            items = others[k].value
-            others[k] = Value(items[:first] + items[first + len(more) :], self._reached.holds)
+            first, items = _length(self._trees[k]), others[k].value
+            items = items[:first] + items[first + len(more) * others_before :]
+            others[k] = Value(items, self._reached.holds)
         return not self._recorded.is_like(other, values, others)
 
     def values(self, arrays: Sequence[Any]) -> list[Any]:
@@ -240,20 +243,25 @@ class _Carry:
         outs = self._recorded.run(arrays)
         new = lambda leaf: outs.get(id(leaf), leaf)
         carry = [cast(new(self._last[at]), aval) for at, aval in self.avals.items()]
-        return carry, [list(map(new, flatten(more)[0])) for more in self._appended.values()]
+        appended = [flatten(more)[0] for more in self._appended.values()]
+        rows = [[new(v) for v in more if not isinstance(v, _CONSTANTS)] for more in appended]
+        return carry, rows
 
-    def finish(self, carry: Sequence[Any], rows: Sequence[Any] = ()) -> None:
+    def finish(self, carry: Sequence[Any], rows: Sequence[Any] = (), num_turns: int = 0) -> None:
         """Gives the variables their values after the loop.
 
         Args:
             carry: The carry after the last turn.
-            rows: What was appended, stacked over the turns.
+            rows: The numbers and arrays that were appended, stacked over the turns.
+            num_turns: The number of turns, if lists may have grown.
         """
         values = self.values(carry)
         for stacked, (k, more) in zip(rows, self._appended.items(), strict=True):
-            tree = flatten(more)[1]
-            for turn in range(len(stacked[0])):
-                values[k] += jax.tree.unflatten(tree, [row[turn] for row in stacked])
+            leaves, tree = flatten(more)
+            for turn in range(num_turns):
+                of_turn = (row[turn] for row in stacked)
+                items = [v if isinstance(v, _CONSTANTS) else next(of_turn) for v in leaves]
+                values[k] += jax.tree.unflatten(tree, items)
         self._put(values)
 
     def _after(
@@ -440,7 +448,7 @@ def for_loop(
     row = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
     turn = guarded or body
     carry.record(turn, [row], stacks=guarded is None)
-    if carry.looks_at_appended(turn, row):
+    if carry.looks_at_appended(turn, len(rows)):
         # A turn sees a list of another length than the one before, so each is code of its own.
         if len(rows) > _MAX_UNROLLED:
             raise UnsupportedError(
@@ -453,7 +461,7 @@ def for_loop(
         return
     next_ = lambda arrays, row: carry.after([*arrays, row])
     arrays, appended = lax.scan(next_, carry.start(), rows)
-    carry.finish(arrays, appended)
+    carry.finish(arrays, appended, len(rows))
 
 
 def _for_range(
