@@ -93,9 +93,7 @@ def trace(x: Array) -> Array:
 
 #: Operations with the arguments of JAX.
 OF_JAX = {
-    **taking(named(jnp.linalg, "cholesky det"), "input"),
+    **taking(named(jnp.linalg, "cholesky det qr slogdet"), "input"),
     "eigh": Operation(jnp.linalg.eigh, "tensor"),
     "pinv": Operation(jnp.linalg.pinv, "a"),
-    "qr": Operation(jnp.linalg.qr, "input"),
-    "slogdet": Operation(jnp.linalg.slogdet, "input"),
 }

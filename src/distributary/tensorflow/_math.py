@@ -139,7 +139,7 @@ def _of_segments(reduce: Callable[..., Array], empty: int | None) -> Callable[..
 
 _SEGMENTS = named(jax.ops, "segment_max segment_min segment_sum")
 
-#: Operations with a name both in `tf` and in `tf.math`.
+#: Operations with a name both in `tf` and in `tf.math`, besides functions defined here.
 EVERYWHERE: dict[str, Operation] = {
     **taking(
         named(
@@ -173,12 +173,7 @@ EVERYWHERE: dict[str, Operation] = {
         axis=None,
         keepdims=False,
     ),
-    "add_n": Operation(add_n),
-    "argmax": Operation(argmax),
-    "argmin": Operation(argmin),
     "atan2": Operation(jnp.arctan2, "y", "x"),
-    "cumsum": Operation(cumsum),
-    "reduce_mean": Operation(reduce_mean),
 }
 
 #: Operations of `tf.math` only.
@@ -212,7 +207,6 @@ MATH: dict[str, Operation] = {
     **taking(named(jax.nn, "log_softmax softmax"), "logits", axis=-1),
     "softplus": Operation(jax.nn.softplus, "features"),
     "softsign": Operation(jax.nn.soft_sign, "features"),
-    "cumprod": Operation(cumprod),
     **taking({n: _of_segments(f, 0) for n, f in _SEGMENTS.items()}, "data", "segment_ids"),
     **taking(
         {f"unsorted_{n}": _of_segments(f, None) for n, f in _SEGMENTS.items()},

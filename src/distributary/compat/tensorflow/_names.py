@@ -116,6 +116,7 @@ def _root() -> Names:
         **operations(_arrays),
         **operations(_checks, "Assert"),
         **operations(_linalg, "einsum matmul norm"),
+        **operations(_math, "add_n argmax argmin cumsum reduce_mean"),
         **public(_control),
         **public(_programs),
         **named(gradients, "GradientTape UnconnectedGradients"),
