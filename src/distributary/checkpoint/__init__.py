@@ -14,7 +14,7 @@ from distributary.checkpoint._checkpoint import (
     list_variables,
     load_variable,
 )
-from distributary.checkpoint._commit import not_of_keras, read, read_arrays
+from distributary.checkpoint._commit import not_of_keras, numbered, read, read_arrays
 from distributary.checkpoint._compiled import keep_programs, remove_programs
 from distributary.checkpoint._deferred import settle
 from distributary.checkpoint._manager import CheckpointManager

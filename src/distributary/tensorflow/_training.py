@@ -10,7 +10,7 @@ from typing import Any, final
 
 import jax.numpy as jnp
 
-from distributary.checkpoint import latest_checkpoint, list_variables, load_variable
+from distributary.checkpoint import latest_checkpoint, list_variables, load_variable, numbered
 from distributary.errors import InvalidValueError
 from distributary.tensorflow._operations import array
 from distributary.variables import Variable
@@ -57,12 +57,7 @@ def get_checkpoint_state(
     last = latest_checkpoint(checkpoint_dir)
     if last is None:
         return None
-    paths = sorted(Path(checkpoint_dir).absolute().glob("*-*/checkpoint.json"), key=_time)
-    return CheckpointState(last, [str(path.parent) for path in paths])
-
-
-def _time(path: Path) -> int:
-    return path.stat().st_mtime_ns
+    return CheckpointState(last, [str(p) for p, _ in numbered(Path(checkpoint_dir).absolute())])
 
 
 @final
