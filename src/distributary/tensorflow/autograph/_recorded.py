@@ -245,14 +245,12 @@ class Recorded:
             values: Values after this block.
             others: The same after the other one.
         """
-        pairs = list(zip(values, others, strict=True))
-        if any(one.tree != two.tree for one, two in pairs):
+        if [value.tree for value in values] != [value.tree for value in others]:
             return False
         leaves = [[v for value in of for v in value.leaves] for of in (values, others)]
         (text, left), (other_text, right) = map(self._described, (self, other), leaves)
         return (
             text == other_text
-            and len(left) == len(right)
             and all(map(is_same, left, right))
             and all(map(operator.is_, self._closed.consts, other._closed.consts))
         )
