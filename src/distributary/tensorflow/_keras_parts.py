@@ -14,6 +14,7 @@ from distributary.keras_bridge import (
     replace_shape_inference,
 )
 from distributary.tensorflow import _text_layers
+from distributary.tensorflow._arrays import constant
 from distributary.tensorflow._operations import named
 
 _keras = import_keras()
@@ -27,6 +28,22 @@ class TensorBoard(_keras.callbacks.TensorBoard):  # type: ignore[name-defined]
         if not has_tensorflow():
             self._summary_module = Summaries()
             self.write_graph = False
+
+
+@_keras.saving.register_keras_serializable("distributary")
+class ConstantInitializer(_keras.initializers.Initializer):  # type: ignore[name-defined]
+    """Fills an array with as many numbers as it has places."""
+
+    def __init__(self, value: list[Any]) -> None:
+        self.value = value
+
+    def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        """Returns the array."""
+        return constant(self.value, dtype, tuple(shape))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of this initializer."""
+        return {"value": self.value}
 
 
 #: What replaces names of Keras, by the path of their module.

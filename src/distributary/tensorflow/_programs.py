@@ -17,7 +17,6 @@ from distributary.data import TensorSpec
 from distributary.devices import Nest, canonical_name, resolve_device
 from distributary.errors import DeviceError, InvalidValueError, UnsupportedError
 from distributary.keras_bridge import import_keras
-from distributary.tensorflow._arrays import constant
 from distributary.tensorflow._control import name_scope
 from distributary.tensorflow._generator import Generator
 from distributary.tensorflow._host import host_array
@@ -140,25 +139,9 @@ def constant_initializer(value: Any = 0, support_partition: bool = False) -> Any
     number = np.asarray(value).tolist()
     if not isinstance(number, list):
         return import_keras().initializers.Constant(number)
-    return _constant_initializer()(number)
+    from distributary.tensorflow._keras_parts import ConstantInitializer
 
-
-@functools.cache
-def _constant_initializer() -> Any:
-    keras = import_keras()
-
-    @keras.saving.register_keras_serializable("distributary")
-    class ConstantInitializer(keras.initializers.Initializer):  # type: ignore[name-defined]
-        def __init__(self, value: list[Any]) -> None:
-            self.value = value
-
-        def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> Any:
-            return constant(self.value, dtype, tuple(shape))
-
-        def get_config(self) -> dict[str, Any]:
-            return {"value": self.value}
-
-    return ConstantInitializer
+    return ConstantInitializer(number)
 
 
 @contextlib.contextmanager
