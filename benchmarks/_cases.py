@@ -16,8 +16,13 @@ ALL_REDUCE_BYTES = (4, 1_000_000, 40_000_000)
 REPLICAS = (1, 2, 4)
 
 EPOCHS = {
-    **{"mlp32": 960, "mlp256": 320, "transformer32": 24, "cnn64": 64, "resnet18": 4},
-    **{"wide256_dense": 64, "wide256_adam": 16},
+    "mlp32": 960,
+    "mlp256": 320,
+    "transformer32": 24,
+    "cnn64": 64,
+    "resnet18": 4,
+    "wide256_dense": 64,
+    "wide256_adam": 16,
 }
 """Steps of an epoch of `fit`."""
 

@@ -33,9 +33,8 @@ _TABLE = "on the host, in Dataset.map or outside of steps"
 DIFFERENT = {
     "distribute.MirroredStrategy": "takes GPUs, else TPUs, else CPUs",
     "distribute.experimental.CentralStorageStrategy": "computes on all CPU devices without GPUs",
-    "distribute.NcclAllReduce": "one XLA all-reduce, on any device",
+    "distribute.NcclAllReduce": "XLA's all-reduces, on any device",
     "distribute.ReductionToOneDevice": "every device adds, in the same order",
-    "distribute.ReductionToOneDevice(accumulation_fn)": "must be None, which means to add",
     "distribute.TPUStrategy": "every host runs the program",
     "distribute.Server": "a worker or server waits in it for its coordinator",
     "distribute.Strategy.run": "always compiles",

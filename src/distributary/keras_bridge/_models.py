@@ -71,6 +71,11 @@ class Distributed:
 
     # What Keras has for TensorFlow alone, because steps that were written for Keras 2 use it.
 
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy of the model; without one, the current strategy."""
+        return strategy_of(self) or get_strategy()
+
     def compiled_loss(self, y: Any, y_pred: Any, sample_weight: Any = None, *rest: object) -> Any:
         """Returns `compute_loss`."""
         model: Any = self

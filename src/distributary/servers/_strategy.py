@@ -14,7 +14,7 @@ from distributary.checkpoint import RemoteStore
 from distributary.context import current_mode
 from distributary.data import DistributedInput, InputContext
 from distributary.devices import Nest, make_abstract_mesh
-from distributary.engine import Placement
+from distributary.engine import Placement, counted
 from distributary.errors import (
     DistributaryWarning,
     InvalidTypeError,
@@ -233,10 +233,9 @@ class ParameterServerStrategy(Strategy):
     def __repr__(self) -> str:
         cluster, count = self._cluster.cluster, self.num_replicas_in_sync
         devices = "" if count == 1 else f" with {count} devices each"
-        return (
-            f"<ParameterServerStrategy: {len(cluster.workers)} workers{devices},"
-            f" {len(cluster.servers)} parameter servers>"
-        )
+        workers = counted(len(cluster.workers), "worker")
+        servers = counted(len(cluster.servers), "parameter server")
+        return f"<ParameterServerStrategy: {workers}{devices}, {servers}>"
 
 
 class _ServerVariable(AggregatedVariable):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distributary.data import PerReplicaSpec, TensorSpec
@@ -276,11 +277,13 @@ class ConcreteFunction:
 
 
 def _with_values(result: Any) -> Any:
-    """Returns what a function returns, with values in place of variables, as in TensorFlow."""
+    """Returns what a function returns, as in TensorFlow: values of variables, arrays of numbers."""
 
     def value_of(leaf: Any) -> Any:
         if isinstance(leaf, Variable):
             return leaf.value()
+        if type(leaf) in (bool, int, float):
+            return jnp.asarray(leaf, jnp.result_type(leaf))
         return leaf if isinstance(leaf, DistributedValues) else plain(leaf)  # of Keras' variables
 
     return jax.tree.map(value_of, result, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
