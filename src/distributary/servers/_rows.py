@@ -67,8 +67,17 @@ from distributary.devices import REPLICA_AXIS
 from distributary.programs import bind_rows, row_operands
 from distributary.servers._other_rows import numbers_of_other_rows
 from distributary.servers._row_flow import RowFlow, RowUse
-from distributary.servers._split import Atom, ServerPart, ServerSplit, aval_of, closed_part
-from distributary.tracing import Array, Equation, Numbering, evaluate_one, jaxpr_of, variables_of
+from distributary.servers._split import ServerPart, ServerSplit, closed_part
+from distributary.tracing import (
+    Array,
+    Atom,
+    Equation,
+    Numbering,
+    aval_of,
+    evaluate_one,
+    jaxpr_of,
+    variables_of,
+)
 
 SparseUpdate = Literal["exact", "lazy"]
 #: The number of a space, and a row there: that of row 0 of a table.

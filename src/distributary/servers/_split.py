@@ -34,25 +34,26 @@ The stages of `split_over_servers` decide
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from types import MappingProxyType
-from typing import TypeAlias, cast, final
+from typing import final
 
-from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from distributary.errors import UnsupportedError
 from distributary.programs import is_in_first_stage, without_calls
 from distributary.tracing import (
     Array,
+    Atom,
     Equation,
     is_of_devices,
     is_sum_of_replicas,
     jaxpr_of,
+    leading_to,
     start_p,
     variables_of,
 )
 
-Atom: TypeAlias = Var | Literal
 # Stands in for the number of a server, for values that the worker returns or computes with.
 _WORKER = -1
 _DATA = ("data", "replicas", "argument")
@@ -402,11 +403,6 @@ def _worker_part(
     return worker, [position[v] for v in worker.jaxpr.invars]
 
 
-def aval_of(atom: Atom) -> ShapedArray:
-    """Returns the shape and dtype of an array in a jaxpr."""
-    return cast(ShapedArray, atom.aval)
-
-
 def closed_part(
     invars: Iterable[Var],
     outvars: Sequence[Atom],
@@ -423,14 +419,10 @@ def closed_part(
         constants: Values of further inputs.
         with_effects: Whether equations with effects stay, even if no output needs them.
     """
-    wanted = set(variables_of(outvars))
-    kept: list[Equation] = []
-    for eqn in reversed(eqns):
-        if (with_effects and eqn.effects) or not wanted.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            wanted.update(variables_of(eqn.invars))
+    is_kept, wanted = leading_to(eqns, outvars, lambda eqn: with_effects and bool(eqn.effects))
     consts = {v: value for v, value in constants.items() if v in wanted}
-    part = jaxpr_of([v for v in invars if v in wanted], outvars, kept[::-1], list(consts))
+    kept = list(compress(eqns, is_kept))
+    part = jaxpr_of([v for v in invars if v in wanted], outvars, kept, list(consts))
     return ClosedJaxpr(part, list(consts.values()))
 
 
