@@ -9,17 +9,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 from jax.typing import ArrayLike
 
 from distributary.errors import InvalidValueError
 from distributary.servers._messages import aligned_empty
-from distributary.servers._rows import RowSpace, UpdatedRows, bucket_of
-
-#: The origin of an input of a program: a kind and a number; see `WorkerPlan.inputs`.
-Origin: TypeAlias = tuple[str, int]
+from distributary.servers._rows import RowSpace, TablePart, UpdatedRows, bucket_of
+from distributary.servers._split import Origin
 
 
 @final
@@ -67,24 +65,6 @@ class Push:
 
 @final
 @dataclass(frozen=True, slots=True)
-class TablePart:
-    """A variable that holds a range of the rows of a space.
-
-    Attributes:
-        server: Number of its server.
-        number: Number of the variable.
-        start: Its first row in the space.
-        size: Number of its rows.
-    """
-
-    server: int
-    number: int
-    start: int
-    size: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class RowPlan:
     """The rows that a closure needs, and where to find them.
 
@@ -97,7 +77,7 @@ class RowPlan:
     """
 
     program: str
-    inputs: list[tuple[str, int]]
+    inputs: list[Origin]
     spaces: list[RowSpace]
     buffers: list[tuple[int, list[TablePart]]]
 

@@ -67,7 +67,7 @@ from distributary.devices import REPLICA_AXIS
 from distributary.programs import bind_rows, row_operands
 from distributary.servers._other_rows import numbers_of_other_rows
 from distributary.servers._row_flow import RowFlow, RowUse
-from distributary.servers._split import ServerPart, ServerSplit, closed_part
+from distributary.servers._split import ServerPart, ServerSplit, Step, closed_part
 from distributary.tracing import (
     Array,
     Atom,
@@ -122,6 +122,24 @@ class RowSpace:
 
 @final
 @dataclass(frozen=True, slots=True)
+class TablePart:
+    """A variable that holds a range of the rows of a space.
+
+    Attributes:
+        server: Number of its server.
+        number: Number of the variable.
+        start: Its first row in the space.
+        size: Number of its rows.
+    """
+
+    server: int
+    number: int
+    start: int
+    size: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class RowSplit:
     """The work of a worker on rows instead of tables.
 
@@ -135,12 +153,11 @@ class RowSplit:
             the lookups.
         ids_inputs: Positions among the inputs of the step.
         spaces: The spaces that `buffers` and `pushes` refer to; none if the worker takes no rows.
-        buffers: For every table of which the worker takes rows, its space, and the positions of its
-            states among the inputs of the step, each with its first row: a table may lie on several
-            servers.
+        buffers: For every table of which the worker takes rows, its space and the variables that
+            hold its rows: a table may lie on several servers.
         pushes: The pushed values that are rows; by their number, the space and the first row.
-        refusals: For every variable that is looked up but travels as a whole, by its position among
-            the inputs of the step, the reason.
+        refusals: For every variable that is looked up but travels as a whole, by its name, the
+            reason.
     """
 
     worker: ClosedJaxpr
@@ -148,9 +165,9 @@ class RowSplit:
     ids: ClosedJaxpr
     ids_inputs: list[int]
     spaces: list[RowSpace]
-    buffers: list[tuple[int, list[tuple[int, int]]]]
+    buffers: list[tuple[int, list[TablePart]]]
     pushes: dict[int, SpaceRow]
-    refusals: dict[int, str]
+    refusals: dict[str, str]
 
 
 @final
@@ -190,21 +207,21 @@ def bucket_of(num_rows: int) -> int:
     return max(_MIN_BUCKET, 1 << max(0, num_rows - 1).bit_length())
 
 
-def rows_of(split: ServerSplit, states: Collection[int], num_devices: int = 1) -> RowSplit:
+def rows_of(step: Step, split: ServerSplit) -> RowSplit:
     """Returns the worker's part of a step, with rows of those tables of which it needs no others.
 
+    Each device of a worker looks up rows by numbers of its own, and has the rows of all.
+
     Args:
-        split: The step.
-        states: Positions of variables among the inputs of the step.
-        num_devices: Number of devices of a worker. Each of them looks up rows by numbers of its
-            own, and has the rows of all.
+        step: The step.
+        split: Its parts.
     """
     jaxpr = split.worker.jaxpr
     position = dict(zip(jaxpr.invars, split.inputs, strict=True))
-    tables = [v for v in jaxpr.invars if position[v] in states]
+    tables = [v for v in jaxpr.invars if position[v] in step.shards]
     num_results = len(jaxpr.outvars) - split.num_pushes
     flow = _flow_of_worker(jaxpr, tables, num_results)
-    spaces = _Spaces(jaxpr, flow, num_devices)
+    spaces = _Spaces(jaxpr, flow, step.num_devices)
     first_rows = {v: first for v in tables if (first := spaces.first_row(v)) is not None}
     groups = _joined_tables(jaxpr, first_rows)
     plain = [v for v in jaxpr.invars if v not in first_rows]
@@ -215,15 +232,20 @@ def rows_of(split: ServerSplit, states: Collection[int], num_devices: int = 1) -
     ids = closed_part(jaxpr.invars, spaces.ids, jaxpr.eqns, consts)
     buffers = []
     for group in groups:
-        parts = [(position[v], first_rows[v][1]) for v in group]
-        buffers.append((first_rows[group[0]][0], sorted(parts, key=lambda part: part[1])))
+        parts = []
+        for v in group:
+            server, number, num_rows = step.shards[position[v]]
+            parts.append(TablePart(server, number, first_rows[v][1], num_rows))
+        buffers.append((first_rows[group[0]][0], sorted(parts, key=lambda part: part.start)))
     pushes = {
         i: first
         for i, v in enumerate(jaxpr.outvars[num_results:])
         if isinstance(v, Var) and v not in flow.same and (first := spaces.first_row(v)) is not None
     }
     inputs, ids_inputs = ([position[v] for v in vs] for vs in (plain, ids.jaxpr.invars))
-    refusals = {position[v]: why for v, why in spaces.refusals.items() if v in tables}
+    refusals = {
+        step.handles[position[v]].name: why for v, why in spaces.refusals.items() if v in tables
+    }
     return RowSplit(worker, inputs, ids, ids_inputs, spaces.spaces, buffers, pushes, refusals)
 
 

@@ -15,10 +15,11 @@ from distributary.servers._links import Peer, error_reply
 from distributary.servers._messages import JSON, Message, aligned_empty, from_json
 from distributary.servers._nests import leaves_of, nest_of, shapes_of
 from distributary.servers._per_worker import Peekable
-from distributary.servers._plans import FoundRows, Origin, Push, WorkerPlan
+from distributary.servers._plans import FoundRows, Push, WorkerPlan
 from distributary.servers._programs import ProgramCache
 from distributary.servers._sessions import SessionId, SessionLink, SessionService, Task, Tenant
 from distributary.servers._sources import UnknownMakerError
+from distributary.servers._split import Origin
 from distributary.servers._statistics import new_tally, timed
 from distributary.servers._store import ParameterServer
 
