@@ -12,6 +12,7 @@ from distributary.programs._row_wise import (
     known_result,
     number_of,
     row_operands,
+    takes_rows,
     with_rows,
 )
 from distributary.programs._sparse_gradients import with_sparse_gradients
