@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.programs import adds_rows, row_operands, takes_rows
 from distributary.servers._other_rows import rows_between
-from distributary.tracing import Atom, Equation, aval_of, variables_of
+from distributary.tracing import Atom, Equation, aval_of, computed_from, variables_of
 
 _DATA = "it is combined with data"
 
@@ -73,14 +73,12 @@ class RowFlow:
         self._reasons: dict[Var, str] | None = None
         self._states = set(states)
         self._is_worker = is_worker
-        self._of_states = set(states)
+        self._of_states = computed_from(jaxpr.eqns, states)
         self._zeros: set[Var] = set()
         for v in (*jaxpr.constvars, *jaxpr.invars):
             if v not in states:
                 self.refuse(v, _DATA)
         for eqn in jaxpr.eqns:
-            if not self._of_states.isdisjoint(variables_of(eqn.invars)):
-                self._of_states.update(eqn.outvars)
             self._add(eqn)
 
     def find(self, v: Var) -> tuple[Var, int]:
