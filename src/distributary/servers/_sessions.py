@@ -45,15 +45,37 @@ class Tenant(ABC):
     returns the reply; None stands for the reply "ok".
 
     Args:
+        session: The session.
         name: Name of the task, for messages.
         parts: Other objects with such methods.
+
+    Attributes:
+        incarnation: A text that no other tenant has.
+        ended: Set when the session has ended.
     """
 
-    def __init__(self, name: str, *parts: object) -> None:
+    def __init__(self, session: SessionId, name: str, *parts: object) -> None:
+        self.session = session
         self.name = name
+        self.incarnation = secrets.token_hex(8)
+        self.ended = threading.Event()
         self._parts = parts
+        self._once = threading.Lock()
+        self._request = 0
+        self._reply = Message("ok")
 
-    def handle(self, message: Message, peer: Peer | None) -> Message:
+    def handle_once(self, message: Message) -> Message:
+        """Handles a message, unless its field `request` says that it is the last one once more."""
+        request = message.fields.get("request")
+        if request is None:
+            return self.handle(message)
+        with self._once:
+            if request != self._request:
+                self._reply = self.handle(message)
+                self._request = request
+            return self._reply
+
+    def handle(self, message: Message) -> Message:
         """Handles a message, and returns the reply.
 
         Raises:
@@ -65,6 +87,11 @@ class Tenant(ABC):
             if method is not None:
                 return method(message) or Message("ok")
         raise InvalidValueError(f"{self.name} got the message {message.kind!r}.")
+
+    def end(self) -> None:
+        """Ends the session."""
+        self.ended.set()
+        self.close()
 
     @abstractmethod
     def close(self) -> None:
@@ -106,7 +133,7 @@ class SessionService:
         self._name = name
         self._make = make
         self._lock = threading.Lock()
-        self._current: _SessionState | None = None
+        self._current: Tenant | None = None
 
     def handle(self, message: Message, peer: Peer) -> Message:
         """Handles a message, and returns the reply.
@@ -122,71 +149,43 @@ class SessionService:
             )
         if message.kind == "hello":
             self._begin(asked)
-        state = self._current
-        if state is None or asked > state.session:
+        tenant = self._current
+        if tenant is None or asked > tenant.session:
             return Message(_UNKNOWN)
-        if asked < state.session:
-            return Message(_NEWER, {"session": state.session})
+        if asked < tenant.session:
+            return Message(_NEWER, {"session": tenant.session})
         if message.kind == "hello":
-            return Message("ok", {"incarnation": state.incarnation})
+            return Message("ok", {"incarnation": tenant.incarnation})
         if message.kind == "alive":
-            state.ended.wait(float(message.fields["seconds"]))
+            tenant.ended.wait(float(message.fields["seconds"]))
             return Message("ok")
         try:
-            return state.handle(message, peer)
+            return tenant.handle_once(message)
         except Exception:
-            if state.ended.is_set():  # the session has ended meanwhile, which explains any error
+            if tenant.ended.is_set():  # the session has ended meanwhile, which explains any error
                 return self.handle(message, peer)
             raise
 
     def statistics(self) -> dict[str, float]:
         """Returns numbers about the work done in the session, by name."""
-        state = self._current
-        return {} if state is None else state.tenant.statistics()
+        tenant = self._current
+        return {} if tenant is None else tenant.statistics()
 
     def close(self) -> None:
         """Ends the session."""
         with self._lock:
-            state, self._current = self._current, None
-        if state is not None:
-            state.end()
+            tenant, self._current = self._current, None
+        if tenant is not None:
+            tenant.end()
 
     def _begin(self, session: SessionId) -> None:
         with self._lock:
             old = self._current
             if old is not None and session <= old.session:
                 return
-            self._current = _SessionState(session, self._make(session))
+            self._current = self._make(session)
         if old is not None:
             old.end()
-
-
-@final
-class _SessionState:
-    """A session on a task."""
-
-    def __init__(self, session: SessionId, tenant: Tenant) -> None:
-        self.session = session
-        self.incarnation = secrets.token_hex(8)
-        self.ended = threading.Event()
-        self.tenant = tenant
-        self._once = threading.Lock()
-        self._request = 0
-        self._reply = Message("ok")
-
-    def handle(self, message: Message, peer: Peer) -> Message:
-        request = message.fields.get("request")
-        if request is None:
-            return self.tenant.handle(message, peer)
-        with self._once:
-            if request != self._request:
-                self._reply = self.tenant.handle(message, peer)
-                self._request = request
-            return self._reply
-
-    def end(self) -> None:
-        self.ended.set()
-        self.tenant.close()
 
 
 @final

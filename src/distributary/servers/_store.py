@@ -21,7 +21,7 @@ from distributary.servers._plans import (
 )
 from distributary.servers._programs import ProgramCache
 from distributary.servers._rows import UpdatedRows
-from distributary.servers._sessions import Tenant
+from distributary.servers._sessions import SessionId, Tenant
 
 
 @final
@@ -54,13 +54,13 @@ class ParameterServer(Tenant):
     repetition.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, session: SessionId, number: int) -> None:
         self._state: dict[int, jax.Array | np.ndarray] = {}
         self._programs = ProgramCache()
         self._updates: dict[str, Update] = {}
         self._lock = threading.Lock()
         self._copies = Copies(number, self._state, self._lock)
-        super().__init__(f"ps {number}", self._copies)
+        super().__init__(session, f"ps {number}", self._copies)
         self._finished = 0
         self._applied: set[int] = set()
         names = ("num_pushes", "num_repeated", "staleness_sum", "max_staleness")

@@ -11,7 +11,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from distributary.servers._links import Peer, error_reply
+from distributary.servers._links import error_reply
 from distributary.servers._messages import JSON, Message, aligned_empty, from_json
 from distributary.servers._nests import leaves_of, nest_of, shapes_of
 from distributary.servers._per_worker import Peekable
@@ -103,9 +103,9 @@ def new_service(
 
     def make(session: SessionId) -> Tenant:
         if task_type == "ps":
-            return ParameterServer(number)
+            return ParameterServer(session, number)
         links = [SessionLink(server, session, is_server=True) for server in servers()]
-        return Worker(number, links, find, devices())
+        return Worker(session, number, links, find, devices())
 
     return SessionService(f"{task_type} {number}", make)
 
@@ -136,6 +136,7 @@ class Worker(Tenant):
                                       neither if there was no time
 
     Args:
+        session: The session.
         number: Number of the task.
         links: The links to the servers, by server number.
         find: Returns the function that a `maker` describes.
@@ -144,12 +145,13 @@ class Worker(Tenant):
 
     def __init__(
         self,
+        session: SessionId,
         number: int,
         links: list[SessionLink],
         find: Callable[[JSON], Callable[[], Any]],
         devices: Sequence[jax.Device],
     ) -> None:
-        super().__init__(f"worker {number}")
+        super().__init__(session, f"worker {number}")
         self.number = number
         self._links = links
         self._find = find
@@ -181,10 +183,10 @@ class Worker(Tenant):
             "sent_bytes": sum(link.sent_bytes for link in self._links),
         }
 
-    def handle(self, message: Message, peer: Peer | None) -> Message:
+    def handle(self, message: Message) -> Message:
         """Handles a message, one at a time; see `Tenant`."""
         with self._lock:
-            return super().handle(message, peer)
+            return super().handle(message)
 
     def _on_source(self, message: Message) -> Message | None:
         fields = message.fields
