@@ -417,7 +417,7 @@ def _worker_plan(
     programs: list[Program] = []
     row_plan = None
     if rows.spaces:
-        num_lookups = sum(len(at.modes) for space in rows.spaces for at in space.lookups)
+        num_lookups = sum(len(space.lookups) for space in rows.spaces)
         origins += [("rows", i) for i in range(len(rows.buffers))]
         origins += [("position", i) for i in range(num_lookups)]
         of_ids = [step.inputs[i] for i in rows.ids_inputs]

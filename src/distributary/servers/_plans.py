@@ -127,8 +127,8 @@ class FoundRows:
 
     Attributes:
         rows: The int64 numbers of the rows, each once and in order.
-        positions: For every mode of every lookup, the int32 positions of its numbers in `rows`, in
-            the shape of the numbers. A number that is not a row has the capacity as its position.
+        positions: For every lookup, the int32 positions of its numbers in `rows`, in the shape of
+            the numbers. A number that is not a row has the capacity as its position.
     """
 
     rows: np.ndarray
@@ -199,21 +199,15 @@ def _find(space: RowSpace, numbers: Sequence[np.ndarray]) -> FoundRows:
     flat = [array.reshape(-1).astype(np.int64) for array in numbers]
     wanted = [
         array.clip(0, at.size - 1) + at.start
-        if at.modes[0]
+        if at.is_clipped
         else np.where((array >= 0) & (array < at.size), array + at.start, end)
         for at, array in zip(space.lookups, flat, strict=True)
     ]
     rows, inverse = np.unique(np.concatenate(wanted), return_inverse=True)
     inverse = inverse.reshape(-1).astype(np.int32)
-    capacity = np.int32(space.capacity)
     if len(rows) and rows[-1] == end:
         rows = rows[:-1]
-        inverse = np.where(inverse == len(rows), capacity, inverse)
+        inverse = np.where(inverse == len(rows), np.int32(space.capacity), inverse)
     parts = np.split(inverse, np.cumsum([len(array) for array in flat])[:-1])
-    positions: list[np.ndarray] = []
-    for at, array, part in zip(space.lookups, numbers, parts, strict=True):
-        positions.append(part.reshape(array.shape))
-        if len(at.modes) > 1:  # the same numbers, of which those out of range are no rows
-            is_row = (array >= 0) & (array < at.size)
-            positions.append(np.where(is_row, positions[-1], capacity))
-    return FoundRows(rows, positions)
+    shapes = [array.shape for array in numbers]
+    return FoundRows(rows, [part.reshape(s) for part, s in zip(parts, shapes, strict=True)])

@@ -96,13 +96,12 @@ class Lookup:
     Attributes:
         start: The row of the space that is row 0 of the part.
         size: Number of rows of the part.
-        modes: For every way in which the numbers are used, whether a number out of range means the
-            nearest row; else it means none. The first way has all rows of the second.
+        is_clipped: Whether a number out of range means the nearest row; else it means none.
     """
 
     start: int
     size: int
-    modes: list[bool]
+    is_clipped: bool
 
 
 @final
@@ -145,9 +144,8 @@ class RowSplit:
 
     Attributes:
         worker: Closed jaxpr like `ServerSplit.worker`. Its inputs are those of the step at
-            `inputs`, the rows `[capacity, *row]` of every one of `buffers`, and for every mode of
-            every lookup the positions of its numbers among the rows, int32 in the shape of the
-            numbers.
+            `inputs`, the rows `[capacity, *row]` of every one of `buffers`, and for every lookup
+            the positions of its numbers among the rows, int32 in the shape of the numbers.
         inputs: Positions among the inputs of the step.
         ids: Closed jaxpr from the inputs of the step at `ids_inputs` to the numbers `[..., 1]` of
             the lookups.
@@ -374,8 +372,7 @@ class _Spaces:
 
     Attributes:
         spaces: The spaces; tables that are looked up by the same numbers share one.
-        ids: The variables with the numbers.
-        ids_of_lookups: The variable with the numbers, for every lookup of every space.
+        ids: The variable with the numbers, for every lookup of every space.
         refusals: Reasons, by variable, why a table that is looked up has no space.
     """
 
@@ -384,7 +381,6 @@ class _Spaces:
         self._num_devices = num_devices
         self.spaces: list[RowSpace] = []
         self.ids: list[Atom] = []
-        self.ids_of_lookups: list[Atom] = []
         # By table, its space, and the row of the table that is row 0 there.
         self._of_root: dict[Var, SpaceRow] = {}
         # By the lookups in it, a space and the number of its first lookup.
@@ -419,23 +415,18 @@ class _Spaces:
         if capacity >= num_rows or self._flow.reason(root) is not None:
             return
         shifted = tuple(
-            (number, start - first, size, _modes(uses))
+            (number, start - first, size, any(_is_clipped(use.eqn) for use in uses))
             for (number, start, size), uses in lookups.items()
         )
         if shifted not in self._places:
-            self._places[shifted] = len(self.spaces), len(self.ids_of_lookups)
-            spans = [Lookup(start, size, list(modes)) for _, start, size, modes in shifted]
+            self._places[shifted] = len(self.spaces), len(self.ids)
+            spans = [Lookup(start, size, clips) for _, start, size, clips in shifted]
             self.spaces.append(RowSpace(spans, capacity))
-            for use, *others in lookups.values():
-                self.ids.append(use.ids)
-                self.ids_of_lookups += [use.ids] * len(_modes([use, *others]))
+            self.ids += [uses[0].ids for uses in lookups.values()]
         space, lookup = self._places[shifted]
         self._of_root[root] = space, first
-        for uses in lookups.values():
-            modes = _modes(uses)
-            for use in uses:
-                self._lookup_of[id(use.eqn)] = lookup + modes.index(_is_clipped(use))
-            lookup += len(modes)
+        for i, uses in enumerate(lookups.values(), lookup):
+            self._lookup_of.update((id(use.eqn), i) for use in uses)
 
     def first_row(self, v: Var) -> SpaceRow | None:
         """Returns the space of a variable, and its first row there; None without a space."""
@@ -472,7 +463,7 @@ class _Spaces:
         for v, *_ in groups:
             rows_shape = capacities[find(v)[0]], *aval_of(v).shape[1:]
             shapes.append((rows_shape, aval_of(v).dtype))
-        shapes += [(aval_of(v).shape, np.dtype(np.int32)) for v in self.ids_of_lookups]
+        shapes += [(aval_of(v).shape, np.dtype(np.int32)) for v in self.ids]
         structs = [jax.ShapeDtypeStruct(*one) for one in shapes]
         axes = [(REPLICA_AXIS, self._num_devices)]
         closed: ClosedJaxpr = jax.make_jaxpr(run, axis_env=axes)(*structs)
@@ -502,14 +493,10 @@ class _Spaces:
         return self._num_devices * math.prod(aval_of(use.ids).shape[:-1])
 
 
-def _modes(uses: Sequence[RowUse]) -> tuple[bool, ...]:
-    """Returns whether equations clip numbers out of range; both answers if they differ."""
-    return tuple(sorted({_is_clipped(use) for use in uses}, reverse=True))
-
-
-def _is_clipped(use: RowUse) -> bool:
-    mode = use.eqn.params["mode"]
-    if use.eqn.primitive.name == "gather":
+def _is_clipped(eqn: Equation) -> bool:
+    """Returns whether a number out of range means the nearest row to an equation, and not none."""
+    mode = eqn.params["mode"]
+    if eqn.primitive.name == "gather":
         return mode is not GatherScatterMode.FILL_OR_DROP
     return mode is GatherScatterMode.CLIP  # numbers promised to be in bounds are dropped
 
@@ -553,11 +540,15 @@ def _evaluated(
     for eqn in jaxpr.eqns:
         num_rows = sizes.get(flow.find(eqn.outvars[0])[0]) if eqn.outvars else None
         if id(eqn) in positions_of:
-            first, _, *rest = eqn.invars
+            first, ids, *rest = eqn.invars
             # A gather takes rows of a table; a scatter adds rows to zeros, of which there are as
             # many as the table has here.
-            args = [in_rows(first, num_rows or 0), positions_of[id(eqn)], *map(value, rest)]
-            outs = [eqn.primitive.bind(*args, **eqn.params)]
+            table, positions = in_rows(first, num_rows or 0), positions_of[id(eqn)]
+            if not _is_clipped(eqn):  # others that look up the same numbers may clip them
+                numbers = value(ids).astype(jnp.promote_types(aval_of(ids).dtype, np.int32))
+                is_row = (numbers >= 0) & (numbers < aval_of(first).shape[0])
+                positions = jnp.where(is_row, positions, table.shape[0])
+            outs = [eqn.primitive.bind(table, positions, *map(value, rest), **eqn.params)]
         elif num_rows is None:
             outs = evaluate_one(eqn, list(map(value, eqn.invars)))
         elif row_operands(eqn) is None:  # tables are joined or parted
