@@ -145,9 +145,9 @@ class Session:
         place = Shard(server, number, value.shape[0] if value.shape else 1)
         link = self.server_links[server]
         if len(_pieces(value.shape, value.dtype)) == 1:
-            link.call_once(Message("create", {"ids": [number]}, [value]))
+            link.call_once(Message("create", {"id": number}, [value]))
         else:
-            fields = {"ids": [number], "zeros": value.shape}
+            fields = {"id": number, "zeros": value.shape}
             link.call_once(Message("create", fields, [np.empty(0, value.dtype)]))
             self.assign(place, "assign", value)
         return place
@@ -166,7 +166,7 @@ class Session:
         """Changes a variable by assign, assign_add or assign_sub; sends large values in pieces."""
         pieces = _pieces(value.shape, value.dtype)
         for start, end in pieces:
-            fields: dict[str, JSON] = {"ids": [place.number], "operation": operation}
+            fields: dict[str, JSON] = {"id": place.number, "operation": operation}
             piece = value
             if len(pieces) > 1:
                 fields["start"], piece = start, value[start:end]

@@ -32,16 +32,16 @@ class ParameterServer(Tenant):
     replaced and never changed, except for tables, whose rows change in place. A read always returns
     the state between two pushes.
 
-    It handles these messages, with the numbers of variables in `ids`, and those of `Copies`:
+    It handles these messages, with numbers of variables in `id` or `ids`, and those of `Copies`:
 
-        create   ids, arrays                    creates variables
-                 ids, zeros, arrays             creates a table of zeros of the shape `zeros`; an
+        create   id, arrays                     creates a variable
+                 id, zeros, arrays              creates a table of zeros of the shape `zeros`; an
                                                 empty array gives its dtype
         read     ids; arrays                    -> arrays; version. The arrays of the request are
                                                 numbers of rows: the last variables are read only
                                                 in these rows
-        assign   ids, operation, arrays         operation: assign, assign_add, assign_sub
-                 ids, operation, start, arrays  the same for some rows of a table
+        assign   id, operation, arrays          operation: assign, assign_add, assign_sub
+                 id, operation, start, arrays   the same for some rows of a table
         update   update; blobs: the program     defines what a push with this `Update` does
         finish   finished                       forgets closures with smaller numbers
         push     update, closure, ids, num_row_reads, arrays; version
@@ -78,14 +78,14 @@ class ParameterServer(Tenant):
             return {**self._counts}
 
     def _on_create(self, message: Message) -> None:
+        number, zeros = message.fields["id"], message.fields.get("zeros")
+        (array,) = message.arrays
         with self._lock:
-            for number, array in zip(message.fields["ids"], message.arrays, strict=True):
-                if number in self._state:
-                    raise InvalidValueError(f"{self.name} has variable {number} already.")
-                zeros = message.fields.get("zeros")
-                self._state[number] = (
-                    jnp.array(array) if zeros is None else np.zeros(zeros, array.dtype)
-                )
+            if number in self._state:
+                raise InvalidValueError(f"{self.name} has variable {number} already.")
+            self._state[number] = (
+                jnp.array(array) if zeros is None else np.zeros(zeros, array.dtype)
+            )
 
     def _on_read(self, message: Message) -> Message:
         with self._lock:
@@ -107,22 +107,21 @@ class ParameterServer(Tenant):
 
     def _on_assign(self, message: Message) -> None:
         operation = _OPERATIONS[message.fields["operation"]]
+        number, start = message.fields["id"], message.fields.get("start")
+        (array,) = message.arrays
         with self._lock:
-            ids = message.fields["ids"]
-            old = self._arrays(ids)
-            for number, before, array in zip(ids, old, message.arrays, strict=True):
-                start = message.fields.get("start")
-                if start is not None:
-                    before = self._table(number)[start : start + len(array)]
-                if array.shape != before.shape:
-                    raise InvalidValueError(
-                        f"{self.name}: variable {number} has shape {before.shape}, and is"
-                        f" assigned {array.shape}."
-                    )
-                if start is None:
-                    self._state[number] = operation(before, jnp.asarray(array, before.dtype))
-                else:
-                    before[...] = operation(before, np.asarray(array, before.dtype))
+            (before,) = self._arrays([number])
+            if start is not None:
+                before = self._table(number)[start : start + len(array)]
+            if array.shape != before.shape:
+                raise InvalidValueError(
+                    f"{self.name}: variable {number} has shape {before.shape}, and is assigned"
+                    f" {array.shape}."
+                )
+            if start is None:
+                self._state[number] = operation(before, jnp.asarray(array, before.dtype))
+            else:
+                before[...] = operation(before, np.asarray(array, before.dtype))
 
     def _on_update(self, message: Message) -> None:
         update = from_json(Update, message.fields["update"])
