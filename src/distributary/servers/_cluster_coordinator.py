@@ -116,7 +116,6 @@ class ClusterCoordinator:
         session.watch(end, queue.at_rest)
         self._workers = workers
         self._collect = collect
-        self._metrics = metrics
         call_when_collected(self, session.close)
 
     @property

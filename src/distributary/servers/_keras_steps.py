@@ -46,7 +46,6 @@ class ServerSteps:
                 " the steps are programs that run on workers. To look into a step use a model that"
                 " is created outside of the scope."
             )
-        self._trainer = trainer
         self._kind = kind
         self._step = ModelStep(trainer, kind, strategy)
         self._coordinator = ClusterCoordinator(strategy)

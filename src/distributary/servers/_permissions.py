@@ -17,9 +17,9 @@ _LOCAL: Final = frozenset({"local"})
 _OF_SESSIONS: Final = (IDENTIFY, "hello", "alive")
 _OF_WORKERS: Final = ("forget", "peek", "plan", "run", "source")
 _OF_SERVERS: Final = ("adopt", "assign", "copy", "create", "drop", "finish", "load", "save")
-#: For each type of receiving task and each kind of message, the roles that may send it.
+#: For each type of receiving task and each kind of message, the roles that may send it. The chief
+#: receives none.
 SENDERS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
-    "chief": {},  # the chief serves nobody
     "worker": dict.fromkeys((*_OF_SESSIONS, *_OF_WORKERS), _CHIEF),
     "ps": {
         **dict.fromkeys((*_OF_SESSIONS, *_OF_SERVERS, "statistics", "update"), _CHIEF),
