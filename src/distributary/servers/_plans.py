@@ -129,10 +129,12 @@ class FoundRows:
         rows: The int64 numbers of the rows, each once and in order.
         positions: For every lookup, the int32 positions of its numbers in `rows`, in the shape of
             the numbers. A number that is not a row has the capacity as its position.
+        capacity: Number of rows in the buffers of the space; those after `rows` are zero.
     """
 
     rows: np.ndarray
     positions: list[np.ndarray]
+    capacity: int
 
     def part(self, start: int, size: int) -> tuple[slice, np.ndarray]:
         """Returns the slice of `rows` that a variable holds, and their numbers in the variable."""
@@ -209,5 +211,5 @@ def _find(space: RowSpace, numbers: Sequence[np.ndarray]) -> FoundRows:
         rows = rows[:-1]
         inverse = np.where(inverse == len(rows), np.int32(space.capacity), inverse)
     parts = np.split(inverse, np.cumsum([len(array) for array in flat])[:-1])
-    shapes = [array.shape for array in numbers]
-    return FoundRows(rows, [part.reshape(s) for part, s in zip(parts, shapes, strict=True)])
+    positions = [part.reshape(a.shape) for part, a in zip(parts, numbers, strict=True)]
+    return FoundRows(rows, positions, space.capacity)

@@ -38,13 +38,14 @@ class _Read:
     Attributes:
         ids: Numbers of the variables.
         rows: Numbers of the rows to read of the last variables; the others are read as a whole.
-        slices: Buffer of these rows, and their slice in it, for each of the last variables.
+        slices: Buffer of these rows, the rows of its space, and the slice of those that are read,
+            for each of the last variables.
         reply: Reply of the server, or None before it has come.
     """
 
     ids: list[int]
     rows: list[np.ndarray] = field(default_factory=list)
-    slices: list[tuple[int, slice]] = field(default_factory=list)
+    slices: list[tuple[int, FoundRows, slice]] = field(default_factory=list)
     reply: Message | None = None
 
 
@@ -310,12 +311,13 @@ class Worker(Tenant):
                 step.rows = plan.rows.find(numbers)
             step.values["position"] = [at for entry in step.rows for at in entry.positions]
             for buffer, (space, parts) in enumerate(plan.rows.buffers):
+                found = step.rows[space]
                 for part in parts:
-                    where, rows = step.rows[space].part(part.start, part.size)
+                    where, rows = found.part(part.start, part.size)
                     read = step.reads.setdefault(part.server, _Read([]))
                     read.ids.append(part.number)
                     read.rows.append(rows)
-                    read.slices.append((buffer, where))
+                    read.slices.append((buffer, found, where))
         return step
 
     def _data(
@@ -351,8 +353,7 @@ class Worker(Tenant):
 
         list(self._threads.map(read, [i for i, load in step.reads.items() if load.reply is None]))
         state: dict[int, Any] = {}
-        rows = step.plan.rows if step.plan else None
-        filled: list[Any] = [None] * (len(rows.buffers) if rows else 0)
+        filled: dict[int, np.ndarray] = {}
         for load in step.reads.values():
             assert load.reply is not None
             arrays: list[Any] = load.reply.arrays
@@ -360,12 +361,10 @@ class Worker(Tenant):
                 arrays = [*map(np.asarray, arrays)]
             num_whole = len(load.ids) - len(load.rows)
             state.update(zip(load.ids[:num_whole], arrays, strict=False))
-            for (i, where), part in zip(load.slices, arrays[num_whole:], strict=True):
-                if filled[i] is None:
-                    assert rows is not None
-                    capacity = rows.spaces[rows.buffers[i][0]].capacity
-                    filled[i] = aligned_empty((capacity, *part.shape[1:]), part.dtype)
-                    filled[i][len(step.rows[rows.buffers[i][0]].rows) :] = 0
+            for (i, found, where), part in zip(load.slices, arrays[num_whole:], strict=True):
+                if i not in filled:
+                    filled[i] = aligned_empty((found.capacity, *part.shape[1:]), part.dtype)
+                    filled[i][len(found.rows) :] = 0
                 filled[i][where] = part
         step.values["state"], step.values["rows"] = state, filled
 
