@@ -317,12 +317,11 @@ def rows_of_update(
     inputs_of: dict[Var, Var] = {}  # by table, an input with its rows
     for (root, _), group in groups.items():
         outputs = [i for i, v in enumerate(jaxpr.outvars) if _is_of(flow, v, root)]
-        olds = [(i, part.state_of_output[i]) for i in outputs]
-        leaves_others = all(k is not None and numbers[i] is states[k] for i, k in olds)
+        leaves_others = all(numbers[i] is part.olds[i] for i in outputs)
         members = [v for v in jaxpr.invars if _is_of(flow, v, root)]
         is_whole = not (
             (leaves_others or sparse_update == "lazy")
-            and all(k is not None and states[k] in members for _, k in olds)
+            and all(part.olds[i] in members for i in outputs)
             and {*pushed, *states}.issuperset(members)
             and _needs_same_rows(flow, members, pushed)
         )

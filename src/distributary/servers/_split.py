@@ -115,15 +115,14 @@ class ServerPart:
         states: Positions among the inputs of the step.
         pushes: Positions among the pushed values.
         outputs: Positions among the outputs of the step.
-        state_of_output: For every output, the number among `states` of the state it replaces; None
-            if the update does not read that state.
+        olds: For every output, the state that it replaces: an input of `update`, if that reads it.
     """
 
     update: ClosedJaxpr
     states: list[int]
     pushes: list[int]
     outputs: list[int]
-    state_of_output: list[int | None]
+    olds: list[Var]
 
 
 @final
@@ -371,13 +370,12 @@ def _server_part(
     for v in pushed:
         pushes.setdefault(v, len(pushes))
     overwritten += [i for i in own_outputs if _hashable(step.jaxpr.outvars[i]) in pushed]
-    olds = [step.jaxpr.invars[step.olds[i]] for i in own_outputs]
     return ServerPart(
         closed_part([*states, *pushed], outvars, eqns, step.constants),
         [step.jaxpr.invars.index(v) for v in states],
         [pushes[v] for v in pushed],
         own_outputs,
-        [states.index(v) if v in states else None for v in olds],
+        [step.jaxpr.invars[step.olds[i]] for i in own_outputs],
     )
 
 
