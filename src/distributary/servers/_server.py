@@ -20,7 +20,6 @@ from distributary.launch import HttpServer
 from distributary.servers._certificates import credentials_of, credentials_of_this_process
 from distributary.servers._grpc import GrpcServer
 from distributary.servers._messages import JSON
-from distributary.servers._permissions import RoleCheck
 from distributary.servers._processes import connect_seconds, grpc_task, tasks_of
 from distributary.servers._sources import find, is_reimporting
 from distributary.servers._statistics import lines_of, metrics_server
@@ -159,7 +158,7 @@ class Server:
             while self._server is None:
                 try:
                     self._server = GrpcServer(
-                        RoleCheck(this.job_name, this.task_index, service),
+                        service,
                         self._address,
                         credentials,
                         max_links=max(_MIN_LINKS, _LINKS_PER_TASK * len(peers)),

@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 from distributary._threads import start_thread
+from distributary.devices import backends_started, local_devices_of, requested_cpu_devices
 from distributary.errors import CoordinatorReplacedError, InvalidValueError, PSUnavailableError
+from distributary.job import package_versions
 from distributary.servers._links import (
     ConnectionLostError,
     DeadlineError,
@@ -25,6 +27,7 @@ from distributary.servers._links import (
     RefusedError,
 )
 from distributary.servers._messages import Message
+from distributary.servers._permissions import IDENTIFY, check_sender
 
 SessionId: TypeAlias = list[Any]  # nanoseconds, random text: the larger one is newer
 
@@ -76,17 +79,11 @@ class Tenant(ABC):
             return self._reply
 
     def handle(self, message: Message) -> Message:
-        """Handles a message, and returns the reply.
-
-        Raises:
-            InvalidValueError: for messages that make no sense here.
-        """
-        method: Callable[[Message], Message | None] | None
-        for part in (self, *self._parts):
-            method = getattr(part, f"_on_{message.kind}", None)
-            if method is not None:
-                return method(message) or Message("ok")
-        raise InvalidValueError(f"{self.name} got the message {message.kind!r}.")
+        """Handles a message of a kind that `check_sender` allows, and returns the reply."""
+        name = f"_on_{message.kind}"
+        owner = next(part for part in (self, *self._parts) if hasattr(part, name))
+        reply: Message | None = getattr(owner, name)(message)
+        return reply or Message("ok")
 
     def end(self) -> None:
         """Ends the session."""
@@ -114,8 +111,9 @@ def new_session(after: SessionId | None = None) -> SessionId:
 class SessionService:
     """A task that makes a new service for every session, and serves only the newest.
 
-    In addition to the messages of the service, it handles these. All contain the session:
+    In addition to the messages of the service, it handles these. All others contain the session:
 
+        identify           -> task: the name; versions: those of packages; devices: their number
         hello              begins a session, or resumes it after a connection has broken
                            -> incarnation: a text that changes if the task has forgotten the
                            session in the meantime
@@ -139,8 +137,15 @@ class SessionService:
         """Handles a message, and returns the reply.
 
         Raises:
+            PermissionError: if the sender may not send this message.
             InvalidValueError: for messages without a session.
         """
+        check_sender(self._name, message, peer)
+        if message.kind == IDENTIFY:
+            started = backends_started()
+            num = len(local_devices_of("CPU")) if started else requested_cpu_devices()
+            fields = {"task": self._name, "versions": package_versions(), "devices": num}
+            return Message("ok", fields)
         asked: Any = message.fields.get("session")
         if not isinstance(asked, list) or [type(part) for part in asked] != [int, str]:
             raise InvalidValueError(
