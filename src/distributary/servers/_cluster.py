@@ -401,7 +401,7 @@ class LocalCluster(Cluster):
 
         with self._link_lock:
             service = self._services[target]
-            link = InProcessLink(service, name=target, fault=fault)
+            link = InProcessLink(service, target, fault)
             self._links[link] = source, target
         return link
 
