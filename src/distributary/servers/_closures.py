@@ -50,13 +50,7 @@ from distributary.servers._programs import (
     export_per_device,
 )
 from distributary.servers._rows import RowSplit, SparseUpdate, rows_of, rows_of_update
-from distributary.servers._split import (
-    Origin,
-    ServerPart,
-    ServerSplit,
-    Step,
-    split_over_servers,
-)
+from distributary.servers._split import Origin, ServerPart, ServerSplit, Step, split_over_servers
 from distributary.tracing import (
     Array,
     Handle,

@@ -11,13 +11,7 @@ import numpy as np
 
 from distributary.devices import progress
 from distributary.errors import InvalidValueError, UnsupportedError, shown
-from distributary.keras_bridge import (
-    ModelStep,
-    UnknownSizes,
-    check_given,
-    current_call,
-    num_rows,
-)
+from distributary.keras_bridge import ModelStep, UnknownSizes, check_given, current_call, num_rows
 from distributary.servers._closures import share_rows
 from distributary.servers._cluster_coordinator import ClusterCoordinator
 from distributary.servers._per_worker import PerWorkerIterator
