@@ -386,8 +386,7 @@ def _update_of(
     step: Step, part: ServerPart, rows: RowSplit, sparse_update: SparseUpdate
 ) -> tuple[Update, Program]:
     """Returns the update of a server, and its program."""
-    capacities = [space.capacity for space in rows.spaces]
-    updated, run = rows_of_update(part, rows.pushes, capacities, sparse_update)
+    updated, run = rows_of_update(part, rows.pushes, rows.spaces, sparse_update)
     avals = part.update.in_avals
     buckets: list[int | None] = [None] * len(avals)
     for entry in updated:

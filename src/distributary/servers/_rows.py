@@ -177,7 +177,7 @@ class UpdatedRows:
         space: Number of the space.
         start: First row of the variables in the space.
         size: Number of rows of the variables.
-        capacity: Largest number of rows that a worker pushes.
+        bucket: Number that rows share if they are padded to the same number of rows.
         states: Positions among the states of the server part.
         pushes: Positions among its pushes.
         outputs: Positions among its outputs.
@@ -188,16 +188,11 @@ class UpdatedRows:
     space: int
     start: int
     size: int
-    capacity: int
+    bucket: int
     states: list[int]
     pushes: list[int]
     outputs: list[int]
     is_whole: bool
-
-    @property
-    def bucket(self) -> int:
-        """Number that rows share if they are padded to the same number of rows."""
-        return bucket_of(min(self.size, self.capacity))
 
 
 def bucket_of(num_rows: int) -> int:
@@ -287,7 +282,7 @@ def _joined_tables(jaxpr: Jaxpr, tables: Iterable[Var]) -> list[list[Var]]:
 def rows_of_update(
     part: ServerPart,
     pushes: Mapping[int, SpaceRow],
-    capacities: Sequence[int],
+    spaces: Sequence[RowSpace],
     sparse_update: SparseUpdate,
 ) -> tuple[list[UpdatedRows], Callable[..., list[Array]]]:
     """Returns the work of a server when some of the pushed values are rows.
@@ -295,7 +290,7 @@ def rows_of_update(
     Args:
         part: Its work on whole values.
         pushes: The `pushes` of the `RowSplit`.
-        capacities: The capacity of every space.
+        spaces: The spaces.
         sparse_update: "lazy" leaves rows alone that are not pushed. "exact" does so only if the
             update itself leaves them alone.
 
@@ -327,13 +322,14 @@ def rows_of_update(
         )
         if not is_whole:
             inputs_of[root] = group[0]
+        size = aval_of(group[0]).shape[0]
         for space, first in sorted({pushed[v] for v in group}):
             rows.append(
                 UpdatedRows(
                     space,
                     first,
-                    aval_of(group[0]).shape[0],
-                    capacities[space],
+                    size,
+                    bucket_of(min(size, spaces[space].capacity)),
                     [] if is_whole else [i for i, v in enumerate(states) if _is_of(flow, v, root)],
                     [i for i, v in enumerate(invars) if v in group and pushed[v] == (space, first)],
                     [] if is_whole else outputs,
