@@ -22,7 +22,7 @@ the stages make
    worker reads no variable; it pushes value 0 to server 0, and value 1 to server 1.
 
 Stages 2 to 4 count inputs and outputs by their positions in the program of stage 2, and pushed
-values by their positions in the order in which the worker computes them. Only stage 5 knows the
+values by their positions in the order in which the worker computes them. `Step.shards` has the
 numbers by which servers know variables.
 """
 
@@ -394,9 +394,7 @@ def _update_of(
             for i in (*entry.states, *(len(part.states) + i for i in entry.pushes)):
                 buckets[i] = entry.bucket
     program = export_function(run, avals, buckets)
-    states = [step.shards[i].number for i in part.states]
-    outputs = [step.shards[step.olds[i]].number for i in part.outputs]
-    return Update(program.name, states, outputs, updated), program
+    return Update(program.name, part.states, part.outputs, updated), program
 
 
 def _worker_plan(

@@ -93,9 +93,9 @@ class Step:
     num_shares: int
 
     @cached_property
-    def server_of(self) -> dict[Var, int]:
-        """For every input that is state, the number of its server."""
-        return {self.jaxpr.invars[i]: shard.server for i, shard in self.shards.items()}
+    def shard_of(self) -> dict[Var, Shard]:
+        """The shard that each input that is state is."""
+        return {self.jaxpr.invars[i]: shard for i, shard in self.shards.items()}
 
     @cached_property
     def goals(self) -> list[int]:
@@ -110,11 +110,11 @@ class ServerPart:
     """The work of one server on the values that a worker pushes.
 
     Attributes:
-        update: Closed jaxpr from the state at `states`, then the values at `pushes`, to the new
-            state at `outputs`.
-        states: Positions among the inputs of the step.
+        update: Closed jaxpr from the state of `states`, then the values at `pushes`, to the new
+            state of `outputs`.
+        states: Numbers of the variables that it reads.
         pushes: Positions among the pushed values.
-        outputs: Positions among the outputs of the step.
+        outputs: Numbers of the variables that it changes.
         olds: For every output, the state that it replaces: an input of `update`, if that reads it.
     """
 
@@ -269,7 +269,7 @@ def _dependencies(step: Step, is_data: Sequence[bool]) -> tuple[dict[Var, set[in
     """
     invars = step.jaxpr.invars
     depends: dict[Var, set[int]] = {v: set() for v in invars}
-    depends.update((v, {server}) for v, server in step.server_of.items())
+    depends.update((v, {shard.server}) for v, shard in step.shard_of.items())
     free = {v for v, of_data in zip(invars, is_data, strict=True) if not of_data}
     for eqn in step.jaxpr.eqns:
         operands = variables_of(eqn.invars)
@@ -362,20 +362,21 @@ def _server_part(
     """
     own_outputs = [i for i in step.olds if step.goals[i] == server]
     outvars = [step.jaxpr.outvars[i] for i in own_outputs]
+    olds = [step.jaxpr.invars[step.olds[i]] for i in own_outputs]
     results = {v for eqn in eqns for v in eqn.outvars}
     used = [*(atom for eqn in eqns for atom in eqn.invars), *outvars]
     needed = list(dict.fromkeys(variables_of(used)))
-    states = [v for v in needed if step.server_of.get(v) == server]
+    states = [v for v in needed if v in step.shard_of and step.shard_of[v].server == server]
     pushed = [v for v in needed if v not in results.union(states, step.constants)]
     for v in pushed:
         pushes.setdefault(v, len(pushes))
     overwritten += [i for i in own_outputs if _hashable(step.jaxpr.outvars[i]) in pushed]
     return ServerPart(
         closed_part([*states, *pushed], outvars, eqns, step.constants),
-        [step.jaxpr.invars.index(v) for v in states],
+        [step.shard_of[v].number for v in states],
         [pushes[v] for v in pushed],
-        own_outputs,
-        [step.jaxpr.invars[step.olds[i]] for i in own_outputs],
+        [step.shard_of[old].number for old in olds],
+        olds,
     )
 
 
