@@ -429,9 +429,8 @@ def _worker_plan(
         Push(server, update.name, split.servers[server].pushes, update.rows)
         for server, (update, _) in updates.items()
     ]
-    num_results = len(step.jaxpr.outvars) - len(step.olds)
     of_servers = list(pulls.items()), pushes
-    plan = WorkerPlan(program.name, origins, num_results, *of_servers, row_plan)
+    plan = WorkerPlan(program.name, origins, step.num_results, *of_servers, row_plan)
     return plan, [program, *programs]
 
 

@@ -212,8 +212,7 @@ def rows_of(step: Step, split: ServerSplit) -> RowSplit:
     jaxpr = split.worker.jaxpr
     position = dict(zip(jaxpr.invars, split.inputs, strict=True))
     tables = [v for v in jaxpr.invars if position[v] in step.shards]
-    num_results = len(jaxpr.outvars) - split.num_pushes
-    flow = _flow_of_worker(jaxpr, tables, num_results)
+    flow = _flow_of_worker(jaxpr, tables, step.num_results)
     spaces = _Spaces(jaxpr, flow, step.num_devices)
     first_rows = {v: first for v in tables if (first := spaces.first_row(v)) is not None}
     groups = _joined_tables(jaxpr, first_rows)
@@ -232,7 +231,7 @@ def rows_of(step: Step, split: ServerSplit) -> RowSplit:
         buffers.append((first_rows[group[0]][0], sorted(parts, key=lambda part: part.start)))
     pushes = {
         i: first
-        for i, v in enumerate(jaxpr.outvars[num_results:])
+        for i, v in enumerate(jaxpr.outvars[step.num_results :])
         if isinstance(v, Var) and v not in flow.same and (first := spaces.first_row(v)) is not None
     }
     inputs, ids_inputs = ([position[v] for v in vs] for vs in (plain, ids.jaxpr.invars))

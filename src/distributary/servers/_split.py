@@ -92,6 +92,11 @@ class Step:
     num_devices: int
     num_shares: int
 
+    @property
+    def num_results(self) -> int:
+        """Number of outputs that are no new state."""
+        return len(self.jaxpr.outvars) - len(self.olds)
+
     @cached_property
     def shard_of(self) -> dict[Var, Shard]:
         """The shard that each input that is state is."""
@@ -100,8 +105,7 @@ class Step:
     @cached_property
     def goals(self) -> list[int]:
         """For every output, the server that keeps it; `_WORKER` for results."""
-        num_results = len(self.jaxpr.outvars) - len(self.olds)
-        return [_WORKER] * num_results + [self.shards[i].server for i in self.olds.values()]
+        return [_WORKER] * self.num_results + [self.shards[i].server for i in self.olds.values()]
 
 
 @final
@@ -134,7 +138,6 @@ class ServerSplit:
         worker: Closed jaxpr from the inputs of the step at `inputs` to the outputs of the step that
             are not state, then the pushed values.
         inputs: Positions among the inputs of the step. The worker pulls the state among them.
-        num_pushes: Number of pushed values.
         servers: The servers that keep state which the step changes, by number.
         overwritten: Positions among the outputs of the step of new state that no server computes:
             the last worker wins.
@@ -142,7 +145,6 @@ class ServerSplit:
 
     worker: ClosedJaxpr
     inputs: list[int]
-    num_pushes: int
     servers: dict[int, ServerPart]
     overwritten: list[int]
 
@@ -192,7 +194,7 @@ def split_over_servers(step: Step) -> ServerSplit:
         for server, eqns in at_server.items()
     }
     worker, worker_inputs = _worker_part(step, at_worker, pushes)
-    return ServerSplit(worker, worker_inputs, len(pushes), servers, overwritten)
+    return ServerSplit(worker, worker_inputs, servers, overwritten)
 
 
 def _with_sums_last(step: Step) -> Jaxpr:
