@@ -128,7 +128,7 @@ class FoundRows:
     Attributes:
         rows: The int64 numbers of the rows, each once and in order.
         positions: For every lookup, the int32 positions of its numbers in `rows`, in the shape of
-            the numbers. A number that is not a row has the capacity as its position.
+            the numbers. Those of numbers that are no rows mean nothing; steps do not use them.
         capacity: Number of rows in the buffers of the space; those after `rows` are zero.
     """
 
@@ -207,9 +207,6 @@ def _find(space: RowSpace, numbers: Sequence[np.ndarray]) -> FoundRows:
     ]
     rows, inverse = np.unique(np.concatenate(wanted), return_inverse=True)
     inverse = inverse.reshape(-1).astype(np.int32)
-    if len(rows) and rows[-1] == end:
-        rows = rows[:-1]
-        inverse = np.where(inverse == len(rows), np.int32(space.capacity), inverse)
     parts = np.split(inverse, np.cumsum([len(array) for array in flat])[:-1])
     positions = [part.reshape(a.shape) for part, a in zip(parts, numbers, strict=True)]
-    return FoundRows(rows, positions, space.capacity)
+    return FoundRows(rows[rows < end], positions, space.capacity)
