@@ -333,22 +333,18 @@ class LocalCluster(Cluster):
             makers[id(maker)] = maker
             return id(maker)
 
-        def start(task_type: str, number: int) -> SessionService:
+        def start(name: str) -> SessionService:
+            task_type, number = name.split()
             return new_service(
                 task_type,
-                number,
-                servers=lambda: tasks(f"worker {number}", servers),
+                int(number),
+                servers=lambda: tasks(name, servers),
                 find=lambda number: as_maker(makers[number]),
-                devices=lambda: devices_of_workers[number],
+                devices=lambda: devices_of_workers[int(number)],
             )
 
-        self._starts = {
-            **{name: functools.partial(start, "ps", i) for i, name in enumerate(servers)},
-            **{name: functools.partial(start, "worker", i) for i, name in enumerate(workers)},
-        }
-        self._services: dict[str, SessionService | None] = {}
-        for name in self._starts:
-            self.restart(name)
+        self._start = start
+        self._services: dict[str, SessionService | None] = {n: start(n) for n in servers + workers}
         num_devices = len(devices_of_workers[0])
         super().__init__(tasks("chief", workers), tasks("chief", servers), num_devices, describe)
 
@@ -369,7 +365,7 @@ class LocalCluster(Cluster):
     def restart(self, name: str) -> None:
         """Starts a task again, with nothing remembered from before."""
         with self._link_lock:
-            self._services[name] = self._starts[name]()
+            self._services[name] = self._start(name)
 
     def cut(self, source: str, target: str) -> None:
         """Breaks the connections from one task to another; the tasks can connect again.
@@ -386,7 +382,7 @@ class LocalCluster(Cluster):
     def close(self) -> None:
         """Ends the coordinators of the cluster, and all tasks."""
         super().close()
-        for name in self._starts:
+        for name in self._services:
             self.kill(name)
 
     def _connect(self, source: str, target: str) -> Link:
