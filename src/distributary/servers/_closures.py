@@ -268,7 +268,6 @@ def plan_of(
     closure = ClosureTrace(data_avals, source_of)
     step, captures, rebuild = _traced(function, avals, closure, num_replicas, shards_of)
     split = split_over_servers(step)
-    _check_sums(step, split)
     rows = rows_of(step, split)
     updates = {
         server: _update_of(step, part, rows, sparse_update)
@@ -367,19 +366,6 @@ def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, Origin]:
         inputs[handle] = "replicas" if handle.per_replica else "data", leaf
         leaf += handle.num_copies or 1
     return inputs
-
-
-def _check_sums(step: Step, split: ServerSplit) -> None:
-    """Refuses a metric that workers would overwrite instead of adding to it."""
-    for output in split.overwritten:
-        handle = step.handles[step.olds[output]]
-        if handle.cell is not None and getattr(handle.cell(), "is_sum", False):
-            raise UnsupportedError(
-                f"Variable {handle.name!r} is a sum over all workers, but its new value is not its"
-                " old one plus something, so the last worker would overwrite what the others have"
-                " added. Use metrics that add to their variables, or compute the value from what"
-                " closures return."
-            )
 
 
 def _update_of(

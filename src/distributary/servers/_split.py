@@ -139,14 +139,11 @@ class ServerSplit:
             are not state, then the pushed values.
         inputs: Positions among the inputs of the step. The worker pulls the state among them.
         servers: The servers that keep state which the step changes, by number.
-        overwritten: Positions among the outputs of the step of new state that no server computes:
-            the last worker wins.
     """
 
     worker: ClosedJaxpr
     inputs: list[int]
     servers: dict[int, ServerPart]
-    overwritten: list[int]
 
 
 def split_over_servers(step: Step) -> ServerSplit:
@@ -164,7 +161,8 @@ def split_over_servers(step: Step) -> ServerSplit:
     state is made the last one.
 
     Raises:
-        UnsupportedError: if the update of a variable needs the state of several servers at once.
+        UnsupportedError: if the update of a variable needs the state of several servers at once, or
+            workers would overwrite a sum.
     """
     step = replace(step, jaxpr=_with_sums_last(step))
     jaxpr, goals = step.jaxpr, step.goals
@@ -188,13 +186,11 @@ def split_over_servers(step: Step) -> ServerSplit:
             )
 
     pushes: dict[Var, int] = {}
-    overwritten: list[int] = []
     servers = {
-        server: _server_part(step, server, eqns, pushes, overwritten)
-        for server, eqns in at_server.items()
+        server: _server_part(step, server, eqns, pushes) for server, eqns in at_server.items()
     }
     worker, worker_inputs = _worker_part(step, at_worker, pushes)
-    return ServerSplit(worker, worker_inputs, servers, overwritten)
+    return ServerSplit(worker, worker_inputs, servers)
 
 
 def _with_sums_last(step: Step) -> Jaxpr:
@@ -351,7 +347,7 @@ def _tasks_of_equations(
 
 
 def _server_part(
-    step: Step, server: int, eqns: list[Equation], pushes: dict[Var, int], overwritten: list[int]
+    step: Step, server: int, eqns: list[Equation], pushes: dict[Var, int]
 ) -> ServerPart:
     """Returns the part of one server.
 
@@ -360,7 +356,6 @@ def _server_part(
         server: Number of the server.
         eqns: Its equations.
         pushes: Receives the variables that are pushed to the server, with their positions.
-        overwritten: Receives the outputs that it does not compute; see `ServerSplit`.
     """
     own_outputs = [i for i in step.olds if step.goals[i] == server]
     outvars = [step.jaxpr.outvars[i] for i in own_outputs]
@@ -372,7 +367,16 @@ def _server_part(
     pushed = [v for v in needed if v not in results.union(states, step.constants)]
     for v in pushed:
         pushes.setdefault(v, len(pushes))
-    overwritten += [i for i in own_outputs if _hashable(step.jaxpr.outvars[i]) in pushed]
+    for i in own_outputs:
+        handle = step.handles[step.olds[i]]
+        is_overwritten = _hashable(step.jaxpr.outvars[i]) in pushed  # and the last worker wins
+        if is_overwritten and handle.cell is not None and getattr(handle.cell(), "is_sum", False):
+            raise UnsupportedError(
+                f"Variable {handle.name!r} is a sum over all workers, but its new value is not its"
+                " old one plus something, so the last worker would overwrite what the others have"
+                " added. Use metrics that add to their variables, or compute the value from what"
+                " closures return."
+            )
     return ServerPart(
         closed_part([*states, *pushed], outvars, eqns, step.constants),
         [step.shard_of[v].number for v in states],
