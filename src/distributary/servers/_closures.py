@@ -270,8 +270,7 @@ def plan_of(
     split = split_over_servers(step)
     rows = rows_of(step, split)
     updates = {
-        server: _update_of(step, part, rows, sparse_update)
-        for server, part in split.servers.items()
+        server: _update_of(part, rows, sparse_update) for server, part in split.servers.items()
     }
     worker, programs = _worker_plan(step, split, rows, updates)
     return Plan(
@@ -369,7 +368,7 @@ def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, Origin]:
 
 
 def _update_of(
-    step: Step, part: ServerPart, rows: RowSplit, sparse_update: SparseUpdate
+    part: ServerPart, rows: RowSplit, sparse_update: SparseUpdate
 ) -> tuple[Update, Program]:
     """Returns the update of a server, and its program."""
     updated, run = rows_of_update(part, rows.pushes, rows.spaces, sparse_update)

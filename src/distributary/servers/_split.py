@@ -60,7 +60,6 @@ from distributary.tracing import (
 _WORKER = -1
 _DATA = ("data", "replicas", "argument")
 
-
 #: The origin of an input of a program: a kind and a number; see `WorkerPlan.inputs`.
 Origin: TypeAlias = tuple[str, int]
 
