@@ -54,8 +54,7 @@ class RowFlow:
 
     Attributes:
         same: Variables whose rows are all equal, whatever their number.
-        lookups: Gathers of rows by numbers that depend on no state.
-        refused_lookups: Gathers of rows by numbers that depend on state.
+        lookups: Gathers of rows. If their numbers depend on state, their table is refused.
         scatters: Additions of rows to zeros, at numbers that depend on no state.
         sums: Variables whose rows an equation adds up.
     """
@@ -63,7 +62,6 @@ class RowFlow:
     def __init__(self, jaxpr: Jaxpr, states: Collection[Var], is_worker: bool) -> None:
         self.same: set[Var] = set()
         self.lookups: list[RowUse] = []
-        self.refused_lookups: list[RowUse] = []
         self.scatters: list[RowUse] = []
         self.sums: list[Var] = []
         # By variable, its parent and a number: row r of the variable is row r + number there.
@@ -131,13 +129,10 @@ class RowFlow:
             False if it does something else.
         """
         name = eqn.primitive.name
-        if takes_rows(eqn):
+        if takes_rows(eqn) and operand not in self.same:
             self.refuse(eqn.outvars[0], _DATA)
-            use = RowUse(operand, eqn.invars[1], eqn)
-            if self._has_pure_ids(eqn):
-                self.lookups.append(use)
-            else:
-                self.refused_lookups.append(use)
+            self.lookups.append(RowUse(operand, eqn.invars[1], eqn))
+            if not self._has_pure_ids(eqn):
                 self.refuse(operand, "the ids depend on a variable")
         elif adds_rows(eqn) and operand in self._zeros and self._has_pure_ids(eqn):
             self.scatters.append(RowUse(eqn.outvars[0], eqn.invars[1], eqn))

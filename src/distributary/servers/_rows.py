@@ -476,9 +476,9 @@ class _Spaces:
             if (why := flow.reason(flow.find(use.table)[0])) is not None
         }
         refusals: dict[Var, str] = {}
-        for use in (*flow.lookups, *flow.refused_lookups):
+        for use in flow.lookups:
             root, _ = flow.find(use.table)
-            why = flow.reason(root) or of_gradients.get(numbers_of.get(use))
+            why = flow.reason(root) or of_gradients.get(numbers_of[use])
             if why is not None and self._num_ids(use) < aval_of(use.table).shape[0]:
                 refusals.update((v, why) for v in flow.members(root))
         return refusals
