@@ -371,7 +371,7 @@ def _update_of(
     part: ServerPart, rows: RowSplit, sparse_update: SparseUpdate
 ) -> tuple[Update, Program]:
     """Returns the update of a server, and its program."""
-    updated, run = rows_of_update(part, rows.pushes, rows.spaces, sparse_update)
+    updated, run = rows_of_update(part, rows, sparse_update)
     avals = part.update.in_avals
     buckets: list[int | None] = [None] * len(avals)
     for entry in updated:

@@ -279,17 +279,13 @@ def _joined_tables(jaxpr: Jaxpr, tables: Iterable[Var]) -> list[list[Var]]:
 
 
 def rows_of_update(
-    part: ServerPart,
-    pushes: Mapping[int, SpaceRow],
-    spaces: Sequence[RowSpace],
-    sparse_update: SparseUpdate,
+    part: ServerPart, split: RowSplit, sparse_update: SparseUpdate
 ) -> tuple[list[UpdatedRows], Callable[..., list[Array]]]:
     """Returns the work of a server when some of the pushed values are rows.
 
     Args:
         part: Its work on whole values.
-        pushes: The `pushes` of the `RowSplit`.
-        spaces: The spaces.
+        split: The work of the worker, which says what is pushed.
         sparse_update: "lazy" leaves rows alone that are not pushed. "exact" does so only if the
             update itself leaves them alone.
 
@@ -300,9 +296,8 @@ def rows_of_update(
     jaxpr = part.update.jaxpr
     states, invars = jaxpr.invars[: len(part.states)], jaxpr.invars[len(part.states) :]
     flow = RowFlow(jaxpr, {*jaxpr.invars}, is_worker=False)
-    pushed = {
-        v: pushes[number] for v, number in zip(invars, part.pushes, strict=True) if number in pushes
-    }
+    pairs = zip(invars, part.pushes, strict=True)
+    pushed = {v: split.pushes[number] for v, number in pairs if number in split.pushes}
     numbers = numbers_of_other_rows(jaxpr, jaxpr.outvars, pushed)
     groups: dict[tuple[Var, int], list[Var]] = {}
     for v in pushed:
@@ -328,7 +323,7 @@ def rows_of_update(
                     space,
                     first,
                     size,
-                    bucket_of(min(size, spaces[space].capacity)),
+                    bucket_of(min(size, split.spaces[space].capacity)),
                     [] if is_whole else [i for i, v in enumerate(states) if _is_of(flow, v, root)],
                     [i for i, v in enumerate(invars) if v in group and pushed[v] == (space, first)],
                     [] if is_whole else outputs,
