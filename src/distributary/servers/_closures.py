@@ -244,9 +244,8 @@ def plan_of(
     avals: Sequence[jax.ShapeDtypeStruct],
     data_avals: Sequence[jax.ShapeDtypeStruct] | None,
     shards_of: Callable[[Handle], Sequence[Shard]],
-    sparse_update: SparseUpdate = "exact",
-    num_replicas: int = 1,
-    *,
+    sparse_update: SparseUpdate,
+    num_replicas: int,
     source_of: Callable[[DatasetIterator], "RemoteSource"],
 ) -> Plan:
     """Traces the function of a closure and returns its plan; call it in the strategy's scope.

@@ -232,9 +232,8 @@ class ClusterCoordinator:
         if number is None:
             number = next(self._source_numbers)
             values = [value_fn() for _ in self._cluster.cluster.workers]
-            fields = {"kind": "value", "number": number}
             messages = [
-                Message("source", {**fields, "nest": nest_of(value)}, leaves_of(value))
+                Message("source", {"number": number, "nest": nest_of(value)}, leaves_of(value))
                 for value in values
             ]
             self._workers.set_up(("source", number), messages)
@@ -316,7 +315,8 @@ class ClusterCoordinator:
         with self._tracing:
             versions = self._functions.programs_of(fn)
             function: _Function | None = versions.get(key)
-            if function is None or any(cell() is None for cell in function.cells()):
+            # If a variable was collected, its name may now mean another one.
+            if function is None or any(c() is None for plan in function.plans for c in plan.cells):
                 self._forget()
                 avals = [struct_of(array) for array in arrays]
                 name = getattr(fn, "__qualname__", None) or repr(fn)
@@ -345,7 +345,7 @@ class ClusterCoordinator:
                 self._cluster.shards_of,
                 self._strategy._sparse_update,
                 self._strategy.num_replicas_in_sync,
-                source_of=self._source_of,
+                self._source_of,
             )
             number = len(function.plans)
             function.plans.append(plan)
@@ -423,14 +423,6 @@ class _Function:
     name: str
     avals: list[Any]
     plans: list[Plan] = field(default_factory=list)
-
-    def cells(self) -> list[Callable[[], Any]]:
-        """Returns the cells of the variables; see `Plan`.
-
-        If one of the variables was collected, its name may now mean another variable, so the
-        function is traced again.
-        """
-        return [cell for plan in self.plans for cell in plan.cells]
 
     def feeds_of(self, sources: Sequence[RemoteSource]) -> list[Feed]:
         """Returns the feeds whose data is sent with a closure that has these sources."""

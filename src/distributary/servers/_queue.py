@@ -139,11 +139,7 @@ class ClosureQueue:
         self._counts = dict.fromkeys(("done", "failed", "cancelled", "retried"), 0)
 
     def put(
-        self,
-        function: object,
-        args: list[Any],
-        call: Callable[..., Any],
-        sources: Sequence[Any] = (),
+        self, function: object, args: list[Any], call: Callable[..., Any], sources: Sequence[Any]
     ) -> RemoteValue:
         """Queues a closure; waits while too many are queued; raises an earlier error."""
         with self._lock:

@@ -121,7 +121,7 @@ class Worker(Tenant):
                                       "next": an iterator over the dataset that it returns;
                                       "value": the value that it returns
                                       -> "unknown maker" with why, if there is no such function
-                 kind "value", number, nest; arrays: the value
+                 number, nest; arrays: the value
         peek     kind, number         -> shapes and nest of the next data
         plan     function, sources, shapes, number, plan: a `WorkerPlan`; arrays: constants; blobs:
                  its programs; sources: the data of this worker that the function takes, as kinds,
