@@ -258,7 +258,7 @@ class ClusterCoordinator:
 
     def _of_workers(self, kind: str, number: int) -> RemoteSource:
         """Returns a source of data that the workers keep for as long as the source is in use."""
-        source = RemoteSource(kind, number, functools.partial(self._peek, kind, number))
+        source = RemoteSource(kind, number, functools.partial(self._peek, number))
         self._forget_when_collected(source, ("source", number))
         return source
 
@@ -301,10 +301,9 @@ class ClusterCoordinator:
     def _for_all(self, message: Message) -> list[Message]:
         return [message] * len(self._cluster.cluster.workers)
 
-    def _peek(self, kind: str, number: int) -> tuple[list[Any], Any]:
+    def _peek(self, number: int) -> tuple[list[Any], Any]:
         """Returns the shapes and dtypes of a worker's next data, and their structure."""
-        message = Message("peek", {"kind": kind, "number": number})
-        fields = self._workers.call(message).fields
+        fields = self._workers.call(Message("peek", {"number": number})).fields
         return structs_of(fields["shapes"]), tree_of(fields["nest"])
 
     # Functions

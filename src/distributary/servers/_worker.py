@@ -122,7 +122,7 @@ class Worker(Tenant):
                                       "value": the value that it returns
                                       -> "unknown maker" with why, if there is no such function
                  number, nest; arrays: the value
-        peek     kind, number         -> shapes and nest of the next data
+        peek     number               -> shapes and nest of the next data
         plan     function, sources, shapes, number, plan: a `WorkerPlan`; arrays: constants; blobs:
                  its programs; sources: the data of this worker that the function takes, as kinds,
                  numbers and numbers of leaves; "index" is the number of the worker, "closure" that
@@ -161,9 +161,8 @@ class Worker(Tenant):
         self._functions: dict[int, list[tuple[str, int, int]]] = {}
         # Each with the arrays that its function has captured, and its number.
         self._plans: dict[tuple[int, Shapes], tuple[WorkerPlan, list[jax.Array], int]] = {}
-        self._iterators: dict[int, Peekable] = {}
-        # The leaves and the structure of each value.
-        self._values: dict[int, tuple[list[np.ndarray], JSON]] = {}
+        # Iterators, and the leaves and the structure of values.
+        self._sources: dict[int, Peekable | tuple[list[np.ndarray], JSON]] = {}
         # The data of closures that wait for a plan.
         self._waiting: dict[int, list[np.ndarray]] = {}
         self._tally = new_tally()
@@ -193,26 +192,21 @@ class Worker(Tenant):
         fields = message.fields
         number = fields["number"]
         if "maker" not in fields:
-            self._values[number] = message.arrays, fields["nest"]
+            self._sources[number] = message.arrays, fields["nest"]
             return None
         try:
             make = self._find(fields["maker"])
         except UnknownMakerError as error:
             return Message("unknown maker", {"why": str(error)})
         if fields["kind"] == "next":
-            self._iterators[number] = Peekable(make)
+            self._sources[number] = Peekable(make)
         else:
-            value = make()
-            self._values[number] = leaves_of(value), nest_of(value)
+            self._sources[number] = _described(make())
         return None
 
     def _on_peek(self, message: Message) -> Message:
-        number = message.fields["number"]
-        if message.fields["kind"] == "value":
-            leaves, nest = self._values[number]
-        else:
-            element = self._iterators[number].peek()
-            leaves, nest = leaves_of(element), nest_of(element)
+        source = self._sources[message.fields["number"]]
+        leaves, nest = _described(source.peek()) if isinstance(source, Peekable) else source
         return Message("ok", {"shapes": shapes_of(leaves), "nest": nest})
 
     def _on_forget(self, message: Message) -> None:
@@ -220,8 +214,7 @@ class Worker(Tenant):
         is_used = lambda kind, number: (kind, number) not in gone
         self._functions = {n: f for n, f in self._functions.items() if is_used("function", n)}
         self._plans = {k: plan for k, plan in self._plans.items() if is_used("function", k[0])}
-        self._iterators = {n: data for n, data in self._iterators.items() if is_used("source", n)}
-        self._values = {n: value for n, value in self._values.items() if is_used("source", n)}
+        self._sources = {n: data for n, data in self._sources.items() if is_used("source", n)}
 
     def _on_plan(self, message: Message) -> None:
         fields = message.fields
@@ -336,12 +329,11 @@ class Worker(Tenant):
                 leaves.append(np.asarray(closure % (1 << 32), np.uint32))
             elif kind == "fed":
                 leaves += itertools.islice(left, num_leaves)
-            elif kind == "next":
-                iterator = self._iterators[number]
-                taken.append((iterator, iterator.next()))
+            elif isinstance(source := self._sources[number], Peekable):
+                taken.append((source, source.next()))
                 leaves += leaves_of(taken[-1][1])
             else:
-                leaves += self._values[number][0]
+                leaves += source[0]
         return leaves, taken
 
     def _pull(self, step: _Step) -> None:
@@ -395,6 +387,10 @@ class Worker(Tenant):
             read.reply = self._links[to.server].call(message)
 
         list(self._threads.map(push, step.plan.pushes))
+
+
+def _described(value: Any) -> tuple[list[np.ndarray], JSON]:
+    return leaves_of(value), nest_of(value)
 
 
 def _as_shapes(shapes: JSON) -> Shapes:
