@@ -7,7 +7,7 @@ is then no more than its number, its arguments and the number of the function.
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, final
 
@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from distributary.errors import InvalidValueError
 from distributary.servers._messages import aligned_empty
-from distributary.servers._rows import RowSpace, TablePart, UpdatedRows, bucket_of
+from distributary.servers._rows import RowSpace, TablePart, UpdatedRows
 from distributary.servers._split import Origin
 
 
@@ -186,14 +186,6 @@ def rows_in_zeros(rows: np.ndarray, numbers: np.ndarray, size: int) -> np.ndarra
     out = np.zeros((size, *rows.shape[1:]), rows.dtype)
     out[numbers] = rows
     return out
-
-
-def bucket_sizes(rows: Sequence[UpdatedRows], numbers: Sequence[np.ndarray]) -> Mapping[int, int]:
-    """Returns the number of rows to pad to, for each bucket."""
-    sizes: dict[int, int] = {}
-    for entry, row_numbers in zip(rows, numbers, strict=True):
-        sizes[entry.bucket] = max(sizes.get(entry.bucket, 0), bucket_of(len(row_numbers)))
-    return sizes
 
 
 def _find(space: RowSpace, numbers: Sequence[np.ndarray]) -> FoundRows:

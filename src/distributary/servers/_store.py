@@ -11,16 +11,9 @@ import numpy as np
 from distributary.errors import InvalidValueError
 from distributary.servers._copies import Copies, frozen
 from distributary.servers._messages import Message, from_json
-from distributary.servers._plans import (
-    Update,
-    bucket_sizes,
-    check_rows,
-    padded,
-    rows_in_zeros,
-    take_rows,
-)
+from distributary.servers._plans import Update, check_rows, padded, rows_in_zeros, take_rows
 from distributary.servers._programs import ProgramCache
-from distributary.servers._rows import UpdatedRows
+from distributary.servers._rows import bucket_of
 from distributary.servers._sessions import SessionId, Tenant
 
 
@@ -127,8 +120,13 @@ class ParameterServer(Tenant):
         update = from_json(Update, message.fields["update"])
         (content,) = message.blobs
         with self._lock:
-            for entry in update.rows:
-                self._check_num_rows(entry, [*update.states, *update.outputs])
+            shapes = [array.shape for array in self._arrays([*update.states, *update.outputs])]
+        for entry in update.rows:  # checked before that many rows are allocated
+            if entry.is_whole and not any(shape[:1] == (entry.size,) for shape in shapes):
+                raise InvalidValueError(
+                    f"{self.name}: an update is for rows of a variable of {entry.size} rows,"
+                    f" but its variables have the shapes {shapes}."
+                )
         if self._programs.add(content) != update.program:
             raise InvalidValueError(f"{self.name} got an update with another program.")
         self._updates[update.name] = update
@@ -159,7 +157,9 @@ class ParameterServer(Tenant):
         num_pushes = len(arrays) - len(tables)
         numbers = arrays[num_pushes:]
         inputs: list[Any] = [*self._arrays(states), *arrays[:num_pushes]]
-        sizes = bucket_sizes(tables, numbers)
+        sizes: dict[int, int] = {}  # to pad to, by bucket
+        for entry, rows in zip(tables, numbers, strict=True):
+            sizes[entry.bucket] = max(sizes.get(entry.bucket, 0), bucket_of(len(rows)))
         rows_of_output: dict[int, np.ndarray] = {}
         for entry, rows in zip(tables, numbers, strict=True):
             for i in entry.states:
@@ -192,15 +192,6 @@ class ParameterServer(Tenant):
         )
         # Waits, because XLA may still read tables that the next push changes.
         jax.block_until_ready(new)
-
-    def _check_num_rows(self, entry: UpdatedRows, ids: list[int]) -> None:
-        """Checks the number of rows of a whole variable, before that many are allocated."""
-        shapes = [array.shape for array in self._arrays(ids)]
-        if entry.is_whole and not any(shape[:1] == (entry.size,) for shape in shapes):
-            raise InvalidValueError(
-                f"{self.name}: an update is for rows of a variable of {entry.size} rows,"
-                f" but its variables have the shapes {shapes}."
-            )
 
     def _table(self, number: int) -> np.ndarray:
         """Returns a variable as an array that can be changed in place."""
