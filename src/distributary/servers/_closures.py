@@ -382,10 +382,7 @@ def _update_of(
 
 
 def _worker_plan(
-    step: Step,
-    split: ServerSplit,
-    rows: RowSplit,
-    updates: Mapping[int, tuple[Update, Program]],
+    step: Step, split: ServerSplit, rows: RowSplit, updates: Mapping[int, tuple[Update, Program]]
 ) -> tuple[WorkerPlan, list[Program]]:
     """Returns what a worker does, and the programs that it needs for it."""
     origins = [step.inputs[i] for i in rows.inputs]

@@ -309,9 +309,7 @@ class LocalCluster(Cluster):
     fault: Callable[[str, str, Message, Callable[[Message], Message]], Message] | None = None
 
     def __init__(
-        self,
-        devices_of_workers: Sequence[Sequence[jax.Device]],
-        num_servers: int,
+        self, devices_of_workers: Sequence[Sequence[jax.Device]], num_servers: int
     ) -> None:
         self._links: weakref.WeakKeyDictionary[InProcessLink, tuple[str, str]] = (
             weakref.WeakKeyDictionary()

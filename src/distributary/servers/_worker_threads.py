@@ -400,9 +400,7 @@ class _Connection:
             raise
         self.incarnation = reply.fields["incarnation"]
         self._heartbeat = Heartbeat(
-            SessionLink(task, session.id),
-            session.options.heartbeat_seconds,
-            self.lose,
+            SessionLink(task, session.id), session.options.heartbeat_seconds, self.lose
         )
 
     def call(self, message: Message) -> Message:
