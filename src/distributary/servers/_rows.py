@@ -57,7 +57,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
@@ -509,11 +508,11 @@ def _evaluated(
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
     def value(atom: Atom) -> Array:
-        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+        return values[atom] if isinstance(atom, Var) else atom.val
 
     def in_rows(atom: Atom, num_rows: int) -> Array:
         """Returns a value whose rows are all equal with another number of rows."""
-        if isinstance(atom, jex_core.Literal) or atom not in flow.same:
+        if not isinstance(atom, Var) or atom not in flow.same:
             return value(atom)
         eqn = makers[atom]
         row = bind_rows(eqn, operands(eqn, 1), 1)[eqn.outvars.index(atom)]
@@ -521,10 +520,7 @@ def _evaluated(
 
     def operands(eqn: Equation, num_rows: int) -> list[Array]:
         of_rows = row_operands(eqn) or ()
-        return [
-            in_rows(v, num_rows) if any(v is root for root in of_rows) else value(v)
-            for v in eqn.invars
-        ]
+        return [in_rows(v, num_rows) if v in of_rows else value(v) for v in eqn.invars]
 
     for eqn in jaxpr.eqns:
         num_rows = sizes.get(flow.find(eqn.outvars[0])[0]) if eqn.outvars else None
