@@ -389,11 +389,10 @@ def _worker_part(
     step: Step, eqns: Sequence[Equation], pushes: Mapping[Var, int]
 ) -> tuple[ClosedJaxpr, list[int]]:
     """Returns the part of the worker, and the positions of its inputs among those of the step."""
-    pairs = zip(step.jaxpr.outvars, step.goals, strict=True)
-    results = [v for v, goal in pairs if goal == _WORKER]
-    invars = [v for v in step.jaxpr.invars if v not in step.constants]
+    results = step.jaxpr.outvars[: step.num_results]
+    invars = step.jaxpr.invars[: len(step.inputs)]
     worker = closed_part(invars, [*results, *pushes], eqns, step.constants, with_effects=True)
-    position = {v: i for i, v in enumerate(step.jaxpr.invars)}
+    position = {v: i for i, v in enumerate(invars)}
     return worker, [position[v] for v in worker.jaxpr.invars]
 
 
