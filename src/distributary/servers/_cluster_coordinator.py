@@ -37,7 +37,7 @@ from distributary.servers._per_worker import (
 )
 from distributary.servers._queue import Closure, ClosureQueue, RemoteValue
 from distributary.servers._sources import UnknownMakerError, distributed_by
-from distributary.servers._statistics import CoordinatorStatistics, lines_of, metrics_server
+from distributary.servers._statistics import CoordinatorStatistics, lines_of, serve_metrics
 from distributary.servers._worker_threads import Key, Workers
 from distributary.tracing import user_stacklevel
 
@@ -98,13 +98,12 @@ class ClusterCoordinator:
                 **counts, workers=workers.statistics(), servers=session.statistics()
             )
 
-        metrics = metrics_server(os.environ, lambda: lines_of("coordinator", collect()))
+        end_metrics = serve_metrics(os.environ, lambda: lines_of("coordinator", collect()))
         strategy.extended.statistics_sources["coordinator"] = collect
 
         def end(error: Exception) -> None:
             queue.end(error)
-            if metrics is not None:
-                metrics.close()
+            end_metrics()
 
         session.watch(end, queue.at_rest)
         self._workers = workers
