@@ -272,6 +272,7 @@ def plan_of(
         server: _update_of(part, rows, sparse_update) for server, part in split.servers.items()
     }
     worker, programs = _worker_plan(step, split, rows, updates)
+    variables = dict.fromkeys(step.handles.values())
     return Plan(
         closure.sources,
         worker,
@@ -280,11 +281,7 @@ def plan_of(
         [copy_of(capture) for capture in captures],
         updates,
         rows.refusals,
-        [
-            cell
-            for handle in dict.fromkeys(step.handles.values())
-            if (cell := handle.cell) is not None
-        ],
+        [handle.cell for handle in variables if handle.cell is not None],
         rebuild,
     )
 
