@@ -9,9 +9,9 @@ from distributary.servers._messages import Message
 # A message to any task -> name of the task, its number of devices, versions
 IDENTIFY: Final = "identify"
 
-_CHIEF: Final = frozenset({"chief"})
-_WORKER: Final = frozenset({"worker"})
-_LOCAL: Final = frozenset({"local"})
+_LOCAL: Final = "local"  # a role that may send everything
+_CHIEF: Final = frozenset({"chief", _LOCAL})
+_WORKER: Final = frozenset({"worker", _LOCAL})
 _OF_SESSIONS: Final = (IDENTIFY, "hello", "alive")
 _OF_WORKERS: Final = ("forget", "peek", "plan", "run", "source")
 _OF_SERVERS: Final = ("adopt", "assign", "copy", "create", "drop", "finish", "load", "save")
@@ -46,9 +46,9 @@ def check_sender(task: str, message: Message, peer: Peer) -> None:
     rule, part = "", ""
     if roles is None:
         rule = f"which nobody may send to a {task_type}"
-    elif peer.role not in roles | _LOCAL:
-        rule = f"which only the {' and the '.join(sorted(roles))} may send"
-    elif _ONCE in message.fields and peer.role not in _CHIEF | _LOCAL:
+    elif peer.role not in roles:
+        rule = f"which only the {' and the '.join(sorted(roles - {_LOCAL}))} may send"
+    elif _ONCE in message.fields and peer.role not in _CHIEF:
         rule, part = "which only the chief may send", f" with the field {_ONCE!r}"
     if rule:
         kind = message.kind[:_MAX_CHARACTERS]

@@ -44,19 +44,19 @@ class Tenant(ABC):
     Args:
         session: The session.
         name: Name of the task, for messages.
-        parts: Other objects with such methods.
+        part: Another object with such methods.
 
     Attributes:
         incarnation: A text that no other tenant has.
         ended: Set when the session has ended.
     """
 
-    def __init__(self, session: SessionId, name: str, *parts: object) -> None:
+    def __init__(self, session: SessionId, name: str, part: object = None) -> None:
         self.session = session
         self.name = name
         self.incarnation = secrets.token_hex(8)
         self.ended = threading.Event()
-        self._parts = parts
+        self._part = part
         self._once = threading.Lock()
         self._request = 0
         self._reply = Message("ok")
@@ -75,7 +75,7 @@ class Tenant(ABC):
     def handle(self, message: Message) -> Message:
         """Handles a message of a kind that `check_sender` allows, and returns the reply."""
         name = f"_on_{message.kind}"
-        owner = next(part for part in (self, *self._parts) if hasattr(part, name))
+        owner = self if hasattr(self, name) else self._part
         reply: Message | None = getattr(owner, name)(message)
         return reply or Message("ok")
 
