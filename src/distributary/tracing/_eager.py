@@ -76,18 +76,17 @@ class EagerRecord:
         # By the identity of a variable: the variable, and how it was read.
         self._reads: dict[int, tuple[Any, list[_Read]]] = {}
 
-    def start(self) -> None:
-        """Starts to record what this thread computes."""
+    def mark(self, event: str) -> None:
+        """Starts or ends recording what this thread computes."""
+        if event in ("stop", "pause"):
+            _state.records.remove(self)
+            if not _state.records:
+                _state.context.__exit__(None, None, None)
+            return
         if not _state.records:
             _state.context = recorded_by(_report)
             _state.context.__enter__()
         _state.records.append(self)
-
-    def stop(self) -> None:
-        """Ends recording."""
-        _state.records.remove(self)
-        if not _state.records:
-            _state.context.__exit__(None, None, None)
 
     def note(self, operation: _Operation) -> None:
         """Records an operation."""

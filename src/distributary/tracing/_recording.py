@@ -138,9 +138,7 @@ def trace(
         reads = reads_of_tapes(eqns) if scope.asked else {}
         # A tape that was asked what it watches knew it, unless JAX had kept the code that reads it.
         knew_reads = all(
-            handle in record.watched
-            for record in scope.asked
-            for handle in reads.get(record.number, ())
+            handle in watched for number, watched in scope.asked for handle in reads.get(number, ())
         )
         names_outside.check(str(subject), scope.numbers)
         if decisions == used and knew_reads and not (scope.created and known.may_create):
