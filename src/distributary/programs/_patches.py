@@ -23,7 +23,7 @@ result is `t` with the terms of `-0.1 * g` added to it. They may name a row seve
 
 import functools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -101,7 +101,7 @@ class RowIds:
         for term in terms:
             self._targets[id(term.ids)] = targets[start : start + term.ids.shape[0]]
             start += term.ids.shape[0]
-        self._taken: dict[int, tuple[Array, Array]] = {}
+        self._made: dict[int, tuple[object, Array]] = {}
 
     def have(self, terms: Sequence[Term]) -> bool:
         """Returns whether the terms name no other rows, as far as can be told."""
@@ -114,12 +114,17 @@ class RowIds:
             total = Term(self._targets[id(term.ids)], term.rows, term.is_unique).added_to(total)
         return total
 
+    def once(self, value: object, in_rows: Callable[[], Array]) -> Array:
+        """Returns a value in the distinct rows, `[size, *row]`, which `in_rows` makes once."""
+        if id(value) not in self._made:
+            self._made[id(value)] = value, in_rows()
+        return self._made[id(value)][1]
+
     def taken_from(self, table: Array) -> Array:
-        """Returns the distinct rows of a table, `[size, *row]`; any rows for numbers past it."""
-        if id(table) not in self._taken:
-            rows = table.at[self.distinct].get(mode="clip", wrap_negative_indices=False)
-            self._taken[id(table)] = table, rows
-        return self._taken[id(table)][1]
+        """Returns the distinct rows of a table; any rows for numbers past it."""
+        return self.once(
+            table, lambda: table.at[self.distinct].get(mode="clip", wrap_negative_indices=False)
+        )
 
     def set_in(self, table: Array, rows: Array) -> Array:
         """Returns a table with its distinct rows replaced."""
@@ -149,11 +154,6 @@ class Zeros:
         """Shape of the value."""
         return self.aval.shape
 
-    @property
-    def key(self) -> Hashable:
-        """The same for all zeros."""
-        return "zeros"
-
     def dense(self) -> Array:
         """Returns all of them."""
         zeros = jnp.zeros(self.aval.shape, self.aval.dtype)
@@ -182,11 +182,6 @@ class Stored:
         """Shape of the value."""
         return self.array.shape
 
-    @property
-    def key(self) -> Hashable:
-        """The identity of the array."""
-        return id(self.array)
-
     def dense(self) -> Array:
         """Returns the array."""
         return self.array
@@ -211,17 +206,11 @@ class Computed:
     _operands: "Sequence[Base | Patch | Array]"
     _index: int = 0
     _dense: Array | None = field(default=None, init=False)
-    _in_rows: tuple[RowIds, Array] | None = field(default=None, init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
         return shape_of(self._eqn.outvars[self._index])
-
-    @property
-    def key(self) -> Hashable:
-        """The identity of this object."""
-        return id(self)
 
     def dense(self) -> Array:
         """Evaluates the equation, once."""
@@ -231,11 +220,13 @@ class Computed:
         return self._dense
 
     def in_rows(self, ids: RowIds) -> Array:
-        """Evaluates the equation on rows."""
-        if self._in_rows is None or self._in_rows[0] is not ids:
+        """Evaluates the equation on rows, once."""
+
+        def evaluated() -> Array:
             operands = [x.in_rows(ids) if isinstance(x, WITH_ROWS) else x for x in self._operands]
-            self._in_rows = ids, bind_rows(self._eqn, operands, ids.size)[self._index]
-        return self._in_rows[1]
+            return bind_rows(self._eqn, operands, ids.size)[self._index]
+
+        return ids.once(self, evaluated)
 
 
 Base: TypeAlias = Zeros | Stored | Computed
@@ -257,12 +248,6 @@ class Added:
     terms: Sequence[Term]
     source: Computed | None = None
     _dense: Array | None = field(default=None, init=False)
-    _sums: tuple[RowIds, Array] | None = field(default=None, init=False)
-
-    @property
-    def num_ids(self) -> int:
-        """Number of ids of all terms."""
-        return sum(term.ids.shape[0] for term in self.terms)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -289,9 +274,7 @@ class Added:
         if self.source is not None:
             return self.source.in_rows(ids)
         # The rows are added up once, whatever is computed from their sums.
-        if self._sums is None or self._sums[0] is not ids:
-            self._sums = ids, ids.sums(self.terms)
-        return self._sums[1]
+        return ids.once(self, lambda: ids.sums(self.terms))
 
 
 @final
@@ -309,11 +292,6 @@ class Replaced:
     ids: RowIds
     source: Computed
     _dense: Array | None = field(default=None, init=False)
-
-    @property
-    def num_ids(self) -> int:
-        """Number of ids."""
-        return self.ids.size
 
     @property
     def shape(self) -> tuple[int, ...]:

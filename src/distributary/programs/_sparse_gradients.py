@@ -309,8 +309,8 @@ class _Rewriting:
 
     def _gathered_patch(self, patch: Patch) -> Added | None:
         """Returns the sum of a patch over the replicas; None if it cannot or need not be rows."""
-        terms = _terms_over_zeros(patch)
-        if terms is None or not self._is_few(patch.num_ids, patch.shape):
+        terms = _terms_over_zeros(patch) or ()
+        if not self._is_few(sum(term.ids.shape[0] for term in terms), patch.shape):
             return None
         num_rows = patch.shape[0]
         gathered = [self._gathered_term(term, num_rows) for term in terms]
@@ -423,7 +423,8 @@ class _Rewriting:
         operands = [x.base if isinstance(x, _PATCHES) else x for x in inputs]
         if len(eqn.outvars) > 1:
             return Computed(eqn, operands, index)
-        keys = [x.key if isinstance(x, WITH_ROWS) else id(x) for x in operands]
+        arrays = [x.array if isinstance(x, Stored) else x for x in operands]
+        keys = ["zeros" if isinstance(x, Zeros) else id(x) for x in arrays]
         numbers = [self._numbers.get(id(x), (x, math.nan))[1] for x in operands]
         zeros = [isinstance(x, Zeros) or n == 0 for x, n in zip(operands, numbers, strict=True)]
         place = known_result(eqn, keys, numbers, zeros)
