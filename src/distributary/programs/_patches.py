@@ -24,7 +24,7 @@ result is `t` with the terms of `-0.1 * g` added to it. They may name a row seve
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
@@ -154,8 +154,9 @@ class Zeros:
         """Shape of the value."""
         return self.aval.shape
 
+    @property
     def dense(self) -> Array:
-        """Returns all of them."""
+        """All of them."""
         zeros = jnp.zeros(self.aval.shape, self.aval.dtype)
         return zeros if self.parts is None else lax.with_sharding_constraint(zeros, self.parts)
 
@@ -182,8 +183,9 @@ class Stored:
         """Shape of the value."""
         return self.array.shape
 
+    @property
     def dense(self) -> Array:
-        """Returns the array."""
+        """The array."""
         return self.array
 
     def in_rows(self, ids: RowIds) -> Array:
@@ -192,7 +194,7 @@ class Stored:
 
 
 @final
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Computed:
     """A result of an equation that works row by row.
 
@@ -205,19 +207,17 @@ class Computed:
     _eqn: Equation
     _operands: "Sequence[Base | Patch | Array]"
     _index: int = 0
-    _dense: Array | None = field(default=None, init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
         return shape_of(self._eqn.outvars[self._index])
 
+    @functools.cached_property
     def dense(self) -> Array:
-        """Evaluates the equation, once."""
-        if self._dense is None:
-            operands = [x.dense() if isinstance(x, WITH_ROWS) else x for x in self._operands]
-            self._dense = evaluate_one(self._eqn, operands)[self._index]
-        return self._dense
+        """The whole result of the equation."""
+        operands = [x.dense if isinstance(x, WITH_ROWS) else x for x in self._operands]
+        return evaluate_one(self._eqn, operands)[self._index]
 
     def in_rows(self, ids: RowIds) -> Array:
         """Evaluates the equation on rows, once."""
@@ -234,7 +234,7 @@ Base: TypeAlias = Zeros | Stored | Computed
 
 
 @final
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Added:
     """A base with rows added to it.
 
@@ -247,27 +247,24 @@ class Added:
     base: Base
     terms: Sequence[Term]
     source: Computed | None = None
-    _dense: Array | None = field(default=None, init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
         return self.base.shape
 
+    @functools.cached_property
     def dense(self) -> Array:
-        """Returns the whole value."""
-        if self._dense is not None:
-            return self._dense
+        """The whole value."""
         if self.source is not None and not _is_changed_in_place(self.base):
-            self._dense = self.source.dense()
-        elif self.source is None or self.base.dense().dtype.itemsize >= _MIN_BYTES_OF_SUMS:
-            self._dense = self.base.dense()
-            for term in self.terms:
-                self._dense = term.added_to(self._dense)
-        else:
+            return self.source.dense
+        whole = self.base.dense
+        if self.source is not None and whole.dtype.itemsize < _MIN_BYTES_OF_SUMS:
             ids = RowIds(self.terms, self.shape[0])
-            self._dense = ids.set_in(self.base.dense(), self.in_rows(ids))
-        return self._dense
+            return ids.set_in(whole, self.in_rows(ids))
+        for term in self.terms:
+            whole = term.added_to(whole)
+        return whole
 
     def in_rows(self, ids: RowIds) -> Array:
         """Returns the value in distinct rows that include its own, `[size, *row]`."""
@@ -278,7 +275,7 @@ class Added:
 
 
 @final
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Replaced:
     """A base with rows set in it.
 
@@ -291,21 +288,18 @@ class Replaced:
     base: Base
     ids: RowIds
     source: Computed
-    _dense: Array | None = field(default=None, init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
         return self.base.shape
 
+    @functools.cached_property
     def dense(self) -> Array:
-        """Returns the whole value."""
-        if self._dense is None:
-            if _is_changed_in_place(self.base):
-                self._dense = self.ids.set_in(self.base.dense(), self.in_rows(self.ids))
-            else:
-                self._dense = self.source.dense()
-        return self._dense
+        """The whole value."""
+        if _is_changed_in_place(self.base):
+            return self.ids.set_in(self.base.dense, self.in_rows(self.ids))
+        return self.source.dense
 
     def in_rows(self, ids: RowIds) -> Array:
         """Returns the value in its own rows, `[size, *row]`."""

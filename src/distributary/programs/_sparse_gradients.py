@@ -107,9 +107,10 @@ class _Flat:
 
     patch: Patch
 
+    @property
     def dense(self) -> Array:
-        """Returns the whole vector."""
-        return self.patch.dense().reshape(-1)
+        """The whole vector."""
+        return self.patch.dense.reshape(-1)
 
 
 @final
@@ -125,8 +126,9 @@ class _Vector:
     aval: ShapedArray
     parts: "Sequence[tuple[int, int, _Value]]"
 
+    @property
     def dense(self) -> Array:
-        """Returns the whole vector."""
+        """The whole vector."""
         vector = jnp.zeros(self.aval.shape, self.aval.dtype)
         for start, _, part in self.parts:
             vector = lax.dynamic_update_slice(vector, _dense(part), (start,))
@@ -167,7 +169,7 @@ def with_sparse_gradients(
 
 def _dense(value: _Value) -> Array:
     """Returns a value as an array."""
-    return value.dense() if isinstance(value, _LAZY) else value
+    return value.dense if isinstance(value, _LAZY) else value
 
 
 @final
