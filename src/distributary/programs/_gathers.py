@@ -58,6 +58,7 @@ from distributary.tracing import (
     evaluate_one,
     gather_p,
     jaxpr_of,
+    opened,
     scatter_p,
     shape_of,
     variables_of,
@@ -100,9 +101,10 @@ def with_gathers(
         return step(*whole)
 
     def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-        jaxpr, constants = flattened(closed)
-        stored = [jaxpr.invars[i] for i in parts]
-        return _Evaluation(_with_early_sums(jaxpr), stored).outputs([*args, *constants.values()])
+        flat = flattened(closed)
+        stored = [flat.jaxpr.invars[i] for i in parts]
+        program = _with_early_sums(opened(flat))
+        return _Evaluation(program, stored).outputs([*flat.consts, *args])
 
     return with_pass(of_replica, run)
 
@@ -114,8 +116,8 @@ def gathers(jaxpr: Jaxpr) -> bool:
 
 def _run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
     """Returns the outputs of a program, or of the body of a loop in it."""
-    jaxpr, constants = flattened(closed)
-    return _Evaluation(jaxpr).outputs([*args, *constants.values()])
+    flat = flattened(closed)
+    return _Evaluation(opened(flat)).outputs([*flat.consts, *args])
 
 
 def _with_early_sums(jaxpr: Jaxpr) -> Jaxpr:

@@ -115,7 +115,8 @@ def without_scattered_sums(
         The stages with the operands of these sums in the cut, and how the update gets each value of
         the cut.
     """
-    jaxpr, constants = flattened(stages.replica)
+    flat = flattened(stages.replica)
+    jaxpr = flat.jaxpr
     num_results = len(stages.replica_outputs)
     made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     operands = {
@@ -152,9 +153,7 @@ def without_scattered_sums(
             results.append(operands[v])
             taken.append(Taken(spec))
     eqns = [eqn for eqn in jaxpr.eqns if not eqn.outvars or not scattered.issuperset(eqn.outvars)]
-    constvars = [*constants]
-    inputs = [v for v in jaxpr.invars if v not in constants]
-    first = ClosedJaxpr(jaxpr_of(inputs, results, eqns, constvars), [*constants.values()])
+    first = ClosedJaxpr(jaxpr_of(jaxpr.invars, results, eqns, jaxpr.constvars), flat.consts)
     with_rows = _with_sums_of_rows(stages, sums_of_rows, num_replicas)
     return replace(stages, replica=first, update=with_rows, num_cut=len(taken)), taken
 

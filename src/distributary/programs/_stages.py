@@ -286,15 +286,17 @@ def without_calls(
     return jaxpr, known
 
 
-def flattened(jaxpr: AnyJaxpr) -> tuple[Jaxpr, dict[Var, Array]]:
-    """Returns a jaxpr, closed or not, without calls; its constants are its last inputs.
+def flattened(program: AnyJaxpr) -> ClosedJaxpr:
+    """Returns a jaxpr, closed or not, without calls.
 
     What a checkpoint computes once more comes after a barrier.
     """
-    inner, values = open_jaxpr(jaxpr)
-    last = jaxpr_of([*inner.invars, *inner.constvars], inner.outvars, inner.eqns)
-    constants = dict(zip(inner.constvars, values, strict=True))
-    return without_calls(last, constants, with_barriers=True)
+    jaxpr, values = open_jaxpr(program)
+    last = jaxpr_of([*jaxpr.invars, *jaxpr.constvars], jaxpr.outvars, jaxpr.eqns)
+    constants = dict(zip(jaxpr.constvars, values, strict=True))
+    flat, constants = without_calls(last, constants, with_barriers=True)
+    closed = jaxpr_of(jaxpr.invars, flat.outvars, flat.eqns, list(constants))
+    return ClosedJaxpr(closed, list(constants.values()))
 
 
 def _written_out(
