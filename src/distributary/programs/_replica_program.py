@@ -13,6 +13,7 @@ arrays:
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
 import jax
@@ -128,6 +129,26 @@ def _outputs(pure: Pure) -> list[Any]:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The form of an input or output of the program of all replicas.
+
+    Attributes:
+        is_split: Whether it has a part for every replica, `[replica, *shape]`.
+        parts: Its sharding; `P()` if it is whole.
+        is_summed: Whether it is the sum of what the replicas have.
+    """
+
+    is_split: bool = False
+    parts: P = P()
+    is_summed: bool = False
+
+
+def _form_of(handle: Handle) -> _Form:
+    return _Form(handle.per_replica, handle.parts, handle.summed)
+
+
+@final
 class ReplicaProgram(TracedProgram):
     """The program of all replicas, as a function of global arrays.
 
@@ -176,6 +197,14 @@ class ReplicaProgram(TracedProgram):
             results != "shared" or any(pure.varying[k] for pure in self.pures if pure.varying)
             for k in range(self.num_outs)
         ]
+        first = self.pures[0]
+        self._in_forms = [
+            *[_Form()] * len(first.captures),
+            *map(_form_of, first.handles),
+            *map(_Form, self._varying_args),
+        ]
+        self._out_forms = [*map(_Form, self.split_outs), *map(_form_of, first.written)]
+        self._out_parts = [form.parts for form in self._out_forms]
         self._staged = data is not None
         self._on_mesh = num_replicas > 1 and not self.uneven
         # Whether every device updates a part of the state, as `_sharded` describes.
@@ -190,16 +219,13 @@ class ReplicaProgram(TracedProgram):
         self._taken = [Taken(P())] * self._stages[0].num_cut
         if self._divides:
             self._stages[0], self._taken = without_scattered_sums(
-                self._stages[0], self._out_parts(), num_replicas
+                self._stages[0], self._out_parts, num_replicas
             )
 
     @property
     def has_first_output_everywhere(self) -> bool:
         """True if every device computes its own first result."""
         return not self.uneven and (self.split_outs[0] or self.makes_first_output)
-
-    def _out_parts(self) -> list[P]:
-        return [*[P()] * self.num_outs, *(handle.parts for handle in self.pures[0].written)]
 
     def _cut(self, pure: Pure, data: Sequence[bool]) -> Stages:
         varying = [
@@ -332,8 +358,8 @@ class ReplicaProgram(TracedProgram):
                 values,
                 outputs,
                 self._taken,
-                self._inputs_parts(),
-                self._out_parts(),
+                [form.parts for form in self._in_forms],
+                self._out_parts,
                 self._mesh,
                 lambda run, jaxprs: self._rewrite(run, jaxprs, None),
             )
@@ -351,19 +377,19 @@ class ReplicaProgram(TracedProgram):
     def _run_on_mesh(self, values: Sequence[Array]) -> list[Array]:
         """Returns the outputs of the first stage, with the replicas in a `shard_map`."""
         stages, split, whole = self._stages[0], P(REPLICA_AXIS), P()
-        inputs = [values[i] for i in stages.replica_inputs]
-        is_split = self._inputs_split()
-        in_specs = [split if is_split[i] else whole for i in stages.replica_inputs]
+        inputs, in_specs = [], []
         parts: dict[int, tuple[int, int]] = {}
-        for k, (i, stored) in enumerate(zip(stages.replica_inputs, inputs, strict=True)):
-            spec = self._inputs_parts()[i]
-            dim = shard_dim(spec)
+        for k, i in enumerate(stages.replica_inputs):
+            value, spec = values[i], split if self._in_forms[i].is_split else whole
+            sharding = self._in_forms[i].parts
+            dim = shard_dim(sharding)
             if dim is not None and num_logical_devices(self._mesh) == 1:
-                parts[k], in_specs[k] = (dim, stored.shape[dim]), spec
-                inputs[k] = stored_shards(stored, NamedSharding(self._mesh, spec))
-        out_split = self._outputs_split()
+                parts[k], spec = (dim, value.shape[dim]), sharding
+                value = stored_shards(value, NamedSharding(self._mesh, sharding))
+            inputs.append(value)
+            in_specs.append(spec)
         out_specs = [
-            *(split if out_split[i] else whole for i in stages.replica_outputs),
+            *(split if self._out_forms[i].is_split else whole for i in stages.replica_outputs),
             *(taken.spec for taken in self._taken),
         ]
         body: Callable[..., list[Array]] = self._run_replica
@@ -381,34 +407,15 @@ class ReplicaProgram(TracedProgram):
             axis_names={REPLICA_AXIS},
         )(*inputs)
 
-    def _inputs_split(self) -> list[bool]:
-        """Returns for every input whether it is `[replica, *shape]`."""
-        first = self.pures[0]
-        of_handles = [handle.per_replica for handle in first.handles]
-        return [*[False] * len(first.captures), *of_handles, *self._varying_args]
-
-    def _inputs_parts(self) -> list[P]:
-        """Returns the sharding of every input; `P()` if it is whole."""
-        first = self.pures[0]
-        of_handles = [handle.parts for handle in first.handles]
-        return [*[P()] * len(first.captures), *of_handles, *[P()] * len(self._varying_args)]
-
-    def _outputs_split(self) -> list[bool]:
-        """Returns for every output whether it has a part for every replica."""
-        return [*self.split_outs, *(handle.per_replica for handle in self.pures[0].written)]
-
     def _run_replica(self, *inputs: Array) -> list[Array]:
         """Runs the first stage of one replica, inside `shard_map`, on its parts of the inputs."""
-        pure, stages = self.pures[0], self._stages[0]
+        stages = self._stages[0]
         replica_id = lax.axis_index(REPLICA_AXIS)
-        is_split = self._inputs_split()
-        num_captures = len(pure.captures)
         values = [*stages.replica.consts]
         for i, value in zip(stages.replica_inputs, inputs, strict=True):
-            k = i - num_captures
-            if is_split[i]:
+            if self._in_forms[i].is_split:
                 values.append(value[0])
-            elif 0 <= k < len(pure.handles) and pure.handles[k].summed:
+            elif self._in_forms[i].is_summed:
                 values.append(self._start_of_sum(value, replica_id))
             else:
                 values.append(value)
@@ -417,9 +424,8 @@ class ReplicaProgram(TracedProgram):
         num_results = sum(i < self.num_outs for i in outputs)
         outs[:num_results] = whole_on_cores(outs[:num_results], self._mesh, True)
         self._sum_states(outs)
-        out_split = self._outputs_split()
         for k, i in enumerate(outputs):
-            if out_split[i]:
+            if self._out_forms[i].is_split:
                 # `asarray`, because some constants of JAX are no arrays.
                 outs[k] = jnp.asarray(outs[k])[None]
         pairs = zip(outs[len(outputs) :], self._taken, strict=True)
@@ -434,12 +440,8 @@ class ReplicaProgram(TracedProgram):
 
     def _sum_states(self, outs: list[Array]) -> None:
         """Sums the new states of which every replica has a part, in place."""
-        pure = self.pures[0]
-        summed = [
-            k
-            for k, i in enumerate(self._stages[0].replica_outputs)
-            if i >= self.num_outs and pure.written[i - self.num_outs].summed
-        ]
+        outputs = self._stages[0].replica_outputs
+        summed = [k for k, i in enumerate(outputs) if self._out_forms[i].is_summed]
         totals = lax.psum([outs[k] for k in summed], REPLICA_AXIS) if summed else []
         for k, total in zip(summed, totals, strict=True):
             outs[k] = total
