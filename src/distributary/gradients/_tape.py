@@ -369,9 +369,9 @@ def _is_differentiable(role: str, value: Any) -> bool:
 
 
 def _seeds(output_gradients: Nest, targets: Sequence[jax.Array]) -> list[jax.Array]:
-    if output_gradients is None:
-        return [jnp.ones_like(target) for target in targets]
-    entries = jax.tree.leaves(output_gradients, is_leaf=lambda x: x is None)
+    entries: list[Any] = [None] * len(targets)
+    if output_gradients is not None:
+        entries = jax.tree.leaves(output_gradients, is_leaf=lambda x: x is None)
     if len(entries) != len(targets):
         raise InvalidValueError(
             f"GradientTape.gradient: output_gradients has {len(entries)} entries for"
@@ -379,10 +379,7 @@ def _seeds(output_gradients: Nest, targets: Sequence[jax.Array]) -> list[jax.Arr
         )
     seeds = []
     for seed, target in zip(entries, targets, strict=True):
-        if seed is None:
-            seeds.append(jnp.ones_like(target))
-            continue
-        array = jnp.asarray(seed, target.dtype)
+        array = jnp.ones_like(target) if seed is None else jnp.asarray(seed, target.dtype)
         if array.shape != target.shape:
             raise InvalidValueError(
                 f"GradientTape.gradient: an output gradient has shape {array.shape}, but its target"
