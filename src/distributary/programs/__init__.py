@@ -12,10 +12,12 @@ from distributary.programs._row_wise import (
     known_result,
     number_of,
     row_operands,
+    takes_rows,
     with_rows,
 )
 from distributary.programs._sparse_gradients import with_sparse_gradients
 from distributary.programs._stages import (
+    closed_part,
     cut,
     cut_around_mesh,
     flattened,

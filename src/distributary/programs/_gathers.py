@@ -35,6 +35,7 @@ do not pile up either. No activation is computed twice.
 
 import bisect
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
@@ -48,7 +49,7 @@ from jax.lax import GatherScatterMode
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, Nest
-from distributary.programs._row_wise import takes_rows, with_wide_ids
+from distributary.programs._row_wise import are_few_rows, takes_rows, with_wide_ids
 from distributary.programs._stages import flattened
 from distributary.tracing import (
     CONTROL_FLOW,
@@ -279,7 +280,7 @@ class _Evaluation:
     def _note(self, position: int, eqn: Equation) -> None:
         operands = variables_of(eqn.invars)
         known = self._weights.get(operands[0]) if operands else None
-        if known is not None and takes_rows(eqn) and operands[0] in known.gathered():
+        if known is not None and _takes_few_rows(eqn) and operands[0] in known.gathered():
             self._takes_rows[position] = known
             operands, known = operands[1:], None
         is_gather = eqn.primitive is gather_p or (
@@ -375,6 +376,13 @@ class _Evaluation:
 
     def _weight_of(self, atom: Atom) -> _Weight | None:
         return None if isinstance(atom, Literal) else self._weights.get(atom)
+
+
+def _takes_few_rows(eqn: Equation) -> bool:
+    """Returns whether an equation takes whole rows of its first operand, few of all."""
+    return takes_rows(eqn) and are_few_rows(
+        math.prod(shape_of(eqn.invars[1])[:-1]), shape_of(eqn.invars[0])
+    )
 
 
 def _find_gaps(weights: Sequence[_Weight]) -> None:

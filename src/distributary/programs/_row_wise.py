@@ -127,7 +127,7 @@ def adds_rows(eqn: Equation) -> bool:
 
 
 def takes_rows(eqn: Equation) -> bool:
-    """Returns whether an equation takes whole rows of its first operand, few of all."""
+    """Returns whether an equation takes whole rows of its first operand, each by its number."""
     if eqn.primitive.name != "gather":
         return False
     dims, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
@@ -135,7 +135,6 @@ def takes_rows(eqn: Equation) -> bool:
         dims.start_index_map == dims.collapsed_slice_dims == (0,)
         and not dims.operand_batching_dims
         and tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
-        and are_few_rows(math.prod(shape_of(eqn.invars[1])[:-1]), shape)
     )
 
 

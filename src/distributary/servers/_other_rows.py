@@ -15,7 +15,7 @@ from typing import Final, final
 from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.programs import known_result, number_of
-from distributary.tracing import Atom, Equation, Numbering, aval_of, jaxpr_of, shape_of
+from distributary.tracing import Atom, Equation, Numbering, jaxpr_of, shape_of
 
 _SAME_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape")
 _ZERO: Final = "zero"
@@ -31,20 +31,6 @@ def rows_between(eqn: Equation) -> tuple[int, int] | None:
     ):
         return None
     return params["start_indices"][0], params["limit_indices"][0]
-
-
-def takes_rows(eqn: Equation) -> bool:
-    """Returns whether an equation is a gather that takes whole rows, each by its number."""
-    if eqn.primitive.name != "gather":
-        return False
-    operand, ids = map(aval_of, eqn.invars)
-    dims = eqn.params["dimension_numbers"]
-    return (
-        dims.start_index_map == dims.collapsed_slice_dims == (0,)
-        and not dims.operand_batching_dims
-        and eqn.params["slice_sizes"] == (1, *operand.shape[1:])
-        and ids.shape[-1:] == (1,)
-    )
 
 
 def numbers_of_other_rows(

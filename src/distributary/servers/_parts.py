@@ -34,8 +34,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.programs import row_operands, with_rows, without_calls
 from distributary.servers._other_rows import rows_between
-from distributary.servers._split import Atom, aval_of
-from distributary.tracing import Array, Equation, jaxpr_of
+from distributary.tracing import Array, Atom, Equation, aval_of, jaxpr_of
 
 
 def in_parts(

@@ -17,10 +17,9 @@ from typing import final
 
 from jax.extend.core import Jaxpr, Literal, Var
 
-from distributary.programs import adds_rows, row_operands
-from distributary.servers._other_rows import rows_between, takes_rows
-from distributary.servers._split import Atom, aval_of
-from distributary.tracing import Equation, variables_of
+from distributary.programs import adds_rows, row_operands, takes_rows
+from distributary.servers._other_rows import rows_between
+from distributary.tracing import Atom, Equation, aval_of, variables_of
 
 _DATA = "it is combined with data"
 

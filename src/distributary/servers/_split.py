@@ -32,27 +32,28 @@ The stages of `split_over_servers` decide
 5. what the worker has to compute (`_worker_part`): the results and everything that is pushed.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias, cast, final
+from typing import final
 
-from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from distributary.errors import UnsupportedError
-from distributary.programs import is_in_first_stage, without_calls
+from distributary.programs import closed_part, is_in_first_stage, without_calls
 from distributary.tracing import (
     Array,
+    Atom,
     Equation,
     is_of_devices,
     is_sum_of_replicas,
     jaxpr_of,
+    leading_to,
     start_p,
     variables_of,
 )
 
-Atom: TypeAlias = Var | Literal
 # Stands in for the number of a server, for values that the worker returns or computes with.
 _WORKER = -1
 _DATA = ("data", "replicas", "argument")
@@ -382,7 +383,7 @@ def _server_part(
     overwritten += [i for i in own_outputs if _hashable(step.jaxpr.outvars[i]) in pushed]
     olds = [step.jaxpr.invars[k] for i in own_outputs if (k := step.state_of_output[i]) is not None]
     return ServerPart(
-        closed_part([*states, *pushed], outvars, eqns, step.constants),
+        needed_part([*states, *pushed], outvars, eqns, step.constants),
         [step.jaxpr.invars.index(v) for v in states],
         [pushes[v] for v in pushed],
         own_outputs,
@@ -397,17 +398,12 @@ def _worker_part(
     pairs = zip(step.jaxpr.outvars, step.goals, strict=True)
     results = [v for v, goal in pairs if goal == _WORKER]
     invars = [v for v in step.jaxpr.invars if v not in step.constants]
-    worker = closed_part(invars, [*results, *pushes], eqns, step.constants, with_effects=True)
+    worker = needed_part(invars, [*results, *pushes], eqns, step.constants, with_effects=True)
     position = {v: i for i, v in enumerate(step.jaxpr.invars)}
     return worker, [position[v] for v in worker.jaxpr.invars]
 
 
-def aval_of(atom: Atom) -> ShapedArray:
-    """Returns the shape and dtype of an array in a jaxpr."""
-    return cast(ShapedArray, atom.aval)
-
-
-def closed_part(
+def needed_part(
     invars: Iterable[Var],
     outvars: Sequence[Atom],
     eqns: Sequence[Equation],
@@ -423,15 +419,8 @@ def closed_part(
         constants: Values of further inputs.
         with_effects: Whether equations with effects stay, even if no output needs them.
     """
-    wanted = set(variables_of(outvars))
-    kept: list[Equation] = []
-    for eqn in reversed(eqns):
-        if (with_effects and eqn.effects) or not wanted.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            wanted.update(variables_of(eqn.invars))
-    consts = {v: value for v, value in constants.items() if v in wanted}
-    part = jaxpr_of([v for v in invars if v in wanted], outvars, kept[::-1], list(consts))
-    return ClosedJaxpr(part, list(consts.values()))
+    is_needed, _ = leading_to(eqns, outvars, lambda eqn: with_effects and bool(eqn.effects))
+    return closed_part(invars, outvars, list(itertools.compress(eqns, is_needed)), constants)
 
 
 def _hashable(atom: Atom) -> Var | None:
