@@ -46,7 +46,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -288,26 +288,37 @@ class _Rewriting:
         """Returns sums over the replicas, those of patches and vectors by themselves."""
         if not is_sum_of_replicas(eqn):
             return None
-        results: list[_Value] = []
-        left = []
-        for i, x in enumerate(operands):
-            value: _Value | None = None
-            if isinstance(x, _PATCHES):
-                value = self._gathered_patch(x)
-            elif isinstance(x, _Vector):
-                value = self._gathered_vector(x)
-            if value is None:
-                left.append(i)
-                value = _dense(x)
-            results.append(value)
-        if left:
-            of_left = eqn.replace(
-                invars=[eqn.invars[i] for i in left], outvars=[eqn.outvars[i] for i in left]
-            )
-            totals = evaluate_one(of_left, [_dense(results[i]) for i in left])
-            for i, total in zip(left, totals, strict=True):
-                results[i] = total
-        return results
+
+        def add(arrays: list[Array]) -> list[Array]:
+            sums = eqn.primitive.bind(*arrays, **eqn.params)
+            return sums if eqn.primitive.multiple_results else [sums]
+
+        return self._summed(operands, add)
+
+    def _summed(
+        self, values: Sequence[_Value], add: Callable[[list[Array]], list[Array]]
+    ) -> list[_Value]:
+        """Returns sums over the replicas; `add` computes those of arrays, all together."""
+        sums: list[Any] = list(map(self._gathered_value, values))
+        others = [i for i, total in enumerate(sums) if total is None]
+        if others:
+            totals = add([_dense(values[i]) for i in others])
+            for i, total in zip(others, totals, strict=True):
+                sums[i] = total
+        return sums
+
+    def _gathered_value(self, value: _Value) -> _Value | None:
+        """Returns the sum of a value over the replicas; None if it is not made of rows."""
+        if isinstance(value, _PATCHES):
+            return self._gathered_patch(value)
+        if isinstance(value, _Flat):
+            patch = self._gathered_patch(value.patch)
+            return None if patch is None else _Flat(patch)
+        if isinstance(value, _Vector):
+            sums = self._summed([part for *_, part in value.parts], all_reduce_of_vectors)
+            parts = zip(value.parts, sums, strict=True)
+            return _Vector(value.aval, [(start, end, x) for (start, end, _), x in parts])
+        return None
 
     def _gathered_patch(self, patch: Patch) -> Added | None:
         """Returns the sum of a patch over the replicas; None if it cannot or need not be rows."""
@@ -317,25 +328,6 @@ class _Rewriting:
         num_rows = patch.shape[0]
         gathered = [self._gathered_term(term, num_rows) for term in terms]
         return Added(patch.base, list(itertools.chain(*gathered)))
-
-    def _gathered_vector(self, vector: _Vector) -> _Vector | None:
-        """Returns the sum of a vector over the replicas; None if it has no patch."""
-        gathered_parts = [self._gathered_part(part) for *_, part in vector.parts]
-        gathered = {i: part for i, part in enumerate(gathered_parts) if part is not None}
-        if not gathered:
-            return None
-        others = [i for i in range(len(gathered_parts)) if i not in gathered]
-        totals = all_reduce_of_vectors([_dense(vector.parts[i][2]) for i in others])
-        sums: dict[int, _Value] = {**gathered, **dict(zip(others, totals, strict=True))}
-        parts = [(start, end, sums[i]) for i, (start, end, _) in enumerate(vector.parts)]
-        return _Vector(vector.aval, parts)
-
-    def _gathered_part(self, part: _Value) -> _Value | None:
-        """Returns the sum of a part of a vector over the replicas; None if it is no patch."""
-        if isinstance(part, _Flat):
-            patch = self._gathered_patch(part.patch)
-            return None if patch is None else _Flat(patch)
-        return self._gathered_patch(part) if isinstance(part, _PATCHES) else None
 
     def _gathered_term(self, term: Term, num_rows: int) -> list[Term]:
         """Returns the terms of all replicas."""
