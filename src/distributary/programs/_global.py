@@ -23,17 +23,15 @@ from jax.sharding import PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, num_logical_devices, shard_dim, shard_spec
 from distributary.programs._logical_devices import laid_out
-from distributary.programs._program import TracedProgram, description_of
+from distributary.programs._program import TracedProgram
 from distributary.programs._stages import cut, uncut
 from distributary.tracing import (
     Array,
     Handle,
     Pure,
     Subject,
-    check_collectives,
     computed_from,
     gather_p,
-    purify,
     trace,
     variables_of,
     walk,
@@ -77,10 +75,7 @@ class GlobalProgram(TracedProgram):
         subject: Subject,
     ) -> None:
         axis_env = [(REPLICA_AXIS, 1)]
-        closed, scope = trace(function, avals, "replica", axis_env, subject=subject)
-        self.describe = description_of([closed])
-        check_collectives(closed.jaxpr)
-        pure = purify(closed, scope, avals, axis_env, 0)
+        pure, _ = trace(function, avals, "replica", axis_env, subject=subject, replica=0)
         super().__init__([pure])
         self._rewrite = rewrite
         self._mesh = None if mesh is None or (mesh.size == 1 and data is None) else mesh

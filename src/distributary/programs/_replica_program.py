@@ -1,7 +1,7 @@
 """Turns the pure jaxpr of a Python function into a program over global arrays.
 
 `ReplicaProgram` puts the jaxpr of one replica on a mesh. For a step
-`w.assign_add(all_reduce("SUM", x))` on two replicas, from `purify` and as a function of global
+`w.assign_add(all_reduce("SUM", x))` on two replicas, from `trace` and as a function of global
 arrays:
 
     { lambda ; w:f32[2] x:f32[2]. let       { lambda ; w:f32[2] x:f32[2,2]. let
@@ -37,7 +37,7 @@ from distributary.programs._logical_devices import (
     laid_out,
     whole_on_cores,
 )
-from distributary.programs._program import TracedProgram, description_of
+from distributary.programs._program import TracedProgram
 from distributary.programs._sharded import Taken, complete_in_parts, without_scattered_sums
 from distributary.programs._stages import Stages, cut, uncut
 from distributary.tracing import (
@@ -50,11 +50,9 @@ from distributary.tracing import (
     SizesMissing,
     Subject,
     UnevenSizes,
-    check_collectives,
     current_feeding,
     fed_by,
     opened,
-    purify,
     refuse_collectives,
     start_of_sum,
     trace,
@@ -285,10 +283,7 @@ class ReplicaProgram(TracedProgram):
         """Traces one replica for all, if that is enough."""
         if self._num_replicas == 1 or self.uneven:
             return self._trace_each(function, avals, self._num_replicas == 1)
-        closed, scope = trace(function, avals[0], "replica", self._axis_env, subject=self._subject)
-        self.describe = description_of([closed])
-        check_collectives(closed.jaxpr)
-        pure = purify(closed, scope, avals[0], self._axis_env)
+        pure, _ = trace(function, avals[0], "replica", self._axis_env, subject=self._subject)
         check_on_cores(pure.jaxpr, self._mesh)
         return [pure]
 
@@ -304,7 +299,6 @@ class ReplicaProgram(TracedProgram):
         position = 0 if feeding is None else feeding.position
         while True:
             pures = []
-            traced = []
             merge_calls = []
             stopped = False
             for replica, replica_avals in enumerate(avals):
@@ -312,25 +306,23 @@ class ReplicaProgram(TracedProgram):
                 if feeding is not None:
                     feeding.position = position
                 try:
-                    closed, scope = trace(
+                    pure, scope = trace(
                         function,
                         replica_avals,
                         "replica",
                         self._axis_env,
                         uneven,
                         subject=self._subject,
-                        replica=replica if shows_number else None,
+                        replica=replica,
+                        shows_replica=shows_number,
                     )
                 except SizesMissing:
                     stopped = True
                     continue
-                traced.append(closed)
                 merge_calls.append(scope.merge_calls)
-                check_collectives(closed.jaxpr)
-                pures.append(purify(closed, scope, replica_avals, self._axis_env, replica))
+                pures.append(pure)
             if not stopped:
                 _check_merge_calls(merge_calls)
-                self.describe = description_of(traced)
                 return pures
             if not uneven.settle():
                 raise ReplicaMismatchError(
@@ -540,10 +532,9 @@ class FunctionProgram(TracedProgram):
         subject: Subject,
     ) -> None:
         with fed_by(feeds):
-            closed, scope = trace(function, avals, "function", [], subject=subject)
+            pure, scope = trace(function, avals, "function", [], subject=subject)
         feeds.put_back(feeds.position)
-        super().__init__([purify(closed, scope, avals, [])])
-        self.describe = description_of([closed])
+        super().__init__([pure])
         self.strategies = scope.strategies
         self._fed = feeds.handles
         fed = set(self._fed)
