@@ -150,11 +150,11 @@ class _Interpreter:
             self.paused = pauses(eqn, self.tape, self.paused)
 
     def _is_special(self, eqn: Equation) -> bool:
-        return (
-            contains(eqn, MARKERS)
-            or any(var in self.cuts for var in eqn.outvars)
-            or (self.tape is not None and _has_while(eqn))
-        )
+        return self._has_markers(eqn) or any(var in self.cuts for var in eqn.outvars)
+
+    def _has_markers(self, eqn: Equation) -> bool:
+        """Returns whether an equation is or has a marker, or a loop that a tape records."""
+        return contains(eqn, MARKERS) or (self.tape is not None and _has_while(eqn))
 
     def _special(self, eqns: Sequence[Equation], index: int, env: Env, state: State) -> None:
         eqn = eqns[index]
@@ -173,10 +173,10 @@ class _Interpreter:
             self._note_pause(eqn)
         elif eqn.primitive is grad_p:
             outs = self._gradient(eqns, index, env)
-        elif not contains(eqn, MARKERS) and not (self.tape is not None and _has_while(eqn)):
-            outs = evaluate_one(eqn, operands)
-        else:
+        elif self._has_markers(eqn):
             outs = self._nested(eqn, operands, state)
+        else:
+            outs = evaluate_one(eqn, operands)
         for var, out in zip(eqn.outvars, outs, strict=True):
             if self.paused:
                 out = lax.stop_gradient(out)
