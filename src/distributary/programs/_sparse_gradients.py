@@ -44,10 +44,11 @@ A table stays dense if a step looks up more than a fraction of its rows, or if i
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -167,6 +168,38 @@ def with_sparse_gradients(
     return with_pass(function, rewriting.run)
 
 
+def with_terms(
+    closed: ClosedJaxpr, sums: Collection[int], num_replicas: int
+) -> tuple[ClosedJaxpr, dict[int, int]]:
+    """Returns the program of a replica with ids and rows in the place of gradients of tables.
+
+    Args:
+        closed: The program.
+        sums: Numbers of the outputs of which others make sums over the replicas.
+        num_replicas: Number of replicas.
+
+    Returns:
+        The program, and for each output of `sums` that is few rows now, how often it has ids
+        followed by rows.
+    """
+    rewriting = _Rewriting(num_replicas, True, None)
+    num_terms: dict[int, int] = {}
+    if not rewriting.concerns(closed.jaxpr):
+        return closed, num_terms
+
+    def outputs(*args: Array) -> list[Array]:
+        outs: list[Array] = []
+        for i, value in enumerate(rewriting.values(closed, args)):
+            terms = rewriting.few_terms(value) if i in sums else ()
+            if terms:
+                num_terms[i] = len(terms)
+            outs += [x for term in terms for x in (term.ids, term.rows)] or [_dense(value)]
+        return outs
+
+    axes = [(REPLICA_AXIS, num_replicas)]
+    return jax.make_jaxpr(outputs, axis_env=axes)(*closed.in_avals), num_terms
+
+
 def _dense(value: _Value) -> Array:
     """Returns a value as an array."""
     return value.dense if isinstance(value, _LAZY) else value
@@ -201,8 +234,18 @@ class _Rewriting:
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
         """Returns the outputs of a program."""
+        return list(map(_dense, self.values(closed, args)))
+
+    def values(self, closed: ClosedJaxpr, args: Sequence[Array]) -> list[_Value]:
+        """Returns the outputs of a program, some as patches."""
         self._inputs = {id(x): x for x in args}
-        return list(map(_dense, self._evaluated(closed.jaxpr, [*closed.consts, *args])))
+        return self._evaluated(closed.jaxpr, [*closed.consts, *args])
+
+    def few_terms(self, value: _Value) -> Sequence[Term]:
+        """Returns a value as few rows to add to zeros; none if it is something else."""
+        terms = _terms_over_zeros(value) if isinstance(value, _PATCHES) else ()
+        num_ids = sum(term.ids.shape[0] for term in terms)
+        return terms if terms and self._is_few(num_ids, value.shape) else ()
 
     def _evaluated(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
         return interpret_with(jaxpr, inputs, self._value_of, self._results)[0]
@@ -224,7 +267,7 @@ class _Rewriting:
 
     def _results(self, eqn: Equation, operands: list[_Value]) -> Sequence[_Value]:
         """Returns the results of an equation."""
-        if _is_zeros(eqn):
+        if _makes_zeros(eqn):
             return [Zeros(aval_of(eqn.outvars[0]))]
         patched = any(isinstance(x, _PATCHES) for x in operands)
         called = plain_call_of(eqn)
@@ -322,8 +365,8 @@ class _Rewriting:
 
     def _gathered_patch(self, patch: Patch) -> Added | None:
         """Returns the sum of a patch over the replicas; None if it cannot or need not be rows."""
-        terms = _terms_over_zeros(patch) or ()
-        if not self._is_few(sum(term.ids.shape[0] for term in terms), patch.shape):
+        terms = self.few_terms(patch)
+        if not terms:
             return None
         num_rows = patch.shape[0]
         gathered = [self._gathered_term(term, num_rows) for term in terms]
@@ -448,9 +491,9 @@ class _Rewriting:
         return evaluate_one(eqn, [ids.only_named(patch.in_rows(ids))])
 
 
-def _is_zeros(eqn: Equation) -> bool:
+def _makes_zeros(eqn: Equation) -> bool:
     """Returns whether an equation makes an array of zeros."""
-    if eqn.primitive is not lax.broadcast_in_dim_p or not isinstance(eqn.invars[0], Literal):
+    if eqn.primitive.name != "broadcast_in_dim" or not isinstance(eqn.invars[0], Literal):
         return False
     value = np.asarray(eqn.invars[0].val)
     return jnp.issubdtype(value.dtype, jnp.number) and not value.any()
@@ -472,10 +515,10 @@ def _is_multiple(eqn: Equation, place: int) -> bool:
     return False
 
 
-def _terms_over_zeros(patch: Patch) -> Sequence[Term] | None:
-    """Returns a patch of zeros as terms to add; None for other patches."""
+def _terms_over_zeros(patch: Patch) -> Sequence[Term]:
+    """Returns a patch of zeros as terms to add; none for other patches."""
     if not isinstance(patch.base, Zeros):
-        return None
+        return ()
     if isinstance(patch, Added):
         return patch.terms
     return [Term(patch.ids.distinct, patch.in_rows(patch.ids), is_unique=True)]
