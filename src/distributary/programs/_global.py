@@ -151,14 +151,10 @@ class GlobalProgram(TracedProgram):
     def _computed_from_parts(self) -> set[Any]:
         """Returns what depends on state of which every device holds a part."""
         jaxpr, first = self.jaxpr, len(self.captures[0])
-        parts = [
-            jaxpr.invars[first + i]
-            for i, handle in enumerate(self.handles)
-            if shard_dim(handle.parts) is not None
-        ]
+        stored = zip(self.handles, jaxpr.invars[first:], strict=False)
+        parts = [v for handle, v in stored if shard_dim(handle.parts) is not None]
         # What the step gathers is whole.
-        eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive is not gather_p]
-        return set(computed_from(eqns, parts)) if parts else set()
+        return computed_from(jaxpr.eqns, parts, lambda eqn: eqn.primitive is not gather_p)
 
 
 def _is_miscounted(pure: Pure, mesh: Any) -> bool:
