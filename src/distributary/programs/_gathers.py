@@ -34,6 +34,7 @@ do not pile up either. No activation is computed twice.
 """
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -101,13 +102,7 @@ def with_gathers(
             whole[i] = lax.slice_in_dim(joined, 0, size, axis=dim)
         return step(*whole)
 
-    def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-        flat = flattened(closed)
-        stored = [flat.jaxpr.invars[i] for i in parts]
-        program = _with_early_sums(opened(flat))
-        return _Evaluation(program, stored).outputs([*flat.consts, *args])
-
-    return with_pass(of_replica, run)
+    return with_pass(of_replica, functools.partial(_run, parts=tuple(parts)))
 
 
 def gathers(jaxpr: Jaxpr) -> bool:
@@ -115,10 +110,12 @@ def gathers(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive is gather_p for eqn in walk(jaxpr.eqns))
 
 
-def _run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-    """Returns the outputs of a program, or of the body of a loop in it."""
+def _run(closed: ClosedJaxpr, args: Sequence[Array], parts: Sequence[int] = ()) -> list[Array]:
+    """Returns the outputs of a program, or of the body of a loop in it; see `with_gathers`."""
     flat = flattened(closed)
-    return _Evaluation(opened(flat)).outputs([*flat.consts, *args])
+    stored = [flat.jaxpr.invars[i] for i in parts]
+    program = _with_early_sums(opened(flat)) if parts else opened(flat)
+    return _Evaluation(program, stored).outputs([*flat.consts, *args])
 
 
 def _with_early_sums(jaxpr: Jaxpr) -> Jaxpr:
@@ -258,7 +255,7 @@ class _Evaluation:
         parts: The inputs that a replica gathers.
     """
 
-    def __init__(self, jaxpr: Jaxpr, parts: Collection[Var] = ()) -> None:
+    def __init__(self, jaxpr: Jaxpr, parts: Collection[Var]) -> None:
         self._jaxpr = jaxpr
         self._parts = frozenset(parts)
         # By variable: the weight of which it is a form, and the one whose parts it has.

@@ -243,9 +243,11 @@ class _Rewriting:
 
     def few_terms(self, value: _Value) -> Sequence[Term]:
         """Returns a value as few rows to add to zeros; none if it is something else."""
-        terms = _terms_over_zeros(value) if isinstance(value, _PATCHES) else ()
+        if not isinstance(value, _PATCHES):
+            return ()
+        terms = _terms_over_zeros(value)
         num_ids = sum(term.ids.shape[0] for term in terms)
-        return terms if terms and self._is_few(num_ids, value.shape) else ()
+        return terms if self._is_few(num_ids, value.shape) else ()
 
     def _evaluated(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
         return interpret_with(jaxpr, inputs, self._value_of, self._results)[0]

@@ -212,7 +212,8 @@ class TapeRecord:
         """
         call = self._num_calls
         self._num_calls += 1
-        kinds: tuple[Kind, ...] = (*["dense"] * len(arrays), *map(self._guess, handles))
+        of_arrays: list[Kind] = ["dense"] * len(arrays)
+        kinds = (*of_arrays, *map(self._guess, handles))
         known = self._scope.known.gradients.get((self._scope.tapes[self._number], call), ())
         if len(known) == len(kinds):
             kinds = known
