@@ -113,12 +113,7 @@ def without_scattered_sums(
     flat = flattened(stages.replica)
     jaxpr = flat.jaxpr
     num_results = len(stages.replica_outputs)
-    operands = {
-        v: operand
-        for eqn in jaxpr.eqns
-        if is_sum_of_replicas(eqn)
-        for v, operand in zip(eqn.outvars, eqn.invars, strict=True)
-    }
+    operands = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if is_sum_of_replicas(eqn)}
     used = {v for eqn in jaxpr.eqns for v in variables_of(eqn.invars)}
     used.update(variables_of(jaxpr.outvars[:num_results]))
     update = stages.update.jaxpr
@@ -133,7 +128,7 @@ def without_scattered_sums(
         if not isinstance(v, Literal) and shard_dim(specs[-1]) is not None:
             scattered.add(v)
             results[i] = operands[v]
-    eqns = [eqn for eqn in jaxpr.eqns if not eqn.outvars or not scattered.issuperset(eqn.outvars)]
+    eqns = [eqn for eqn in jaxpr.eqns if scattered.isdisjoint(eqn.outvars)]
     first = ClosedJaxpr(jaxpr_of(jaxpr.invars, results, eqns, jaxpr.constvars), flat.consts)
     return _with_rows(replace(stages, replica=first), specs, num_replicas)
 

@@ -46,7 +46,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -215,7 +215,7 @@ class _Rewriting:
         self._is_in_any_order = is_in_any_order and (num_replicas > 1 or self._mesh is not None)
         # By the identity of what they are made from, which is kept so that it stays unique.
         self._ids: dict[tuple[int, int, bool], tuple[Array, Array]] = {}
-        self._gathered: dict[int, tuple[Array, list[Array]]] = {}
+        self._parts_of_all: dict[int, tuple[Array, list[Array]]] = {}
         self._row_ids: dict[tuple[int, ...], RowIds] = {}
         self._inputs: dict[int, Array] = {}
         # Scalars that are known, by their identity.
@@ -330,40 +330,29 @@ class _Rewriting:
         return laid_out(array, self._mesh, P())
 
     def _all_reduced(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
-        """Returns sums over the replicas, those of patches and vectors by themselves."""
-        if not is_sum_of_replicas(eqn):
-            return None
+        """Returns the sum over the replicas of a patch, or of a vector that has patches."""
+        total = self._gathered(operands[0]) if is_sum_of_replicas(eqn) else None
+        return None if total is None else [total]
 
-        def add(arrays: list[Array]) -> list[Array]:
-            sums = eqn.primitive.bind(*arrays, **eqn.params)
-            return sums if eqn.primitive.multiple_results else [sums]
-
-        return self._summed(operands, add)
-
-    def _summed(
-        self, values: Sequence[_Value], add: Callable[[list[Array]], list[Array]]
-    ) -> list[_Value]:
-        """Returns sums over the replicas; `add` computes those of arrays, all together."""
-        sums: list[Any] = list(map(self._gathered_value, values))
-        others = [i for i, total in enumerate(sums) if total is None]
-        if others:
-            totals = add([_dense(values[i]) for i in others])
-            for i, total in zip(others, totals, strict=True):
-                sums[i] = total
-        return sums
-
-    def _gathered_value(self, value: _Value) -> _Value | None:
+    def _gathered(self, value: _Value) -> _Value | None:
         """Returns the sum of a value over the replicas; None if it is not made of rows."""
         if isinstance(value, _PATCHES):
             return self._gathered_patch(value)
         if isinstance(value, _Flat):
             patch = self._gathered_patch(value.patch)
             return None if patch is None else _Flat(patch)
-        if isinstance(value, _Vector):
-            sums = self._summed([part for *_, part in value.parts], all_reduce_of_vectors)
-            parts = zip(value.parts, sums, strict=True)
-            return _Vector(value.aval, [(start, end, x) for (start, end, _), x in parts])
-        return None
+        return self._gathered_vector(value) if isinstance(value, _Vector) else None
+
+    def _gathered_vector(self, vector: _Vector) -> _Vector | None:
+        """Returns the sum of a vector over the replicas; None if it has no rows."""
+        gathered = [self._gathered(part) for *_, part in vector.parts]
+        pairs = list(zip(vector.parts, gathered, strict=True))
+        others = [_dense(part) for (*_, part), total in pairs if total is None]
+        if len(others) == len(pairs):
+            return None
+        totals = iter(all_reduce_of_vectors(others))
+        parts = [(start, end, next(totals) if x is None else x) for (start, end, _), x in pairs]
+        return _Vector(vector.aval, parts)
 
     def _gathered_patch(self, patch: Patch) -> Added | None:
         """Returns the sum of a patch over the replicas; None if it cannot or need not be rows."""
@@ -379,9 +368,9 @@ class _Rewriting:
         if self._is_in_any_order and not term.is_unique:
             ids = self._row_ids_of([term], num_rows)
             term = Term(ids.distinct, ids.sums([term]), is_unique=True)
-        if id(term.ids) not in self._gathered:
-            self._gathered[id(term.ids)] = term.ids, self._gathered_parts(term.ids)
-        all_ids, all_rows = self._gathered[id(term.ids)][1], self._gathered_parts(term.rows)
+        if id(term.ids) not in self._parts_of_all:
+            self._parts_of_all[id(term.ids)] = term.ids, self._gathered_parts(term.ids)
+        all_ids, all_rows = self._parts_of_all[id(term.ids)][1], self._gathered_parts(term.rows)
         return [
             Term(ids, rows, self._is_in_any_order)
             for ids, rows in zip(all_ids, all_rows, strict=True)

@@ -240,7 +240,7 @@ def _with_sums_last(jaxpr: Jaxpr, state_of_output: Sequence[int | None]) -> Jaxp
         is_sum = is_sum_of_replicas(eqn)
         others: list[Atom] = []
         pair = None
-        if (is_sum or eqn.primitive.name == "push") and len(eqn.invars) == 1:
+        if is_sum or eqn.primitive.name == "push":
             pair = added_to(state, eqn.invars[0], seen, of_devices or is_sum)
         elif eqn.primitive.name in ("add", "add_any"):
             for first, other in (eqn.invars, eqn.invars[::-1]):
