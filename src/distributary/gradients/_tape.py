@@ -285,26 +285,20 @@ class GradientTape:
         targets, seeds = (list(itertools.compress(parts, is_used)) for parts in (targets, seeds))
         leaves, tree = jax.tree.flatten(sources, is_leaf=lambda x: x is None)
         differentiated = [self._differentiated(leaf) for leaf in leaves]
-        arrays = [source for source in differentiated if isinstance(source, jax.Array)]
-        variables = {  # by identity: a source that is given twice is one
-            id(source): source
-            for source in differentiated
-            if source is not None and not isinstance(source, jax.Array)
-        }
-        results: Sequence[Any]
-        if not targets:
-            results = [None] * (len(arrays) + len(variables))
-        else:
+        # By identity: a source that is given twice is one.
+        distinct = {id(source): source for source in differentiated if source is not None}.values()
+        arrays = [source for source in distinct if isinstance(source, jax.Array)]
+        variables = [source for source in distinct if not isinstance(source, jax.Array)]
+        results: Sequence[Any] = [None] * len(distinct)
+        if targets:
             assert self._record is not None
             is_eager = isinstance(self._record, EagerRecord)
-            noted = [_read_as(v) if is_eager else v._handle for v in variables.values()]
+            noted = [_read_as(v) if is_eager else v._handle for v in variables]
             results = self._record.gradient(targets, seeds, arrays, noted)
-        of_arrays = iter(results[: len(arrays)])
-        of_variables = dict(zip(variables, results[len(arrays) :], strict=True))
+        gradient_of = dict(zip(map(id, (*arrays, *variables)), results, strict=True))
         gradients = []
         for leaf, source in zip(leaves, differentiated, strict=True):
-            is_array = isinstance(source, jax.Array)
-            gradient = next(of_arrays) if is_array else of_variables.get(id(source))
+            gradient = gradient_of.get(id(source))
             if isinstance(gradient, tuple):
                 gradient = IndexedSlices(gradient[0], gradient[1], leaf.shape)
             if id(source) in of_itself:
