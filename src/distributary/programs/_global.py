@@ -74,8 +74,7 @@ class GlobalProgram(TracedProgram):
         rewrite: RewriteWhole,
         subject: Subject,
     ) -> None:
-        axis_env = [(REPLICA_AXIS, 1)]
-        pure, _ = trace(function, avals, "replica", axis_env, subject=subject, replica=0)
+        pure, _ = trace(function, avals, "replica", subject, replica=0)
         super().__init__([pure])
         self._rewrite = rewrite
         self._mesh = None if mesh is None or (mesh.size == 1 and data is None) else mesh

@@ -163,7 +163,7 @@ class ReplicaProgram(TracedProgram):
         data: For every argument, whether the replicas compute everything that depends on it. What
             depends only on other arguments, on variables and on collectives then comes after the
             replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
-        subject: What its user knows the function as.
+        subject: What its user knows the function as; None for the function itself.
         rewrite: Called with the code of one replica, a function of arrays, the jaxprs that it
             evaluates, and the mesh; returns what to run in its place. Without a mesh, no replicas
             meet: there is one, or all of them run side by side.
@@ -181,15 +181,14 @@ class ReplicaProgram(TracedProgram):
         rewrite: Rewrite = lambda body, jaxprs, mesh: body,
         subject: Subject | None = None,
     ) -> None:
-        self._subject = subject
+        self._subject = subject or Subject(function)
         self._varying_args = list(varying)
         self._rewrite = rewrite
         self._num_replicas = num_replicas
         self._mesh: Any = mesh
         self.uneven = len(avals) > 1
-        self._axis_env = [(REPLICA_AXIS, num_replicas)]
         super().__init__(self._trace(function, avals))
-        self._subject = None  # a program does not keep its function alive
+        del self._subject  # a program does not keep its function alive
         # For every output, whether it has a part for every replica.
         self.split_outs = [
             results != "shared" or any(pure.varying[k] for pure in self.pures if pure.varying)
@@ -283,7 +282,7 @@ class ReplicaProgram(TracedProgram):
         """Traces one replica for all, if that is enough."""
         if self._num_replicas == 1 or self.uneven:
             return self._trace_each(function, avals, self._num_replicas == 1)
-        pure, _ = trace(function, avals[0], "replica", self._axis_env, subject=self._subject)
+        pure, _ = trace(function, avals[0], "replica", self._subject, self._num_replicas)
         check_on_cores(pure.jaxpr, self._mesh)
         return [pure]
 
@@ -310,9 +309,9 @@ class ReplicaProgram(TracedProgram):
                         function,
                         replica_avals,
                         "replica",
-                        self._axis_env,
+                        self._subject,
+                        self._num_replicas,
                         uneven,
-                        subject=self._subject,
                         replica=replica,
                         shows_replica=shows_number,
                     )
@@ -532,7 +531,7 @@ class FunctionProgram(TracedProgram):
         subject: Subject,
     ) -> None:
         with fed_by(feeds):
-            pure, scope = trace(function, avals, "function", [], subject=subject)
+            pure, scope = trace(function, avals, "function", subject)
         feeds.put_back(feeds.position)
         super().__init__([pure])
         self.strategies = scope.strategies

@@ -340,14 +340,7 @@ def _traced(
         return outs
 
     with fed_by(closure):
-        pure, _ = trace(
-            flat,
-            avals,
-            "function",
-            [],
-            is_for_workers=num_replicas > 1,
-            subject=Subject(function),
-        )
+        pure, _ = trace(flat, avals, "function", Subject(function), is_for_workers=num_replicas > 1)
     jaxpr, captures = pure.jaxpr, pure.captures
     num_devices = num_replicas if has_replicas(jaxpr.eqns) else 1
     if num_devices > 1:

@@ -75,10 +75,10 @@ def trace(
     function: Callable[..., Sequence[Array]],
     avals: Sequence[Any],
     kind: ScopeKind,
-    axis_env: Sequence[tuple[str, int]],
+    subject: Subject,
+    num_replicas: int = 1,
     uneven: UnevenSizes | None = None,
     is_for_workers: bool = False,
-    subject: Subject | None = None,
     replica: int | None = None,
     shows_replica: bool = False,
 ) -> tuple[Pure, TraceScope]:
@@ -92,10 +92,10 @@ def trace(
         function: From arrays to a flat list of arrays.
         avals: Shape and dtype of the arguments.
         kind: Kind of the scope.
-        axis_env: Names and sizes of the mesh axes collectives may use.
+        subject: What its user knows the function as.
+        num_replicas: Number of replicas whose program is traced.
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
         is_for_workers: Whether the program runs on devices of other processes.
-        subject: What its user knows the function as; None for the function itself.
         replica: Number of the replica the program is for; None if it is for all of them.
         shows_replica: Whether Python code of the function may look at that number.
 
@@ -103,12 +103,11 @@ def trace(
         TracedValueError: if Python code of the function needs the value of an array.
         UnsupportedError: for collectives whose results are not known to agree or to differ.
     """
-    subject = subject or Subject(function)
     args, kwargs = subject.nested(avals)
     known = Known()
     feeding = current_feeding()
     position = 0 if feeding is None else feeding.position
-    num_replicas = dict(axis_env).get(REPLICA_AXIS, 1)
+    axis_env = [(REPLICA_AXIS, num_replicas)] if kind == "replica" else []
     outer = current_scope()
     converts = bool(subject.autograph or (outer is not None and outer.converts))
     names_outside = OuterNames(subject.function)
