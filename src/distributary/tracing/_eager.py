@@ -128,19 +128,15 @@ class EagerRecord:
         """Returns the gradients for arrays that are different objects."""
         path = self._path(sources, targets)
         program = _Program(path, sources, targets)
-        known = None if program.key is None else _known(program.key)
-        if known is None or known.reached is None:
-            reached = reached_inputs(jax.make_jaxpr(program.again)(*program.sources).jaxpr)
-            function = program.gradients(reached)
-            if known is not None:
-                known.reached = reached
+        known = _Known() if program.key is None else _known(program.key)
+        if known.reached is None:
+            known.reached = reached_inputs(jax.make_jaxpr(program.again)(*program.sources).jaxpr)
+            function = program.gradients(known.reached)
         else:
-            reached = known.reached
-            if known.compiled is None:
-                known.compiled = jax.jit(program.gradients(reached))
+            known.compiled = known.compiled or jax.jit(program.gradients(known.reached))
             function = known.compiled
         gradients = iter(function(program.sources, program.constants, list(seeds)))
-        return [next(gradients) if is_reached else None for is_reached in reached]
+        return [next(gradients) if is_reached else None for is_reached in known.reached]
 
     def _path(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[_Operation]:
         """Returns the operations between sources and targets."""
