@@ -349,7 +349,8 @@ class _Evaluation:
                 env.update(zip(eqn.outvars, evaluate_one(eqn, operands), strict=True))
 
         def prepare(position: int, atoms: Sequence[Atom]) -> None:
-            for weight in {id(w): w for v in atoms if (w := self._weight_of(v))}.values():
+            needed = [self._weights[v] for v in variables_of(atoms) if v in self._weights]
+            for weight in dict.fromkeys(needed):
                 if position in (weight.uses[0], weight.again):
                     gather(position, weight)
 
@@ -370,9 +371,6 @@ class _Evaluation:
                 complete.append((i, results[0]))
         prepare(len(self._jaxpr.eqns), self._jaxpr.outvars)
         return list(map(value, self._jaxpr.outvars))
-
-    def _weight_of(self, atom: Atom) -> _Weight | None:
-        return None if isinstance(atom, Literal) else self._weights.get(atom)
 
 
 def _takes_few_rows(eqn: Equation) -> bool:
