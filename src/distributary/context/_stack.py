@@ -4,7 +4,6 @@ An empty stack is the default context: the default strategy's replica context. `
 pushes a cross-replica mode, `Strategy.run` a replica mode.
 """
 
-import collections
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -45,8 +44,8 @@ _state = _ThreadState()
 _default_mode: Mode | None = None
 _make_default_mode: Callable[[], Mode] | None = None
 _default_lock = threading.Lock()
-# Threads with an open scope, for the warning about variables created in helper threads.
-_threads_in_scope: collections.Counter[int] = collections.Counter()
+# The thread of every open scope, for the warning about variables created in helper threads.
+_threads_in_scope: list[int] = []
 
 
 def register_default_mode(factory: Callable[[], Mode]) -> None:
@@ -205,8 +204,7 @@ class StrategyScope:
         entries = [(library, library.scope_entered(self._strategy)) for library in libraries()]
         _state.modes.append(mode)
         self._entered.modes.append((mode, entries))
-        thread = threading.get_ident()
-        _threads_in_scope[thread] += 1
+        _threads_in_scope.append(threading.get_ident())
         return self._strategy
 
     def __exit__(self, _: object, error: object, *__: object) -> None:
@@ -223,10 +221,7 @@ class StrategyScope:
         if isinstance(error, Exception):
             advise(error)
         self._entered.modes.pop()
-        thread = threading.get_ident()
-        _threads_in_scope[thread] -= 1
-        if not _threads_in_scope[thread]:
-            del _threads_in_scope[thread]
+        _threads_in_scope.remove(threading.get_ident())
         for library, result in entries:
             library.scope_left(self._strategy, result)
 

@@ -65,8 +65,7 @@ class GradientTape:
         self._persistent = persistent
         self._watch_accessed_variables = watch_accessed_variables
         self._scope: TraceScope | None = None
-        self._record: TapeRecord | None = None
-        self._eager: EagerRecord | None = None
+        self._record: TapeRecord | EagerRecord | None = None  # outside of traces, the latter
         self._recording = False
         self._used = False
         self._watched: list[Any] = []
@@ -75,7 +74,7 @@ class GradientTape:
         if self._recording:
             raise InvalidValueError("GradientTape: the tape is already recording.")
         scope = current_scope()
-        has_recorded = self._eager is not None if scope is None else scope is self._scope
+        has_recorded = self._record is not None and scope is self._scope
         if has_recorded and (self._persistent or not self._used):
             raise UnsupportedError(
                 "GradientTape: the tape is entered a second time, and would forget what it recorded"
@@ -91,30 +90,18 @@ class GradientTape:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._recording:
-            self._stop()
+            self._mark("stop")
 
     def _start(self, scope: TraceScope | None) -> None:
         self._scope = scope
-        self._eager = EagerRecord() if scope is None else None
-        self._record = None if scope is None else scope.new_tape()
+        self._record = EagerRecord() if scope is None else scope.new_tape()
         self._used = False
-        self._resume("start")
+        self._mark("start")
 
-    def _resume(self, event: str = "resume") -> None:
-        if self._eager is not None:
-            self._eager.start()
-        if self._scope is not None and self._record is not None:
-            self._scope.mark_tape(self._record.number, event)
-            self._scope.recording.append(self._record)
-        self._recording = True
-
-    def _stop(self, event: str = "stop") -> None:
-        if self._eager is not None:
-            self._eager.stop()
-        if self._scope is not None and self._record is not None:
-            self._scope.recording.remove(self._record)
-            self._scope.mark_tape(self._record.number, event)
-        self._recording = False
+    def _mark(self, event: str) -> None:
+        assert self._record is not None
+        self._record.mark(event)
+        self._recording = event in ("start", "resume")
 
     def watch(self, tensor: Nest) -> None:
         """Watches an array or variable, or a nest of them.
@@ -136,12 +123,9 @@ class GradientTape:
 
     def watched_variables(self) -> tuple[Variable, ...]:
         """Returns the variables watched and read so far."""
-        read: list[Any] = []
-        if self._eager is not None:
-            read = [as_variable(variable) for variable in self._eager.variables()]
-        elif self._record is not None and self._scope is not None:
-            self._scope.asked.append(self._record)
-            read = [handle.cell() for handle in self._record.watched]
+        read = [] if self._record is None else self._record.variables()
+        if isinstance(self._record, EagerRecord):
+            read = list(map(as_variable, read))
         return tuple([_read_as(v) for v in read if v is not None and self._watches(v)])
 
     def _watches(self, variable: Variable | ForeignVariable) -> bool:
@@ -163,20 +147,20 @@ class GradientTape:
                 "GradientTape.stop_recording is not possible while another tape records too. Use"
                 " jax.lax.stop_gradient on the values that are to count as constant."
             )
-        self._stop("pause")
+        self._mark("pause")
         try:
             yield
         finally:
             # A gradient taken inside the block has ended a tape that is not persistent.
             if self._persistent or not self._used:
-                self._resume()
+                self._mark("resume")
 
     def reset(self) -> None:
         """Forgets everything recorded so far and starts again."""
         if not self._recording:
             raise ContextError("GradientTape.reset: the tape is not recording.")
         scope = self._scope
-        self._stop()
+        self._mark("stop")
         self._watched.clear()
         self._start(scope)
 
@@ -268,8 +252,7 @@ class GradientTape:
 
     def _use(self, method: str) -> None:
         """Checks that the tape may be asked now, and ends it if it is not persistent."""
-        scope, record = self._scope, self._record
-        if current_scope() is not scope or (record is None and self._eager is None):
+        if self._record is None or current_scope() is not self._scope:
             raise ContextError(
                 f"GradientTape.{method}: the tape recorded nothing in this function. Call {method}"
                 " in the function that has `with GradientTape() as tape:`."
@@ -281,7 +264,7 @@ class GradientTape:
             )
         self._used = True
         if self._recording and not self._persistent:
-            self._stop()
+            self._mark("stop")
 
     def _gradient(
         self,
@@ -291,7 +274,6 @@ class GradientTape:
         unconnected_gradients: UnconnectedGradients | str,
     ) -> Nest:
         zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
-        scope, record = self._scope, self._record
         targets = [_target(leaf) for leaf in jax.tree.leaves(target)]
         seeds = _seeds(output_gradients, targets)
         is_used = [_is_differentiable("target", one) for one in targets]
@@ -303,28 +285,20 @@ class GradientTape:
         targets, seeds = (list(itertools.compress(parts, is_used)) for parts in (targets, seeds))
         leaves, tree = jax.tree.flatten(sources, is_leaf=lambda x: x is None)
         differentiated = [self._differentiated(leaf) for leaf in leaves]
-        arrays = [source for source in differentiated if isinstance(source, jax.Array)]
-        variables = {  # by identity: a source that is given twice is one
-            id(source): source
-            for source in differentiated
-            if source is not None and not isinstance(source, jax.Array)
-        }
-        results: Sequence[Any]
-        if not targets:
-            results = [None] * (len(arrays) + len(variables))
-        elif scope is None or record is None:
-            assert self._eager is not None
-            read = [_read_as(variable) for variable in variables.values()]
-            results = self._eager.gradient(targets, seeds, arrays, read)
-        else:
-            handles = [variable._handle for variable in variables.values()]
-            results = scope.gradient(record, targets, seeds, arrays, handles)
-        of_arrays = iter(results[: len(arrays)])
-        of_variables = dict(zip(variables, results[len(arrays) :], strict=True))
+        # By identity: a source that is given twice is one.
+        distinct = {id(source): source for source in differentiated if source is not None}.values()
+        arrays = [source for source in distinct if isinstance(source, jax.Array)]
+        variables = [source for source in distinct if not isinstance(source, jax.Array)]
+        results: Sequence[Any] = [None] * len(distinct)
+        if targets:
+            assert self._record is not None
+            is_eager = isinstance(self._record, EagerRecord)
+            noted = [_read_as(v) if is_eager else v._handle for v in variables]
+            results = self._record.gradient(targets, seeds, arrays, noted)
+        gradient_of = dict(zip(map(id, (*arrays, *variables)), results, strict=True))
         gradients = []
         for leaf, source in zip(leaves, differentiated, strict=True):
-            is_array = isinstance(source, jax.Array)
-            gradient = next(of_arrays) if is_array else of_variables.get(id(source))
+            gradient = gradient_of.get(id(source))
             if isinstance(gradient, tuple):
                 gradient = IndexedSlices(gradient[0], gradient[1], leaf.shape)
             if id(source) in of_itself:
@@ -389,9 +363,9 @@ def _is_differentiable(role: str, value: Any) -> bool:
 
 
 def _seeds(output_gradients: Nest, targets: Sequence[jax.Array]) -> list[jax.Array]:
-    if output_gradients is None:
-        return [jnp.ones_like(target) for target in targets]
-    entries = jax.tree.leaves(output_gradients, is_leaf=lambda x: x is None)
+    entries: list[Any] = [None] * len(targets)
+    if output_gradients is not None:
+        entries = jax.tree.leaves(output_gradients, is_leaf=lambda x: x is None)
     if len(entries) != len(targets):
         raise InvalidValueError(
             f"GradientTape.gradient: output_gradients has {len(entries)} entries for"
@@ -399,10 +373,7 @@ def _seeds(output_gradients: Nest, targets: Sequence[jax.Array]) -> list[jax.Arr
         )
     seeds = []
     for seed, target in zip(entries, targets, strict=True):
-        if seed is None:
-            seeds.append(jnp.ones_like(target))
-            continue
-        array = jnp.asarray(seed, target.dtype)
+        array = jnp.ones_like(target) if seed is None else jnp.asarray(seed, target.dtype)
         if array.shape != target.shape:
             raise InvalidValueError(
                 f"GradientTape.gradient: an output gradient has shape {array.shape}, but its target"

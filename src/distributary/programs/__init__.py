@@ -17,7 +17,7 @@ from distributary.programs._row_wise import (
 )
 from distributary.programs._sparse_gradients import with_sparse_gradients
 from distributary.programs._stages import (
-    cut,
+    closed_part,
     cut_around_mesh,
     flattened,
     is_in_first_stage,

@@ -34,6 +34,7 @@ do not pile up either. No activation is computed twice.
 """
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,6 +60,7 @@ from distributary.tracing import (
     evaluate_one,
     gather_p,
     jaxpr_of,
+    opened,
     scatter_p,
     shape_of,
     variables_of,
@@ -100,12 +102,7 @@ def with_gathers(
             whole[i] = lax.slice_in_dim(joined, 0, size, axis=dim)
         return step(*whole)
 
-    def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-        jaxpr, constants = flattened(closed)
-        stored = [jaxpr.invars[i] for i in parts]
-        return _Evaluation(_with_early_sums(jaxpr), stored).outputs([*args, *constants.values()])
-
-    return with_pass(of_replica, run)
+    return with_pass(of_replica, functools.partial(_run, parts=tuple(parts)))
 
 
 def gathers(jaxpr: Jaxpr) -> bool:
@@ -113,10 +110,12 @@ def gathers(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive is gather_p for eqn in walk(jaxpr.eqns))
 
 
-def _run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-    """Returns the outputs of a program, or of the body of a loop in it."""
-    jaxpr, constants = flattened(closed)
-    return _Evaluation(jaxpr).outputs([*args, *constants.values()])
+def _run(closed: ClosedJaxpr, args: Sequence[Array], parts: Sequence[int] = ()) -> list[Array]:
+    """Returns the outputs of a program, or of the body of a loop in it; see `with_gathers`."""
+    flat = flattened(closed)
+    stored = [flat.jaxpr.invars[i] for i in parts]
+    program = _with_early_sums(opened(flat)) if parts else opened(flat)
+    return _Evaluation(program, stored).outputs([*flat.consts, *args])
 
 
 def _with_early_sums(jaxpr: Jaxpr) -> Jaxpr:
@@ -256,7 +255,7 @@ class _Evaluation:
         parts: The inputs that a replica gathers.
     """
 
-    def __init__(self, jaxpr: Jaxpr, parts: Collection[Var] = ()) -> None:
+    def __init__(self, jaxpr: Jaxpr, parts: Collection[Var]) -> None:
         self._jaxpr = jaxpr
         self._parts = frozenset(parts)
         # By variable: the weight of which it is a form, and the one whose parts it has.
@@ -350,7 +349,8 @@ class _Evaluation:
                 env.update(zip(eqn.outvars, evaluate_one(eqn, operands), strict=True))
 
         def prepare(position: int, atoms: Sequence[Atom]) -> None:
-            for weight in {id(w): w for v in atoms if (w := self._weight_of(v))}.values():
+            needed = [self._weights[v] for v in variables_of(atoms) if v in self._weights]
+            for weight in dict.fromkeys(needed):
                 if position in (weight.uses[0], weight.again):
                     gather(position, weight)
 
@@ -372,8 +372,12 @@ class _Evaluation:
         prepare(len(self._jaxpr.eqns), self._jaxpr.outvars)
         return list(map(value, self._jaxpr.outvars))
 
-    def _weight_of(self, atom: Atom) -> _Weight | None:
-        return None if isinstance(atom, Literal) else self._weights.get(atom)
+
+def _takes_few_rows(eqn: Equation) -> bool:
+    """Returns whether an equation takes whole rows of its first operand, few of all."""
+    return takes_rows(eqn) and are_few_rows(
+        math.prod(shape_of(eqn.invars[1])[:-1]), shape_of(eqn.invars[0])
+    )
 
 
 def _takes_few_rows(eqn: Equation) -> bool:

@@ -23,17 +23,15 @@ from jax.sharding import PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, num_logical_devices, shard_dim, shard_spec
 from distributary.programs._logical_devices import laid_out
-from distributary.programs._program import TracedProgram, description_of
+from distributary.programs._program import TracedProgram
 from distributary.programs._stages import cut, uncut
 from distributary.tracing import (
     Array,
     Handle,
     Pure,
     Subject,
-    check_collectives,
     computed_from,
     gather_p,
-    purify,
     trace,
     variables_of,
     walk,
@@ -76,11 +74,7 @@ class GlobalProgram(TracedProgram):
         rewrite: RewriteWhole,
         subject: Subject,
     ) -> None:
-        axis_env = [(REPLICA_AXIS, 1)]
-        closed, scope = trace(function, avals, "replica", axis_env, subject=subject)
-        self.describe = description_of([closed])
-        check_collectives(closed.jaxpr)
-        pure = purify(closed, scope, avals, axis_env, 0)
+        pure, _ = trace(function, avals, "replica", subject, replica=0)
         super().__init__([pure])
         self._rewrite = rewrite
         self._mesh = None if mesh is None or (mesh.size == 1 and data is None) else mesh
@@ -156,14 +150,10 @@ class GlobalProgram(TracedProgram):
     def _computed_from_parts(self) -> set[Any]:
         """Returns what depends on state of which every device holds a part."""
         jaxpr, first = self.jaxpr, len(self.captures[0])
-        parts = [
-            jaxpr.invars[first + i]
-            for i, handle in enumerate(self.handles)
-            if shard_dim(handle.parts) is not None
-        ]
+        stored = zip(self.handles, jaxpr.invars[first:], strict=False)
+        parts = [v for handle, v in stored if shard_dim(handle.parts) is not None]
         # What the step gathers is whole.
-        eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive is not gather_p]
-        return set(computed_from(eqns, parts)) if parts else set()
+        return computed_from(jaxpr.eqns, parts, lambda eqn: eqn.primitive is not gather_p)
 
 
 def _is_miscounted(pure: Pure, mesh: Any) -> bool:

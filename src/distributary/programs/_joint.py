@@ -156,9 +156,7 @@ def _join(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]
             f"{name!r} with axis_index_groups is not supported on an uneven batch. Reduce over all"
             " replicas."
         )
-    columns = zip(*operands, strict=True)
-    results = [rule(eqns[0].params, list(column)) for column in columns]
-    return [[column[i] for column in results] for i in range(len(eqns))]
+    return [[result] for result in rule(eqns[0].params, [value for (value,) in operands])]
 
 
 def _same_shapes(values: list[Array], what: str) -> None:

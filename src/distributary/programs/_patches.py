@@ -23,8 +23,8 @@ result is `t` with the terms of `-0.1 * g` added to it. They may name a row seve
 
 import functools
 import operator
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ class RowIds:
         for term in terms:
             self._targets[id(term.ids)] = targets[start : start + term.ids.shape[0]]
             start += term.ids.shape[0]
-        self._taken: dict[int, tuple[Array, Array]] = {}
+        self._made: dict[int, tuple[object, Array]] = {}
 
     def have(self, terms: Sequence[Term]) -> bool:
         """Returns whether the terms name no other rows, as far as can be told."""
@@ -114,12 +114,17 @@ class RowIds:
             total = Term(self._targets[id(term.ids)], term.rows, term.is_unique).added_to(total)
         return total
 
+    def once(self, value: object, in_rows: Callable[[], Array]) -> Array:
+        """Returns a value in the distinct rows, `[size, *row]`, which `in_rows` makes once."""
+        if id(value) not in self._made:
+            self._made[id(value)] = value, in_rows()
+        return self._made[id(value)][1]
+
     def taken_from(self, table: Array) -> Array:
-        """Returns the distinct rows of a table, `[size, *row]`; any rows for numbers past it."""
-        if id(table) not in self._taken:
-            rows = table.at[self.distinct].get(mode="clip", wrap_negative_indices=False)
-            self._taken[id(table)] = table, rows
-        return self._taken[id(table)][1]
+        """Returns the distinct rows of a table; any rows for numbers past it."""
+        return self.once(
+            table, lambda: table.at[self.distinct].get(mode="clip", wrap_negative_indices=False)
+        )
 
     def set_in(self, table: Array, rows: Array) -> Array:
         """Returns a table with its distinct rows replaced."""
@@ -150,12 +155,8 @@ class Zeros:
         return self.aval.shape
 
     @property
-    def key(self) -> Hashable:
-        """The same for all zeros."""
-        return "zeros"
-
     def dense(self) -> Array:
-        """Returns all of them."""
+        """All of them."""
         zeros = jnp.zeros(self.aval.shape, self.aval.dtype)
         return zeros if self.parts is None else lax.with_sharding_constraint(zeros, self.parts)
 
@@ -183,12 +184,8 @@ class Stored:
         return self.array.shape
 
     @property
-    def key(self) -> Hashable:
-        """The identity of the array."""
-        return id(self.array)
-
     def dense(self) -> Array:
-        """Returns the array."""
+        """The array."""
         return self.array
 
     def in_rows(self, ids: RowIds) -> Array:
@@ -197,7 +194,7 @@ class Stored:
 
 
 @final
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Computed:
     """A result of an equation that works row by row.
 
@@ -210,32 +207,26 @@ class Computed:
     _eqn: Equation
     _operands: "Sequence[Base | Patch | Array]"
     _index: int = 0
-    _dense: Array | None = field(default=None, init=False)
-    _in_rows: tuple[RowIds, Array] | None = field(default=None, init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
         return shape_of(self._eqn.outvars[self._index])
 
-    @property
-    def key(self) -> Hashable:
-        """The identity of this object."""
-        return id(self)
-
+    @functools.cached_property
     def dense(self) -> Array:
-        """Evaluates the equation, once."""
-        if self._dense is None:
-            operands = [x.dense() if isinstance(x, WITH_ROWS) else x for x in self._operands]
-            self._dense = evaluate_one(self._eqn, operands)[self._index]
-        return self._dense
+        """The whole result of the equation."""
+        operands = [x.dense if isinstance(x, WITH_ROWS) else x for x in self._operands]
+        return evaluate_one(self._eqn, operands)[self._index]
 
     def in_rows(self, ids: RowIds) -> Array:
-        """Evaluates the equation on rows."""
-        if self._in_rows is None or self._in_rows[0] is not ids:
+        """Evaluates the equation on rows, once."""
+
+        def evaluated() -> Array:
             operands = [x.in_rows(ids) if isinstance(x, WITH_ROWS) else x for x in self._operands]
-            self._in_rows = ids, bind_rows(self._eqn, operands, ids.size)[self._index]
-        return self._in_rows[1]
+            return bind_rows(self._eqn, operands, ids.size)[self._index]
+
+        return ids.once(self, evaluated)
 
 
 Base: TypeAlias = Zeros | Stored | Computed
@@ -243,7 +234,7 @@ Base: TypeAlias = Zeros | Stored | Computed
 
 
 @final
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Added:
     """A base with rows added to it.
 
@@ -256,46 +247,35 @@ class Added:
     base: Base
     terms: Sequence[Term]
     source: Computed | None = None
-    _dense: Array | None = field(default=None, init=False)
-    _sums: tuple[RowIds, Array] | None = field(default=None, init=False)
-
-    @property
-    def num_ids(self) -> int:
-        """Number of ids of all terms."""
-        return sum(term.ids.shape[0] for term in self.terms)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
         return self.base.shape
 
+    @functools.cached_property
     def dense(self) -> Array:
-        """Returns the whole value."""
-        if self._dense is not None:
-            return self._dense
+        """The whole value."""
         if self.source is not None and not _is_changed_in_place(self.base):
-            self._dense = self.source.dense()
-        elif self.source is None or self.base.dense().dtype.itemsize >= _MIN_BYTES_OF_SUMS:
-            self._dense = self.base.dense()
-            for term in self.terms:
-                self._dense = term.added_to(self._dense)
-        else:
+            return self.source.dense
+        whole = self.base.dense
+        if self.source is not None and whole.dtype.itemsize < _MIN_BYTES_OF_SUMS:
             ids = RowIds(self.terms, self.shape[0])
-            self._dense = ids.set_in(self.base.dense(), self.in_rows(ids))
-        return self._dense
+            return ids.set_in(whole, self.in_rows(ids))
+        for term in self.terms:
+            whole = term.added_to(whole)
+        return whole
 
     def in_rows(self, ids: RowIds) -> Array:
         """Returns the value in distinct rows that include its own, `[size, *row]`."""
         if self.source is not None:
             return self.source.in_rows(ids)
         # The rows are added up once, whatever is computed from their sums.
-        if self._sums is None or self._sums[0] is not ids:
-            self._sums = ids, ids.sums(self.terms)
-        return self._sums[1]
+        return ids.once(self, lambda: ids.sums(self.terms))
 
 
 @final
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Replaced:
     """A base with rows set in it.
 
@@ -308,26 +288,18 @@ class Replaced:
     base: Base
     ids: RowIds
     source: Computed
-    _dense: Array | None = field(default=None, init=False)
-
-    @property
-    def num_ids(self) -> int:
-        """Number of ids."""
-        return self.ids.size
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
         return self.base.shape
 
+    @functools.cached_property
     def dense(self) -> Array:
-        """Returns the whole value."""
-        if self._dense is None:
-            if _is_changed_in_place(self.base):
-                self._dense = self.ids.set_in(self.base.dense(), self.in_rows(self.ids))
-            else:
-                self._dense = self.source.dense()
-        return self._dense
+        """The whole value."""
+        if _is_changed_in_place(self.base):
+            return self.ids.set_in(self.base.dense, self.in_rows(self.ids))
+        return self.source.dense
 
     def in_rows(self, ids: RowIds) -> Array:
         """Returns the value in its own rows, `[size, *row]`."""

@@ -1,13 +1,12 @@
 """The state and the captures of traced functions that have become programs of global arrays."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr
 
-from distributary.devices import job_programs
-from distributary.tracing import Array, Handle, Line, Pure, describe_jaxpr
+from distributary.tracing import Array, Handle, Line, Pure
 
 
 class TracedProgram(abc.ABC):
@@ -24,11 +23,9 @@ class TracedProgram(abc.ABC):
         captures: For each function, the arrays that it captured.
         has_effects: Whether it does more than computing its outputs, such as calling the host.
         checks: The errors with which each check of values in it has failed.
-        describe: Returns the lines of the program, for a comparison with other workers.
         is_rewritten: Whether it has the forms that its devices run fast.
     """
 
-    describe: Callable[[], list[Line]]
     is_rewritten = False
 
     def __init__(self, pures: list[Pure]) -> None:
@@ -40,6 +37,10 @@ class TracedProgram(abc.ABC):
         self.captures = [pure.captures for pure in pures]
         self.has_effects = any(pure.has_effects for pure in pures)
         self.checks = [failed for pure in pures for failed in pure.checks]
+
+    def describe(self) -> list[Line]:
+        """Returns the lines of the program, for a comparison with other workers."""
+        return [line for pure in self.pures for line in pure.describe()]
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -84,10 +85,3 @@ class TracedProgram(abc.ABC):
         self, captures: Sequence[Sequence[Array]], state: dict[Handle, Array], args: Sequence[Any]
     ) -> tuple[list[Array], list[Any]]:
         """Runs the functions; see `__call__`."""
-
-
-def description_of(traced: Sequence[Any]) -> Callable[[], list[Line]]:
-    """Returns a function that describes jaxprs with markers; [] if no other process compares."""
-    if job_programs.enter is None:
-        return list
-    return lambda: [line for closed in traced for line in describe_jaxpr(closed)]

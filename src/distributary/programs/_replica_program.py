@@ -1,7 +1,7 @@
 """Turns the pure jaxpr of a Python function into a program over global arrays.
 
 `ReplicaProgram` puts the jaxpr of one replica on a mesh. For a step
-`w.assign_add(all_reduce("SUM", x))` on two replicas, from `purify` and as a function of global
+`w.assign_add(all_reduce("SUM", x))` on two replicas, from `trace` and as a function of global
 arrays:
 
     { lambda ; w:f32[2] x:f32[2]. let       { lambda ; w:f32[2] x:f32[2,2]. let
@@ -13,6 +13,7 @@ arrays:
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
 import jax
@@ -36,7 +37,7 @@ from distributary.programs._logical_devices import (
     laid_out,
     whole_on_cores,
 )
-from distributary.programs._program import TracedProgram, description_of
+from distributary.programs._program import TracedProgram
 from distributary.programs._sharded import Taken, complete_in_parts, without_scattered_sums
 from distributary.programs._stages import Stages, cut, uncut
 from distributary.tracing import (
@@ -49,11 +50,9 @@ from distributary.tracing import (
     SizesMissing,
     Subject,
     UnevenSizes,
-    check_collectives,
     current_feeding,
     fed_by,
     opened,
-    purify,
     refuse_collectives,
     start_of_sum,
     trace,
@@ -128,6 +127,26 @@ def _outputs(pure: Pure) -> list[Any]:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The form of an input or output of the program of all replicas.
+
+    Attributes:
+        is_split: Whether it has a part for every replica, `[replica, *shape]`.
+        parts: Its sharding; `P()` if it is whole.
+        is_summed: Whether it is the sum of what the replicas have.
+    """
+
+    is_split: bool = False
+    parts: P = P()
+    is_summed: bool = False
+
+
+def _form_of(handle: Handle) -> _Form:
+    return _Form(handle.per_replica, handle.parts, handle.summed)
+
+
+@final
 class ReplicaProgram(TracedProgram):
     """The program of all replicas, as a function of global arrays.
 
@@ -144,7 +163,7 @@ class ReplicaProgram(TracedProgram):
         data: For every argument, whether the replicas compute everything that depends on it. What
             depends only on other arguments, on variables and on collectives then comes after the
             replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
-        subject: What its user knows the function as.
+        subject: What its user knows the function as; None for the function itself.
         rewrite: Called with the code of one replica, a function of arrays, the jaxprs that it
             evaluates, and the mesh; returns what to run in its place. Without a mesh, no replicas
             meet: there is one, or all of them run side by side.
@@ -162,20 +181,27 @@ class ReplicaProgram(TracedProgram):
         rewrite: Rewrite = lambda body, jaxprs, mesh: body,
         subject: Subject | None = None,
     ) -> None:
-        self._subject = subject
+        self._subject = subject or Subject(function)
         self._varying_args = list(varying)
         self._rewrite = rewrite
         self._num_replicas = num_replicas
         self._mesh: Any = mesh
         self.uneven = len(avals) > 1
-        self._axis_env = [(REPLICA_AXIS, num_replicas)]
         super().__init__(self._trace(function, avals))
-        self._subject = None  # a program does not keep its function alive
+        del self._subject  # a program does not keep its function alive
         # For every output, whether it has a part for every replica.
         self.split_outs = [
             results != "shared" or any(pure.varying[k] for pure in self.pures if pure.varying)
             for k in range(self.num_outs)
         ]
+        first = self.pures[0]
+        self._in_forms = [
+            *[_Form()] * len(first.captures),
+            *map(_form_of, first.handles),
+            *map(_Form, self._varying_args),
+        ]
+        self._out_forms = [*map(_Form, self.split_outs), *map(_form_of, first.written)]
+        self._out_parts = [form.parts for form in self._out_forms]
         self._staged = data is not None
         self._on_mesh = num_replicas > 1 and not self.uneven
         # Whether every device updates a part of the state, as `_sharded` describes.
@@ -190,16 +216,13 @@ class ReplicaProgram(TracedProgram):
         self._taken = [Taken(P())] * self._stages[0].num_cut
         if self._divides:
             self._stages[0], self._taken = without_scattered_sums(
-                self._stages[0], self._out_parts(), num_replicas
+                self._stages[0], self._out_parts, num_replicas
             )
 
     @property
     def has_first_output_everywhere(self) -> bool:
         """True if every device computes its own first result."""
         return not self.uneven and (self.split_outs[0] or self.makes_first_output)
-
-    def _out_parts(self) -> list[P]:
-        return [*[P()] * self.num_outs, *(handle.parts for handle in self.pures[0].written)]
 
     def _cut(self, pure: Pure, data: Sequence[bool]) -> Stages:
         varying = [
@@ -259,10 +282,7 @@ class ReplicaProgram(TracedProgram):
         """Traces one replica for all, if that is enough."""
         if self._num_replicas == 1 or self.uneven:
             return self._trace_each(function, avals, self._num_replicas == 1)
-        closed, scope = trace(function, avals[0], "replica", self._axis_env, subject=self._subject)
-        self.describe = description_of([closed])
-        check_collectives(closed.jaxpr)
-        pure = purify(closed, scope, avals[0], self._axis_env)
+        pure, _ = trace(function, avals[0], "replica", self._subject, self._num_replicas)
         check_on_cores(pure.jaxpr, self._mesh)
         return [pure]
 
@@ -278,7 +298,6 @@ class ReplicaProgram(TracedProgram):
         position = 0 if feeding is None else feeding.position
         while True:
             pures = []
-            traced = []
             merge_calls = []
             stopped = False
             for replica, replica_avals in enumerate(avals):
@@ -286,25 +305,23 @@ class ReplicaProgram(TracedProgram):
                 if feeding is not None:
                     feeding.position = position
                 try:
-                    closed, scope = trace(
+                    pure, scope = trace(
                         function,
                         replica_avals,
                         "replica",
-                        self._axis_env,
+                        self._subject,
+                        self._num_replicas,
                         uneven,
-                        subject=self._subject,
-                        replica=replica if shows_number else None,
+                        replica=replica,
+                        shows_replica=shows_number,
                     )
                 except SizesMissing:
                     stopped = True
                     continue
-                traced.append(closed)
                 merge_calls.append(scope.merge_calls)
-                check_collectives(closed.jaxpr)
-                pures.append(purify(closed, scope, replica_avals, self._axis_env, replica))
+                pures.append(pure)
             if not stopped:
                 _check_merge_calls(merge_calls)
-                self.describe = description_of(traced)
                 return pures
             if not uneven.settle():
                 raise ReplicaMismatchError(
@@ -332,8 +349,8 @@ class ReplicaProgram(TracedProgram):
                 values,
                 outputs,
                 self._taken,
-                self._inputs_parts(),
-                self._out_parts(),
+                [form.parts for form in self._in_forms],
+                self._out_parts,
                 self._mesh,
                 lambda run, jaxprs: self._rewrite(run, jaxprs, None),
             )
@@ -351,19 +368,19 @@ class ReplicaProgram(TracedProgram):
     def _run_on_mesh(self, values: Sequence[Array]) -> list[Array]:
         """Returns the outputs of the first stage, with the replicas in a `shard_map`."""
         stages, split, whole = self._stages[0], P(REPLICA_AXIS), P()
-        inputs = [values[i] for i in stages.replica_inputs]
-        is_split = self._inputs_split()
-        in_specs = [split if is_split[i] else whole for i in stages.replica_inputs]
+        inputs, in_specs = [], []
         parts: dict[int, tuple[int, int]] = {}
-        for k, (i, stored) in enumerate(zip(stages.replica_inputs, inputs, strict=True)):
-            spec = self._inputs_parts()[i]
-            dim = shard_dim(spec)
+        for k, i in enumerate(stages.replica_inputs):
+            value, spec = values[i], split if self._in_forms[i].is_split else whole
+            sharding = self._in_forms[i].parts
+            dim = shard_dim(sharding)
             if dim is not None and num_logical_devices(self._mesh) == 1:
-                parts[k], in_specs[k] = (dim, stored.shape[dim]), spec
-                inputs[k] = stored_shards(stored, NamedSharding(self._mesh, spec))
-        out_split = self._outputs_split()
+                parts[k], spec = (dim, value.shape[dim]), sharding
+                value = stored_shards(value, NamedSharding(self._mesh, sharding))
+            inputs.append(value)
+            in_specs.append(spec)
         out_specs = [
-            *(split if out_split[i] else whole for i in stages.replica_outputs),
+            *(split if self._out_forms[i].is_split else whole for i in stages.replica_outputs),
             *(taken.spec for taken in self._taken),
         ]
         body: Callable[..., list[Array]] = self._run_replica
@@ -381,34 +398,15 @@ class ReplicaProgram(TracedProgram):
             axis_names={REPLICA_AXIS},
         )(*inputs)
 
-    def _inputs_split(self) -> list[bool]:
-        """Returns for every input whether it is `[replica, *shape]`."""
-        first = self.pures[0]
-        of_handles = [handle.per_replica for handle in first.handles]
-        return [*[False] * len(first.captures), *of_handles, *self._varying_args]
-
-    def _inputs_parts(self) -> list[P]:
-        """Returns the sharding of every input; `P()` if it is whole."""
-        first = self.pures[0]
-        of_handles = [handle.parts for handle in first.handles]
-        return [*[P()] * len(first.captures), *of_handles, *[P()] * len(self._varying_args)]
-
-    def _outputs_split(self) -> list[bool]:
-        """Returns for every output whether it has a part for every replica."""
-        return [*self.split_outs, *(handle.per_replica for handle in self.pures[0].written)]
-
     def _run_replica(self, *inputs: Array) -> list[Array]:
         """Runs the first stage of one replica, inside `shard_map`, on its parts of the inputs."""
-        pure, stages = self.pures[0], self._stages[0]
+        stages = self._stages[0]
         replica_id = lax.axis_index(REPLICA_AXIS)
-        is_split = self._inputs_split()
-        num_captures = len(pure.captures)
         values = [*stages.replica.consts]
         for i, value in zip(stages.replica_inputs, inputs, strict=True):
-            k = i - num_captures
-            if is_split[i]:
+            if self._in_forms[i].is_split:
                 values.append(value[0])
-            elif 0 <= k < len(pure.handles) and pure.handles[k].summed:
+            elif self._in_forms[i].is_summed:
                 values.append(self._start_of_sum(value, replica_id))
             else:
                 values.append(value)
@@ -417,9 +415,8 @@ class ReplicaProgram(TracedProgram):
         num_results = sum(i < self.num_outs for i in outputs)
         outs[:num_results] = whole_on_cores(outs[:num_results], self._mesh, True)
         self._sum_states(outs)
-        out_split = self._outputs_split()
         for k, i in enumerate(outputs):
-            if out_split[i]:
+            if self._out_forms[i].is_split:
                 # `asarray`, because some constants of JAX are no arrays.
                 outs[k] = jnp.asarray(outs[k])[None]
         pairs = zip(outs[len(outputs) :], self._taken, strict=True)
@@ -434,12 +431,8 @@ class ReplicaProgram(TracedProgram):
 
     def _sum_states(self, outs: list[Array]) -> None:
         """Sums the new states of which every replica has a part, in place."""
-        pure = self.pures[0]
-        summed = [
-            k
-            for k, i in enumerate(self._stages[0].replica_outputs)
-            if i >= self.num_outs and pure.written[i - self.num_outs].summed
-        ]
+        outputs = self._stages[0].replica_outputs
+        summed = [k for k, i in enumerate(outputs) if self._out_forms[i].is_summed]
         totals = lax.psum([outs[k] for k in summed], REPLICA_AXIS) if summed else []
         for k, total in zip(summed, totals, strict=True):
             outs[k] = total
@@ -538,10 +531,9 @@ class FunctionProgram(TracedProgram):
         subject: Subject,
     ) -> None:
         with fed_by(feeds):
-            closed, scope = trace(function, avals, "function", [], subject=subject)
+            pure, scope = trace(function, avals, "function", subject)
         feeds.put_back(feeds.position)
-        super().__init__([purify(closed, scope, avals, [])])
-        self.describe = description_of([closed])
+        super().__init__([pure])
         self.strategies = scope.strategies
         self._fed = feeds.handles
         fed = set(self._fed)

@@ -127,7 +127,7 @@ def adds_rows(eqn: Equation) -> bool:
 
 
 def takes_rows(eqn: Equation) -> bool:
-    """Returns whether an equation is a gather that takes whole rows, each by its number."""
+    """Returns whether an equation takes whole rows of its first operand, each by its number."""
     if eqn.primitive.name != "gather":
         return False
     dims, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
@@ -193,43 +193,27 @@ def known_result(
         `"zero"`, or the place of the operand that the result is equal to but for its shape, or
         None. Data is taken to be finite: zero times anything is zero.
     """
-    if _is_zero(eqn, operands, values, zeros):
+    name = eqn.primitive.name
+    if name in _ZERO_OF_ZERO and zeros[0]:
         return "zero"
-    return _same_operand(eqn, operands, values, zeros)
-
-
-def _is_zero(
-    eqn: Equation, operands: Sequence[Hashable], values: Sequence[float], zeros: Sequence[bool]
-) -> bool:
-    """Returns whether a result is zero; see `known_result`."""
     others = [value for value, is_zero in zip(values, zeros, strict=True) if not is_zero]
-    match eqn.primitive.name:
-        case name if name in _ZERO_OF_ZERO and zeros[0]:
-            return True
-        case "sub":
-            return operands[0] == operands[1]
-        case "mul":
-            return any(zeros)
-        case "integer_pow":
-            return zeros[0] and eqn.params["y"] > 0
-        case "pow":
-            return zeros[0] and values[1] > 0
-        case "max":
-            return any(zeros) and all(value <= 0 for value in others)
-        case "min":
-            return any(zeros) and all(value >= 0 for value in others)
-        case "clamp":
-            return zeros[1] and values[0] <= 0 <= values[2]
-        case "concatenate":
-            return all(zeros)
-    return False
-
-
-def _same_operand(
-    eqn: Equation, operands: Sequence[Hashable], values: Sequence[float], zeros: Sequence[bool]
-) -> int | None:
-    """Returns the place of the operand that a result is equal to, if any; see `known_result`."""
-    match eqn.primitive.name:
+    match name:
+        case "sub" if operands[0] == operands[1]:
+            return "zero"
+        case "mul" if any(zeros):
+            return "zero"
+        case "integer_pow" if zeros[0] and eqn.params["y"] > 0:
+            return "zero"
+        case "pow" if zeros[0] and values[1] > 0:
+            return "zero"
+        case "max" if any(zeros) and all(value <= 0 for value in others):
+            return "zero"
+        case "min" if any(zeros) and all(value >= 0 for value in others):
+            return "zero"
+        case "clamp" if zeros[1] and values[0] <= 0 <= values[2]:
+            return "zero"
+        case "concatenate" if all(zeros):
+            return "zero"
         case "add" | "add_any" | "sub" if zeros[1]:
             return 0
         case "add" | "add_any" if zeros[0]:

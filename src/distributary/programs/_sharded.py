@@ -34,38 +34,33 @@ The update is the second stage of `cut`. It runs outside of `shard_map`, on glob
 XLA divides whatever the optimizer does: a norm over all gradients stays a norm over all gradients.
 """
 
+import functools
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, padded, shard_dim, shard_spec, whole_shards
 from distributary.programs._logical_devices import laid_out
-from distributary.programs._row_wise import adds_rows, are_few_rows, number_of, with_wide_ids
+from distributary.programs._patches import Term
+from distributary.programs._sparse_gradients import with_terms
 from distributary.programs._stages import Stages, flattened
 from distributary.tracing import (
-    Atom,
-    Equation,
     aval_of,
     computed_from,
-    evaluate_one,
     is_sum_of_replicas,
     jaxpr_of,
     leading_to,
     shape_of,
     variables_of,
 )
-
-# Operations that scale an operand, if they have no other that is an array.
-_SCALING = frozenset({"convert_element_type", "div", "mul", "neg"})
-_SUMS = frozenset({"add", "add_any", "sub"})
 
 
 @final
@@ -115,161 +110,71 @@ def without_scattered_sums(
         The stages with the operands of these sums in the cut, and how the update gets each value of
         the cut.
     """
-    jaxpr, constants = flattened(stages.replica)
+    flat = flattened(stages.replica)
+    jaxpr = flat.jaxpr
     num_results = len(stages.replica_outputs)
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    operands = {
-        v: operand
-        for eqn in jaxpr.eqns
-        if is_sum_of_replicas(eqn)
-        for v, operand in zip(eqn.outvars, eqn.invars, strict=True)
-    }
+    operands = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if is_sum_of_replicas(eqn)}
     used = {v for eqn in jaxpr.eqns for v in variables_of(eqn.invars)}
     used.update(variables_of(jaxpr.outvars[:num_results]))
     update = stages.update.jaxpr
     in_parts = [shard_dim(out_parts[i]) is not None for i in stages.update_outputs]
     _, needed = leading_to(update.eqns, itertools.compress(update.outvars, in_parts))
-    results, taken = [*jaxpr.outvars[:num_results]], []
-    scattered = set()
-    # By the place in the cut: the equations that make its operand of rows.
-    sums_of_rows: dict[int, list[Equation]] = {}
+    results, scattered, specs = list(jaxpr.outvars), set(), []
     cut_vars = update.invars[len(stages.update_inputs) :]
-    for i, (v, var) in enumerate(zip(jaxpr.outvars[num_results:], cut_vars, strict=True)):
+    for i, var in enumerate(cut_vars, num_results):
+        v = results[i]
         is_sum = var in needed and not isinstance(v, Literal) and v in operands and v not in used
-        spec = shard_spec(shape_of(v), num_replicas) if is_sum else P()
-        if isinstance(v, Literal) or shard_dim(spec) is None:
-            results.append(v)
-            taken.append(Taken(spec))
-            continue
-        scattered.add(v)
-        row_eqns = _made_of_rows(made_by, operands[v], num_replicas)
-        if row_eqns:
-            sums_of_rows[i] = row_eqns
-            rows = _ids_and_rows(row_eqns)
-            results += rows
-            taken += [Taken(P(REPLICA_AXIS), is_joined=True)] * len(rows)
-        else:
-            results.append(operands[v])
-            taken.append(Taken(spec))
-    eqns = [eqn for eqn in jaxpr.eqns if not eqn.outvars or not scattered.issuperset(eqn.outvars)]
-    constvars = [*constants]
-    inputs = [v for v in jaxpr.invars if v not in constants]
-    first = ClosedJaxpr(jaxpr_of(inputs, results, eqns, constvars), [*constants.values()])
-    with_rows = _with_sums_of_rows(stages, sums_of_rows, num_replicas)
-    return replace(stages, replica=first, update=with_rows, num_cut=len(taken)), taken
+        specs.append(shard_spec(shape_of(v), num_replicas) if is_sum else P())
+        if not isinstance(v, Literal) and shard_dim(specs[-1]) is not None:
+            scattered.add(v)
+            results[i] = operands[v]
+    eqns = [eqn for eqn in jaxpr.eqns if scattered.isdisjoint(eqn.outvars)]
+    first = ClosedJaxpr(jaxpr_of(jaxpr.invars, results, eqns, jaxpr.constvars), flat.consts)
+    return _with_rows(replace(stages, replica=first), specs, num_replicas)
 
 
-def _made_of_rows(
-    made_by: Mapping[Var, Equation], operand: Atom, num_replicas: int
-) -> list[Equation]:
-    """Returns the equations that make a gradient of few rows, each with an id along dim 0.
+def _with_rows(stages: Stages, specs: Sequence[P], num_replicas: int) -> tuple[Stages, list[Taken]]:
+    """Puts ids and rows in the place of sums of few rows.
 
-    Some add rows to zeros, and the others scale and add up what these make, in floats that get no
-    narrower. If the gradient is made in another way, there are none.
+    Args:
+        stages: The program, with the operands of sums in the cut.
+        specs: The sharding of each sum in the cut; `P()` for other values.
+        num_replicas: Number of replicas.
     """
-    eqns: list[Equation] = []
-    known: dict[Var, bool] = {}
+    update, num_inputs = stages.update, len(stages.update_inputs)
+    num_results, cut_vars = len(stages.replica_outputs), update.jaxpr.invars[num_inputs:]
+    wide = [
+        i
+        for i, (v, spec) in enumerate(zip(cut_vars, specs, strict=True), num_results)
+        if shard_dim(spec) is not None and aval_of(v).dtype in (jnp.float32, jnp.float64)
+    ]
+    replica, num_terms = with_terms(stages.replica, wide, num_replicas)
+    counts = [num_terms.get(i, 0) for i in range(num_results, num_results + len(specs))]
+    taken: list[Taken] = []
+    for spec, count in zip(specs, counts, strict=True):
+        of_rows = [Taken(P(REPLICA_AXIS), is_joined=True)] * (2 * count)
+        taken += of_rows or [Taken(spec)]
+    if not num_terms:
+        return stages, taken
 
-    def is_made_of_rows(atom: Atom) -> bool:
-        if isinstance(atom, Literal) or atom not in made_by:
-            return False
-        if atom not in known:
-            eqn = made_by[atom]
-            known[atom] = _is_wide(eqn) and (
-                _adds_to_zeros(eqn, made_by)
-                if adds_rows(eqn)
-                else _is_linear(eqn) and all(map(is_made_of_rows, variables_of(eqn.invars)))
-            )
-            if known[atom]:
-                eqns.append(eqn)
-        return known[atom]
-
-    if aval_of(operand).dtype not in (jnp.float32, jnp.float64) or not is_made_of_rows(operand):
-        return []
-    num_ids = sum(math.prod(shape_of(eqn.invars[1])[:-1]) for eqn in eqns if adds_rows(eqn))
-    return eqns if are_few_rows(num_replicas * num_ids, shape_of(operand)) else []
-
-
-def _is_wide(eqn: Equation) -> bool:
-    """Returns whether a result is of floats that are not narrower than the operands."""
-    result = aval_of(eqn.outvars[0]).dtype
-    widths = [aval_of(v).dtype.itemsize for v in variables_of(eqn.invars) if shape_of(v)]
-    is_float = all(jnp.issubdtype(aval_of(v).dtype, jnp.floating) for v in _floats_of(eqn))
-    return is_float and (adds_rows(eqn) or result.itemsize >= max(widths, default=0))
-
-
-def _floats_of(eqn: Equation) -> list[Atom]:
-    """Returns the result and the operands without ids."""
-    return [*eqn.outvars, *([eqn.invars[2]] if adds_rows(eqn) else eqn.invars)]
-
-
-def _adds_to_zeros(eqn: Equation, made_by: Mapping[Var, Equation]) -> bool:
-    """Returns whether an equation adds rows, each with an id along dim 0, to zeros."""
-    base, ids = eqn.invars[0], shape_of(eqn.invars[1])
-    zeros = None if isinstance(base, Literal) else made_by.get(base)
-    if zeros is None or zeros.primitive.name != "broadcast_in_dim":
-        return False
-    has_ids = len(ids) > 1 and 0 not in eqn.params["dimension_numbers"].update_window_dims
-    return has_ids and number_of(zeros.invars[0]) == 0
-
-
-def _is_linear(eqn: Equation) -> bool:
-    """Returns whether an equation adds arrays, or scales one by a constant."""
-    arrays, name = variables_of(eqn.invars), eqn.primitive.name
-    if name in _SUMS:
-        return len(arrays) == len(eqn.invars)
-    return name in _SCALING and len(arrays) == 1 and (name != "div" or eqn.invars[0] is arrays[0])
-
-
-def _ids_and_rows(eqns: Sequence[Equation]) -> list[Atom]:
-    """Returns the ids and rows of equations that `_made_of_rows` has returned."""
-    return [atom for eqn in eqns if adds_rows(eqn) for atom in eqn.invars[1:]]
-
-
-def _with_sums_of_rows(
-    stages: Stages, sums: Mapping[int, Sequence[Equation]], num_replicas: int
-) -> ClosedJaxpr:
-    """Returns the update with ids and rows of all replicas in place of some sums."""
-    if not sums:
-        return stages.update
-    num_inputs = len(stages.update_inputs)
-
-    def update(*args: Array) -> list[Array]:
+    def update_with_sums(*args: Array) -> list[Array]:
         left = iter(args[num_inputs:])
         values = [*args[:num_inputs]]
-        for i in range(stages.num_cut):
-            env: dict[Var, Array] = {}
-            # Every sum is made in the dtype in which replicas add up.
-            dtype = aval_of(stages.update.jaxpr.invars[num_inputs + i]).dtype
-            for eqn in sums.get(i, ()):
-                if adds_rows(eqn):
-                    ids, rows = next(left), next(left)
-                    zeros = jnp.zeros(shape_of(eqn.outvars[0]), dtype)
-                    env[eqn.outvars[0]] = _with_rows_added(eqn, zeros, ids, rows.astype(dtype))
-                elif eqn.primitive is lax.convert_element_type_p:
-                    env[eqn.outvars[0]] = env[variables_of(eqn.invars)[0]]
-                else:
-                    operands = [
-                        jnp.asarray(x.val, dtype) if isinstance(x, Literal) else env[x]
-                        for x in eqn.invars
-                    ]
-                    (env[eqn.outvars[0]],) = evaluate_one(eqn, operands)
-            values.append(env[sums[i][-1].outvars[0]] if i in sums else next(left))
-        return jax.core.eval_jaxpr(stages.update.jaxpr, stages.update.consts, *values)
+        for v, count in zip(cut_vars, counts, strict=True):
+            if count == 0:
+                values.append(next(left))
+                continue
+            zeros = jnp.zeros(shape_of(v), aval_of(v).dtype)
+            tables = [Term(next(left), next(left)).added_to(zeros) for _ in range(count)]
+            values.append(functools.reduce(operator.add, tables))
+        return jax.core.eval_jaxpr(update.jaxpr, update.consts, *values)
 
-    avals: list[Any] = []
-    for i, v in enumerate(stages.update.jaxpr.invars):
-        eqns = sums.get(i - num_inputs)
-        for aval in map(aval_of, [v] if eqns is None else _ids_and_rows(eqns)):
-            rows = () if eqns is None else (num_replicas * aval.shape[0],)
-            avals.append(jax.ShapeDtypeStruct((*rows, *aval.shape[len(rows) :]), aval.dtype))
-    return jax.make_jaxpr(update)(*avals)
-
-
-def _with_rows_added(eqn: Equation, zeros: Array, ids: Array, rows: Array) -> Array:
-    """Returns what an equation makes of the rows of all replicas, which may share ids."""
-    params = {**eqn.params, "unique_indices": False, "indices_are_sorted": False}
-    return evaluate_one(eqn.replace(params=params), [zeros, with_wide_ids(ids), rows])[0]
+    avals = update.in_avals[:num_inputs]
+    for aval, one in zip(replica.out_avals[num_results:], taken, strict=True):
+        of_all = (num_replicas * aval.shape[0], *aval.shape[1:]) if one.is_joined else aval.shape
+        avals.append(aval.update(shape=of_all))
+    closed = jax.make_jaxpr(update_with_sums)(*avals)
+    return replace(stages, replica=replica, update=closed, num_cut=len(taken)), taken
 
 
 def complete_in_parts(

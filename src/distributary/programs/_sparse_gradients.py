@@ -44,10 +44,11 @@ A table stays dense if a step looks up more than a fraction of its rows, or if i
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -107,9 +108,10 @@ class _Flat:
 
     patch: Patch
 
+    @property
     def dense(self) -> Array:
-        """Returns the whole vector."""
-        return self.patch.dense().reshape(-1)
+        """The whole vector."""
+        return self.patch.dense.reshape(-1)
 
 
 @final
@@ -125,8 +127,9 @@ class _Vector:
     aval: ShapedArray
     parts: "Sequence[tuple[int, int, _Value]]"
 
+    @property
     def dense(self) -> Array:
-        """Returns the whole vector."""
+        """The whole vector."""
         vector = jnp.zeros(self.aval.shape, self.aval.dtype)
         for start, _, part in self.parts:
             vector = lax.dynamic_update_slice(vector, _dense(part), (start,))
@@ -165,9 +168,41 @@ def with_sparse_gradients(
     return with_pass(function, rewriting.run)
 
 
+def with_terms(
+    closed: ClosedJaxpr, sums: Collection[int], num_replicas: int
+) -> tuple[ClosedJaxpr, dict[int, int]]:
+    """Returns the program of a replica with ids and rows in the place of gradients of tables.
+
+    Args:
+        closed: The program.
+        sums: Numbers of the outputs of which others make sums over the replicas.
+        num_replicas: Number of replicas.
+
+    Returns:
+        The program, and for each output of `sums` that is few rows now, how often it has ids
+        followed by rows.
+    """
+    rewriting = _Rewriting(num_replicas, True, None)
+    num_terms: dict[int, int] = {}
+    if not rewriting.concerns(closed.jaxpr):
+        return closed, num_terms
+
+    def outputs(*args: Array) -> list[Array]:
+        outs: list[Array] = []
+        for i, value in enumerate(rewriting.values(closed, args)):
+            terms = rewriting.few_terms(value) if i in sums else ()
+            if terms:
+                num_terms[i] = len(terms)
+            outs += [x for term in terms for x in (term.ids, term.rows)] or [_dense(value)]
+        return outs
+
+    axes = [(REPLICA_AXIS, num_replicas)]
+    return jax.make_jaxpr(outputs, axis_env=axes)(*closed.in_avals), num_terms
+
+
 def _dense(value: _Value) -> Array:
     """Returns a value as an array."""
-    return value.dense() if isinstance(value, _LAZY) else value
+    return value.dense if isinstance(value, _LAZY) else value
 
 
 @final
@@ -180,7 +215,7 @@ class _Rewriting:
         self._is_in_any_order = is_in_any_order and (num_replicas > 1 or self._mesh is not None)
         # By the identity of what they are made from, which is kept so that it stays unique.
         self._ids: dict[tuple[int, int, bool], tuple[Array, Array]] = {}
-        self._gathered: dict[int, tuple[Array, list[Array]]] = {}
+        self._parts_of_all: dict[int, tuple[Array, list[Array]]] = {}
         self._row_ids: dict[tuple[int, ...], RowIds] = {}
         self._inputs: dict[int, Array] = {}
         # Scalars that are known, by their identity.
@@ -199,8 +234,20 @@ class _Rewriting:
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
         """Returns the outputs of a program."""
+        return list(map(_dense, self.values(closed, args)))
+
+    def values(self, closed: ClosedJaxpr, args: Sequence[Array]) -> list[_Value]:
+        """Returns the outputs of a program, some as patches."""
         self._inputs = {id(x): x for x in args}
-        return list(map(_dense, self._evaluated(closed.jaxpr, [*closed.consts, *args])))
+        return self._evaluated(closed.jaxpr, [*closed.consts, *args])
+
+    def few_terms(self, value: _Value) -> Sequence[Term]:
+        """Returns a value as few rows to add to zeros; none if it is something else."""
+        if not isinstance(value, _PATCHES):
+            return ()
+        terms = _terms_over_zeros(value)
+        num_ids = sum(term.ids.shape[0] for term in terms)
+        return terms if self._is_few(num_ids, value.shape) else ()
 
     def _evaluated(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
         return interpret_with(jaxpr, inputs, self._value_of, self._results)[0]
@@ -222,7 +269,7 @@ class _Rewriting:
 
     def _results(self, eqn: Equation, operands: list[_Value]) -> Sequence[_Value]:
         """Returns the results of an equation."""
-        if _is_zeros(eqn):
+        if _makes_zeros(eqn):
             return [Zeros(aval_of(eqn.outvars[0]))]
         patched = any(isinstance(x, _PATCHES) for x in operands)
         called = plain_call_of(eqn)
@@ -283,66 +330,47 @@ class _Rewriting:
         return laid_out(array, self._mesh, P())
 
     def _all_reduced(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
-        """Returns sums over the replicas, those of patches and vectors by themselves."""
-        if not is_sum_of_replicas(eqn):
+        """Returns the sum over the replicas of a patch, or of a vector that has patches."""
+        total = self._gathered(operands[0]) if is_sum_of_replicas(eqn) else None
+        return None if total is None else [total]
+
+    def _gathered(self, value: _Value) -> _Value | None:
+        """Returns the sum of a value over the replicas; None if it is not made of rows."""
+        if isinstance(value, _PATCHES):
+            return self._gathered_patch(value)
+        if isinstance(value, _Flat):
+            patch = self._gathered_patch(value.patch)
+            return None if patch is None else _Flat(patch)
+        return self._gathered_vector(value) if isinstance(value, _Vector) else None
+
+    def _gathered_vector(self, vector: _Vector) -> _Vector | None:
+        """Returns the sum of a vector over the replicas; None if it has no rows."""
+        gathered = [self._gathered(part) for *_, part in vector.parts]
+        pairs = list(zip(vector.parts, gathered, strict=True))
+        others = [_dense(part) for (*_, part), total in pairs if total is None]
+        if len(others) == len(pairs):
             return None
-        results: list[_Value] = []
-        left = []
-        for i, x in enumerate(operands):
-            value: _Value | None = None
-            if isinstance(x, _PATCHES):
-                value = self._gathered_patch(x)
-            elif isinstance(x, _Vector):
-                value = self._gathered_vector(x)
-            if value is None:
-                left.append(i)
-                value = _dense(x)
-            results.append(value)
-        if left:
-            of_left = eqn.replace(
-                invars=[eqn.invars[i] for i in left], outvars=[eqn.outvars[i] for i in left]
-            )
-            totals = evaluate_one(of_left, [_dense(results[i]) for i in left])
-            for i, total in zip(left, totals, strict=True):
-                results[i] = total
-        return results
+        totals = iter(all_reduce_of_vectors(others))
+        parts = [(start, end, next(totals) if x is None else x) for (start, end, _), x in pairs]
+        return _Vector(vector.aval, parts)
 
     def _gathered_patch(self, patch: Patch) -> Added | None:
         """Returns the sum of a patch over the replicas; None if it cannot or need not be rows."""
-        terms = _terms_over_zeros(patch)
-        if terms is None or not self._is_few(patch.num_ids, patch.shape):
+        terms = self.few_terms(patch)
+        if not terms:
             return None
         num_rows = patch.shape[0]
         gathered = [self._gathered_term(term, num_rows) for term in terms]
         return Added(patch.base, list(itertools.chain(*gathered)))
-
-    def _gathered_vector(self, vector: _Vector) -> _Vector | None:
-        """Returns the sum of a vector over the replicas; None if it has no patch."""
-        gathered_parts = [self._gathered_part(part) for *_, part in vector.parts]
-        gathered = {i: part for i, part in enumerate(gathered_parts) if part is not None}
-        if not gathered:
-            return None
-        others = [i for i in range(len(gathered_parts)) if i not in gathered]
-        totals = all_reduce_of_vectors([_dense(vector.parts[i][2]) for i in others])
-        sums: dict[int, _Value] = {**gathered, **dict(zip(others, totals, strict=True))}
-        parts = [(start, end, sums[i]) for i, (start, end, _) in enumerate(vector.parts)]
-        return _Vector(vector.aval, parts)
-
-    def _gathered_part(self, part: _Value) -> _Value | None:
-        """Returns the sum of a part of a vector over the replicas; None if it is no patch."""
-        if isinstance(part, _Flat):
-            patch = self._gathered_patch(part.patch)
-            return None if patch is None else _Flat(patch)
-        return self._gathered_patch(part) if isinstance(part, _PATCHES) else None
 
     def _gathered_term(self, term: Term, num_rows: int) -> list[Term]:
         """Returns the terms of all replicas."""
         if self._is_in_any_order and not term.is_unique:
             ids = self._row_ids_of([term], num_rows)
             term = Term(ids.distinct, ids.sums([term]), is_unique=True)
-        if id(term.ids) not in self._gathered:
-            self._gathered[id(term.ids)] = term.ids, self._gathered_parts(term.ids)
-        all_ids, all_rows = self._gathered[id(term.ids)][1], self._gathered_parts(term.rows)
+        if id(term.ids) not in self._parts_of_all:
+            self._parts_of_all[id(term.ids)] = term.ids, self._gathered_parts(term.ids)
+        all_ids, all_rows = self._parts_of_all[id(term.ids)][1], self._gathered_parts(term.rows)
         return [
             Term(ids, rows, self._is_in_any_order)
             for ids, rows in zip(all_ids, all_rows, strict=True)
@@ -423,7 +451,8 @@ class _Rewriting:
         operands = [x.base if isinstance(x, _PATCHES) else x for x in inputs]
         if len(eqn.outvars) > 1:
             return Computed(eqn, operands, index)
-        keys = [x.key if isinstance(x, WITH_ROWS) else id(x) for x in operands]
+        arrays = [x.array if isinstance(x, Stored) else x for x in operands]
+        keys = ["zeros" if isinstance(x, Zeros) else id(x) for x in arrays]
         numbers = [self._numbers.get(id(x), (x, math.nan))[1] for x in operands]
         zeros = [isinstance(x, Zeros) or n == 0 for x, n in zip(operands, numbers, strict=True)]
         place = known_result(eqn, keys, numbers, zeros)
@@ -453,9 +482,9 @@ class _Rewriting:
         return evaluate_one(eqn, [ids.only_named(patch.in_rows(ids))])
 
 
-def _is_zeros(eqn: Equation) -> bool:
+def _makes_zeros(eqn: Equation) -> bool:
     """Returns whether an equation makes an array of zeros."""
-    if eqn.primitive is not lax.broadcast_in_dim_p or not isinstance(eqn.invars[0], Literal):
+    if eqn.primitive.name != "broadcast_in_dim" or not isinstance(eqn.invars[0], Literal):
         return False
     value = np.asarray(eqn.invars[0].val)
     return jnp.issubdtype(value.dtype, jnp.number) and not value.any()
@@ -477,10 +506,10 @@ def _is_multiple(eqn: Equation, place: int) -> bool:
     return False
 
 
-def _terms_over_zeros(patch: Patch) -> Sequence[Term] | None:
-    """Returns a patch of zeros as terms to add; None for other patches."""
+def _terms_over_zeros(patch: Patch) -> Sequence[Term]:
+    """Returns a patch of zeros as terms to add; none for other patches."""
     if not isinstance(patch.base, Zeros):
-        return None
+        return ()
     if isinstance(patch, Added):
         return patch.terms
     return [Term(patch.ids.distinct, patch.in_rows(patch.ids), is_unique=True)]

@@ -23,7 +23,7 @@ into a stage for every replica and an update:
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import final
 
@@ -99,15 +99,8 @@ class Stages:
 
 def uncut(jaxpr: Jaxpr) -> Stages:
     """Returns stages with a program without constants as the first, and an empty second one."""
-    return Stages(
-        ClosedJaxpr(jaxpr, ()),
-        ClosedJaxpr(jaxpr_of([], [], []), ()),
-        list(range(len(jaxpr.invars))),
-        [],
-        list(range(len(jaxpr.outvars))),
-        [],
-        0,
-    )
+    everything = range(len(jaxpr.outvars))
+    return _divided(jaxpr, len(jaxpr.invars), set(), lambda eqn: True, everything, {})
 
 
 def cut(
@@ -218,29 +211,41 @@ def _divided(
         dict.fromkeys(v for eqn in of_update for v in variables_of(eqn.invars) if v in replica_vars)
     )
 
-    def stage(
-        eqns: list[Equation], outvars: list[Atom], cut_vars: list[Var]
-    ) -> tuple[ClosedJaxpr, list[int]]:
-        used = {v for eqn in eqns for v in variables_of(eqn.invars)}.union(variables_of(outvars))
-        positions = [i for i, v in enumerate(jaxpr.invars[:num_inputs]) if v in used]
-        consts = {v: value for v, value in constants.items() if v in used}
-        invars = [*(jaxpr.invars[i] for i in positions), *cut_vars]
-        opened = jaxpr_of(invars, outvars, eqns, list(consts))
-        return ClosedJaxpr(opened, list(consts.values())), positions
-
-    replica, replica_inputs = stage(
-        of_replica, [*(outputs[i] for i in replica_outputs), *taken], []
-    )
-    update, update_inputs = stage(of_update, [outputs[i] for i in update_outputs], taken)
+    inputs = {v: i for i, v in enumerate(jaxpr.invars[:num_inputs])}
+    of_replicas = [*(outputs[i] for i in replica_outputs), *taken]
+    replica = closed_part(inputs, of_replicas, of_replica, constants)
+    results = [outputs[i] for i in update_outputs]
+    update = closed_part([*inputs, *taken], results, of_update, constants)
     return Stages(
         replica,
         update,
-        replica_inputs,
-        update_inputs,
+        [inputs[v] for v in replica.jaxpr.invars],
+        [inputs[v] for v in update.jaxpr.invars if v in inputs],
         replica_outputs,
         update_outputs,
         len(taken),
     )
+
+
+def closed_part(
+    invars: Iterable[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[Equation],
+    constants: Mapping[Var, Array],
+) -> ClosedJaxpr:
+    """Returns a part of a program as a program.
+
+    Args:
+        invars: Inputs of the program, and values that others compute. Those that the part needs are
+            its inputs.
+        outvars: The outputs of the part.
+        eqns: Its equations.
+        constants: Values of further inputs.
+    """
+    used = {v for eqn in eqns for v in variables_of(eqn.invars)}.union(variables_of(outvars))
+    consts = {v: value for v, value in constants.items() if v in used}
+    part = jaxpr_of([v for v in invars if v in used], outvars, eqns, list(consts))
+    return ClosedJaxpr(part, list(consts.values()))
 
 
 def _is_in_first(
@@ -286,15 +291,17 @@ def without_calls(
     return jaxpr, known
 
 
-def flattened(jaxpr: AnyJaxpr) -> tuple[Jaxpr, dict[Var, Array]]:
-    """Returns a jaxpr, closed or not, without calls; its constants are its last inputs.
+def flattened(program: AnyJaxpr) -> ClosedJaxpr:
+    """Returns a jaxpr, closed or not, without calls.
 
     What a checkpoint computes once more comes after a barrier.
     """
-    inner, values = open_jaxpr(jaxpr)
-    last = jaxpr_of([*inner.invars, *inner.constvars], inner.outvars, inner.eqns)
-    constants = dict(zip(inner.constvars, values, strict=True))
-    return without_calls(last, constants, with_barriers=True)
+    jaxpr, values = open_jaxpr(program)
+    last = jaxpr_of([*jaxpr.invars, *jaxpr.constvars], jaxpr.outvars, jaxpr.eqns)
+    constants = dict(zip(jaxpr.constvars, values, strict=True))
+    flat, constants = without_calls(last, constants, with_barriers=True)
+    closed = jaxpr_of(jaxpr.invars, flat.outvars, flat.eqns, list(constants))
+    return ClosedJaxpr(closed, list(constants.values()))
 
 
 def _written_out(

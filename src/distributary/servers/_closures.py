@@ -10,7 +10,7 @@
 
 the stages make
 
-1. `trace` and `purify`: a pure program of what the function reads, from w:f32[2,3] and x:f32[2,3]
+1. `trace`: a pure program of what the function reads, from w:f32[2,3] and x:f32[2,3]
    to the sum and the new w.
 2. `in_parts`: a program of what servers keep, from w0:f32[1,3], w1:f32[1,3] and x:f32[2,3] to the
    sum, the new w0 and the new w1.
@@ -59,7 +59,6 @@ from distributary.tracing import (
     current_scope,
     fed_by,
     has_replicas,
-    purify,
     trace,
 )
 from distributary.variables import PerReplica
@@ -302,15 +301,7 @@ def _traced(
         return outs
 
     with fed_by(closure):
-        closed, scope = trace(
-            flat,
-            avals,
-            "function",
-            [],
-            is_for_workers=num_replicas > 1,
-            subject=Subject(function),
-        )
-    pure = purify(closed, scope, avals, [])
+        pure, _ = trace(flat, avals, "function", Subject(function), is_for_workers=num_replicas > 1)
     jaxpr, captures = pure.jaxpr, pure.captures
     num_devices = num_replicas if has_replicas(jaxpr.eqns) else 1
     if num_devices > 1:

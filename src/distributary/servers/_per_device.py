@@ -45,7 +45,6 @@ from distributary.tracing import (
     evaluate_one,
     has_replicas,
     interpret_with,
-    jaxpr_of,
     open_jaxpr,
     opened,
     shape_of,
@@ -139,19 +138,8 @@ def _of_replica(eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
     for operand, spec in zip(operands, eqn.params["in_specs"], strict=True):
         dim = shard_dim(spec)
         inputs.append(operand.whole() if dim is None else operand.part(dim, num_replicas))
-    inner, consts = open_jaxpr(eqn.params["jaxpr"])
-    eqns = [one for several in inner.eqns for one in _one_by_one(several)]
-    body = jaxpr_of(inner.invars, inner.outvars, eqns, inner.constvars)
-    outs = jax.core.eval_jaxpr(body, consts, *inputs)
+    outs = jax.core.eval_jaxpr(*open_jaxpr(eqn.params["jaxpr"]), *inputs)
     return [
         _Value(out, shard_dim(spec))
         for out, spec in zip(outs, eqn.params["out_specs"], strict=True)
     ]
-
-
-def _one_by_one(eqn: Equation) -> list[Equation]:
-    """Returns the equation, with a reduction of several arrays as one for each array."""
-    if eqn.primitive.name != "psum":
-        return [eqn]
-    pairs = zip(eqn.invars, eqn.outvars, strict=True)
-    return [eqn.replace(invars=[operand], outvars=[out]) for operand, out in pairs]

@@ -33,7 +33,7 @@ The stages of `rows_of`:
 1. `RowFlow` finds tables, and `_flow_of_worker` refuses those of which something needs all rows;
 2. `_Spaces` groups tables that are looked up by the same numbers;
 3. `_Spaces.worker_with_rows` evaluates the program once more, with rows in the place of tables;
-4. `closed_part` cuts out the program of the numbers.
+4. `needed_part` cuts out the program of the numbers.
 
 `rows_of_update` examines a server's update in the same way: does it treat every row by itself, and
 does it leave a row alone if its gradient is zero? With the update
@@ -66,7 +66,7 @@ from distributary.devices import REPLICA_AXIS
 from distributary.programs import bind_rows, row_operands
 from distributary.servers._other_rows import numbers_of_other_rows
 from distributary.servers._row_flow import RowFlow, RowUse
-from distributary.servers._split import ServerPart, ServerSplit, Step, closed_part
+from distributary.servers._split import ServerPart, ServerSplit, Step, needed_part
 from distributary.tracing import (
     Array,
     Atom,
@@ -220,7 +220,7 @@ def rows_of(step: Step, split: ServerSplit) -> RowSplit:
     if spaces.spaces:
         worker = spaces.worker_with_rows(worker, plain, groups)
     consts = dict(zip(jaxpr.constvars, split.worker.consts, strict=True))
-    ids = closed_part(jaxpr.invars, spaces.ids, jaxpr.eqns, consts)
+    ids = needed_part(jaxpr.invars, spaces.ids, jaxpr.eqns, consts)
     buffers = []
     for group in groups:
         parts = []

@@ -32,16 +32,16 @@ The stages of `split_over_servers` decide
 5. what the worker has to compute (`_worker_part`): the results and everything that is pushed.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress
 from typing import TypeAlias, final
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from distributary.errors import UnsupportedError
-from distributary.programs import is_in_first_stage
+from distributary.programs import closed_part, is_in_first_stage
 from distributary.servers._partitioners import Shard
 from distributary.tracing import (
     Array,
@@ -220,7 +220,7 @@ def _with_sums_last(step: Step) -> Jaxpr:
         is_sum = is_sum_of_replicas(eqn)
         others: list[Atom] = []
         pair = None
-        if (is_sum or eqn.primitive.name == "push") and len(eqn.invars) == 1:
+        if is_sum or eqn.primitive.name == "push":
             pair = added_to(state, eqn.invars[0], seen, of_devices or is_sum)
         elif eqn.primitive.name in ("add", "add_any"):
             for first, other in (eqn.invars, eqn.invars[::-1]):
@@ -377,7 +377,7 @@ def _server_part(
                 " closures return."
             )
     return ServerPart(
-        closed_part([*states, *pushed], outvars, eqns, step.constants),
+        needed_part([*states, *pushed], outvars, eqns, step.constants),
         [step.shard_of[v].number for v in states],
         [pushes[v] for v in pushed],
         [step.shard_of[old].number for old in olds],
@@ -391,12 +391,12 @@ def _worker_part(
     """Returns the part of the worker, and the positions of its inputs among those of the step."""
     results = step.jaxpr.outvars[: step.num_results]
     invars = step.jaxpr.invars[: len(step.inputs)]
-    worker = closed_part(invars, [*results, *pushes], eqns, step.constants, with_effects=True)
+    worker = needed_part(invars, [*results, *pushes], eqns, step.constants, with_effects=True)
     position = {v: i for i, v in enumerate(invars)}
     return worker, [position[v] for v in worker.jaxpr.invars]
 
 
-def closed_part(
+def needed_part(
     invars: Iterable[Var],
     outvars: Sequence[Atom],
     eqns: Sequence[Equation],
@@ -412,11 +412,8 @@ def closed_part(
         constants: Values of further inputs.
         with_effects: Whether equations with effects stay, even if no output needs them.
     """
-    is_kept, wanted = leading_to(eqns, outvars, lambda eqn: with_effects and bool(eqn.effects))
-    consts = {v: value for v, value in constants.items() if v in wanted}
-    kept = list(compress(eqns, is_kept))
-    part = jaxpr_of([v for v in invars if v in wanted], outvars, kept, list(consts))
-    return ClosedJaxpr(part, list(consts.values()))
+    is_needed, _ = leading_to(eqns, outvars, lambda eqn: with_effects and bool(eqn.effects))
+    return closed_part(invars, outvars, list(itertools.compress(eqns, is_needed)), constants)
 
 
 def _hashable(atom: Atom) -> Var | None:

@@ -10,9 +10,8 @@ passes in order; each module opens with an example of what it does.
 """
 
 from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow
-from distributary.tracing._description import Line, describe_jaxpr, describe_value
+from distributary.tracing._description import Line, describe_value
 from distributary.tracing._divergence import (
-    check_collectives,
     has_collective,
     is_collective,
     is_of_devices,
@@ -75,7 +74,7 @@ from distributary.tracing._markers import (
 from distributary.tracing._mistakes import Subject, advise, explained, leaked_at, name_of, shorten
 from distributary.tracing._narrowing import narrowed, native
 from distributary.tracing._numbering import Numbering
-from distributary.tracing._recording import Pure, purify, trace
+from distributary.tracing._recording import Pure, trace
 from distributary.tracing._scope import (
     SizesMissing,
     TapeRecord,

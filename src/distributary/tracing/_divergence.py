@@ -227,15 +227,14 @@ def refuse_collectives(eqn: Equation) -> None:
     """Refuses collectives in a `while` or `cond` that replicas decide differently."""
     is_loop = eqn.primitive.name == "while"
     what = "condition of jax.lax.while_loop" if is_loop else "predicate of jax.lax.cond or switch"
-    for sub in sub_jaxprs(eqn):
-        for inner in walk(sub.eqns):
-            _refuse_unknown(inner)
-            if is_collective(inner):
-                raise ContextError(
-                    f"A collective ({inner.primitive.name}, from all_reduce, all_gather,"
-                    " merge_call or an assignment with an aggregation) runs inside control flow"
-                    f" where the {what} can differ between replicas: the replicas that skip it"
-                    " would leave the others waiting forever. Make the decision the same on every"
-                    " replica (all_reduce it first), or move the collective out of the control"
-                    " flow and select its input with jnp.where."
-                )
+    for inner in walk([eqn]):
+        _refuse_unknown(inner)
+        if is_collective(inner):
+            raise ContextError(
+                f"A collective ({inner.primitive.name}, from all_reduce, all_gather, merge_call or"
+                " an assignment with an aggregation) runs inside control flow where the"
+                f" {what} can differ between replicas: the replicas that skip it would leave the"
+                " others waiting forever. Make the decision the same on every replica (all_reduce"
+                " it first), or move the collective out of the control flow and select its input"
+                " with jnp.where."
+            )

@@ -76,18 +76,17 @@ class EagerRecord:
         # By the identity of a variable: the variable, and how it was read.
         self._reads: dict[int, tuple[Any, list[_Read]]] = {}
 
-    def start(self) -> None:
-        """Starts to record what this thread computes."""
+    def mark(self, event: str) -> None:
+        """Starts or ends recording what this thread computes."""
+        if event in ("stop", "pause"):
+            _state.records.remove(self)
+            if not _state.records:
+                _state.context.__exit__(None, None, None)
+            return
         if not _state.records:
             _state.context = recorded_by(_report)
             _state.context.__enter__()
         _state.records.append(self)
-
-    def stop(self) -> None:
-        """Ends recording."""
-        _state.records.remove(self)
-        if not _state.records:
-            _state.context.__exit__(None, None, None)
 
     def note(self, operation: _Operation) -> None:
         """Records an operation."""
@@ -129,19 +128,15 @@ class EagerRecord:
         """Returns the gradients for arrays that are different objects."""
         path = self._path(sources, targets)
         program = _Program(path, sources, targets)
-        known = None if program.key is None else _known(program.key)
-        if known is None or known.reached is None:
-            reached = reached_inputs(jax.make_jaxpr(program.again)(*program.sources).jaxpr)
-            function = program.gradients(reached)
-            if known is not None:
-                known.reached = reached
+        known = _Known() if program.key is None else _known(program.key)
+        if known.reached is None:
+            known.reached = reached_inputs(jax.make_jaxpr(program.again)(*program.sources).jaxpr)
+            function = program.gradients(known.reached)
         else:
-            reached = known.reached
-            if known.compiled is None:
-                known.compiled = jax.jit(program.gradients(reached))
+            known.compiled = known.compiled or jax.jit(program.gradients(known.reached))
             function = known.compiled
         gradients = iter(function(program.sources, program.constants, list(seeds)))
-        return [next(gradients) if is_reached else None for is_reached in reached]
+        return [next(gradients) if is_reached else None for is_reached in known.reached]
 
     def _path(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[_Operation]:
         """Returns the operations between sources and targets."""

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, final
+from typing import Any, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -96,21 +96,17 @@ def leave_trace() -> None:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Origin:
     """The place from which a function gets an iterator or a dataset.
 
     Attributes:
-        kind: "argument", "captured", or "pass" for a pass that the function has begun itself.
-        number: Number of the argument among all leaves, or of the pass among everything taken.
-        captured: Returns the object, or None if it was collected.
+        find: Returns the object, given the data of a call; None if it was collected.
         begins_pass: None if an element is taken. If a pass over a dataset begins, whether it gives
             plain arrays.
     """
 
-    kind: Literal["argument", "captured", "pass"]
-    number: int = 0
-    captured: Callable[[], object] = lambda: None
+    find: Callable[["Feeds"], object]
     begins_pass: bool | None = None
 
 
@@ -164,13 +160,7 @@ class Feeds:
         Raises:
             ReferenceError: if an iterator that the function captured does not exist any more.
         """
-        match origin.kind:
-            case "argument":
-                of = self._leaves[origin.number]
-            case "captured":
-                of = origin.captured()
-            case "pass":
-                of = self._events[origin.number].item
+        of = origin.find(self)
         if of is None:
             raise ReferenceError
         self._events.append(_taken(origin, of))
@@ -247,15 +237,15 @@ class Feeds:
         return event
 
     def _origin_of(self, of: object, begins_pass: bool | None) -> Origin:
-        for number, leaf in enumerate(self._leaves):
-            if leaf is of:
-                return Origin("argument", number, begins_pass=begins_pass)
-        for number, event in enumerate(self._events):
-            if event.item is of:
-                return Origin("pass", number)
+        arguments = [i for i, leaf in enumerate(self._leaves) if leaf is of]
+        if arguments:
+            return Origin(lambda feeds: feeds._leaves[arguments[0]], begins_pass)
+        passes = [i for i, event in enumerate(self._events) if event.item is of]
+        if passes:  # that the function has begun itself
+            return Origin(lambda feeds: feeds._events[passes[0]].item)
         # The code that made an iterator keeps it. A dataset may be made by the function itself.
         captured = weakref.ref(of) if begins_pass is None else lambda: of
-        return Origin("captured", captured=captured, begins_pass=begins_pass)
+        return Origin(lambda feeds: captured(), begins_pass)
 
 
 def at_end() -> OutOfRangeError:

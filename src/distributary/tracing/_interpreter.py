@@ -30,7 +30,7 @@ The result has the same floating point operations as the step written by hand.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, final
 
@@ -73,6 +73,8 @@ State: TypeAlias = dict[Handle, Array]
 # The state of some variables, as a nest of arrays for JAX, which cannot sort the keys of a `dict`.
 Written: TypeAlias = OrderedDict[Handle, Array]
 Env: TypeAlias = dict[Var, Array]
+# A variable of the jaxpr or a handle, and the kind of its gradient.
+_Source: TypeAlias = tuple[Any, Any]
 
 # Later gradients need these whatever they depend on: rows of tables are counted by reads.
 _KEPT = frozenset({write_p, sparse_read_p})
@@ -148,11 +150,11 @@ class _Interpreter:
             self.paused = pauses(eqn, self.tape, self.paused)
 
     def _is_special(self, eqn: Equation) -> bool:
-        return (
-            contains(eqn, MARKERS)
-            or any(var in self.cuts for var in eqn.outvars)
-            or (self.tape is not None and _has_while(eqn))
-        )
+        return self._has_markers(eqn) or any(var in self.cuts for var in eqn.outvars)
+
+    def _has_markers(self, eqn: Equation) -> bool:
+        """Returns whether an equation is or has a marker, or a loop that a tape records."""
+        return contains(eqn, MARKERS) or (self.tape is not None and _has_while(eqn))
 
     def _special(self, eqns: Sequence[Equation], index: int, env: Env, state: State) -> None:
         eqn = eqns[index]
@@ -171,10 +173,10 @@ class _Interpreter:
             self._note_pause(eqn)
         elif eqn.primitive is grad_p:
             outs = self._gradient(eqns, index, env)
-        elif not contains(eqn, MARKERS) and not (self.tape is not None and _has_while(eqn)):
-            outs = evaluate_one(eqn, operands)
-        else:
+        elif self._has_markers(eqn):
             outs = self._nested(eqn, operands, state)
+        else:
+            outs = evaluate_one(eqn, operands)
         for var, out in zip(eqn.outvars, outs, strict=True):
             if self.paused:
                 out = lax.stop_gradient(out)
@@ -282,39 +284,52 @@ class _Interpreter:
     ) -> "_Pullback":
         """Evaluates `region` as a function of the sources of the gradient `eqn`."""
         outvars = variables_made(region)
-        known = {*env, *outvars}
+        inside = set(outvars)
         # Targets computed after the tape are constants, and may have no value yet.
         targets = {
             i: target
             for i, target in enumerate(eqn.invars[: eqn.params["num_targets"]])
-            if not isinstance(target, Literal) and target in known
+            if not isinstance(target, Literal) and (target in env or target in inside)
         }
-        sources = _Sources.of(eqn, region)
+        sources = _sources_of(eqn)
+        of_arrays: OrderedDict[Var, Array] = OrderedDict()
+        of_variables: Written = OrderedDict()
+        of_rows: OrderedDict[_Source, list[Array]] = OrderedDict()
+        of_writes: Written = OrderedDict()
+        assigned = handles_written(region)
+        for source, kind in dict.fromkeys(sources):
+            if kind != "dense":
+                of_rows[source, kind] = [
+                    jnp.zeros((size, *source.shape[1:]), source.dtype) for size in kind[1]
+                ]
+            elif not isinstance(source, Handle):
+                aval = aval_of(source)
+                is_inner = source in inside
+                of_arrays[source] = jnp.zeros(aval.shape, aval.dtype) if is_inner else env[source]
+            else:
+                of_variables[source] = state[source]
+                if source in assigned:
+                    of_writes[source] = jnp.zeros(source.shape, source.dtype)
 
         def recorded(
-            arrays: list[Array],
-            variables: list[Array],
-            zeros: list[Array],
-            rows: list[list[Array]],
-            writes: list[Array],
+            arrays: OrderedDict[Var, Array],
+            variables: Written,
+            rows: OrderedDict[_Source, list[Array]],
+            writes: Written,
         ) -> tuple[list[Array], Any]:
-            inner_env = {**env, **dict(zip(sources.outer, arrays, strict=True))}
-            inner_state = {**state, **dict(zip(sources.dense, variables, strict=True))}
+            inner_env = {**env, **arrays}
+            inner_state = {**state, **variables}
             before = dict(inner_state)
-            seen: list[list[Array]] = [[] for _ in rows]
+            seen: OrderedDict[_Source, list[Array]] = OrderedDict((one, []) for one in rows)
             cuts = dict(self.cuts)
-            for var, zero in zip(sources.inner, zeros, strict=True):
-                cuts[var] = (*cuts.get(var, ()), zero)
-            row_cuts = [
-                (handle, iter(values), ids)
-                for (handle, _), values, ids in zip(sources.sparse, rows, seen, strict=True)
-            ]
+            for var in inside.intersection(arrays):
+                cuts[var] = (*cuts.get(var, ()), arrays[var])
             recorder = replace(
                 self,
                 snapshots=dict(self.snapshots),
                 cuts=cuts,
-                row_cuts=self.row_cuts + row_cuts,
-                write_cuts=[*self.write_cuts, *zip(sources.assigned, writes, strict=True)],
+                row_cuts=[*self.row_cuts, *((one[0], iter(rows[one]), seen[one]) for one in rows)],
+                write_cuts=[*self.write_cuts, *writes.items()],
                 tape=eqn.params["tape"],
                 paused=False,
             )
@@ -327,61 +342,15 @@ class _Interpreter:
                     for tape, values in recorder.snapshots.items()
                     if tape not in self.snapshots
                 },
-                [_concatenate(ids) if ids else jnp.zeros(0, jnp.int32) for ids in seen],
+                OrderedDict(
+                    (one, _concatenate(ids) if ids else jnp.zeros(0, jnp.int32))
+                    for one, ids in seen.items()
+                ),
             )
             return [inner_env[var] for var in targets.values()], aux
 
-        _, pull, aux = jax.vjp(
-            recorded,
-            [env[var] for var in sources.outer],
-            [state[handle] for handle in sources.dense],
-            [jnp.zeros(aval.shape, aval.dtype) for aval in map(aval_of, sources.inner)],
-            [
-                [jnp.zeros((size, *handle.shape[1:]), handle.dtype) for size in sizes]
-                for handle, sizes in sources.sparse
-            ],
-            [jnp.zeros(handle.shape, handle.dtype) for handle in sources.assigned],
-            has_aux=True,
-        )
-        return _Pullback(eqn, list(targets), sources, pull, *aux)
-
-
-@final
-@dataclass(slots=True)
-class _Sources:
-    """The sources of one gradient, grouped by the way they are differentiated."""
-
-    # The group below and the index in it, in the order of the results.
-    order: list[tuple[str, int]] = field(default_factory=list)
-    # Arrays that exist before the tape starts, and arrays computed while it records.
-    outer: list[Var] = field(default_factory=list)
-    inner: list[Var] = field(default_factory=list)
-    dense: list[Handle] = field(default_factory=list)
-    # Tables, with the number of rows in each read.
-    sparse: list[tuple[Handle, tuple[int, ...]]] = field(default_factory=list)
-    # Those of `dense` that are assigned while it records.
-    assigned: list[Handle] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, eqn: Equation, region: Sequence[Equation]) -> "_Sources":
-        result = cls()
-        params = eqn.params
-        inside = set(variables_made(region))
-        sources = [*eqn.invars[2 * params["num_targets"] :], *params["handles"]]
-        for source, kind in zip(sources, params["kinds"], strict=True):
-            if kind is None:
-                continue
-            if isinstance(source, Handle):
-                name = "dense" if kind == "dense" else "sparse"
-            else:
-                name = "inner" if source in inside else "outer"
-            group: list[Any] = getattr(result, name)
-            member = (source, kind[1]) if name == "sparse" else source
-            if member not in group:
-                group.append(member)
-            result.order.append((name, group.index(member)))
-        result.assigned = [handle for handle in handles_written(region) if handle in result.dense]
-        return result
+        _, pull, aux = jax.vjp(recorded, of_arrays, of_variables, of_rows, of_writes, has_aux=True)
+        return _Pullback(eqn, list(targets), pull, *aux)
 
 
 @final
@@ -391,25 +360,31 @@ class _Pullback:
 
     eqn: Equation
     targets: list[int]  # numbers of the targets that `pull` takes a seed for
-    sources: _Sources
     pull: Callable[[list[Array]], Any]
     results: list[Array]  # by the recorded equations
     changed: Written
     snapshots: dict[int, Written]
-    ids: list[Array]
+    ids: Mapping[_Source, Array]
 
     def gradients(self, seeds: list[Array]) -> list[Array]:
-        outer, dense, inner, sparse, writes = self.pull([seeds[i] for i in self.targets])
-        for handle, after in zip(self.sources.assigned, writes, strict=True):
-            dense[self.sources.dense.index(handle)] += after
-        groups = {"outer": outer, "inner": inner, "dense": dense}
+        arrays, variables, rows, writes = self.pull([seeds[i] for i in self.targets])
+        for handle, after in writes.items():
+            variables[handle] += after
         outs: list[Array] = []
-        for name, index in self.sources.order:
-            if name == "sparse":
-                outs += [_concatenate(sparse[index]), self.ids[index]]
+        for source, kind in _sources_of(self.eqn):
+            if kind != "dense":
+                outs += [_concatenate(rows[source, kind]), self.ids[source, kind]]
             else:
-                outs.append(groups[name][index])
+                outs.append((variables if isinstance(source, Handle) else arrays)[source])
         return outs
+
+
+def _sources_of(eqn: Equation) -> list[_Source]:
+    """Returns the sources of a gradient that the targets depend on, in the order of the results."""
+    params = eqn.params
+    sources = [*eqn.invars[2 * params["num_targets"] :], *params["handles"]]
+    pairs = zip(sources, params["kinds"], strict=True)
+    return [(source, kind) for source, kind in pairs if kind is not None]
 
 
 def _has_while(eqn: Equation) -> bool:

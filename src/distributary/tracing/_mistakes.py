@@ -17,7 +17,7 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, final
 
 import jax
 
@@ -29,6 +29,7 @@ from distributary.errors import (
     InvalidValueError,
     TracedValueError,
 )
+from distributary.tracing._scope import ScopeKind
 
 # Code that users do not write, by the names of modules. Where a traceback is shown, these frames
 # are left out.
@@ -114,9 +115,6 @@ def name_of(function: object) -> str:
     return str(name).rpartition("<locals>.")[2]
 
 
-Kind = Literal["replica", "function"]
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class _Mistake:
@@ -142,7 +140,7 @@ class _Mistake:
     cause: type[BaseException] | None = None
 
     def explained(
-        self, error: BaseException, subject: Subject | None, kind: Kind
+        self, error: BaseException, subject: Subject | None, kind: ScopeKind
     ) -> DistributaryError | None:
         """Returns the error in the words of the user; None for an error of another kind."""
         is_one = isinstance(error, self.error)
@@ -166,7 +164,7 @@ class _Mistake:
         )
 
 
-_AFTER: dict[Kind, str] = {
+_AFTER: dict[ScopeKind, str] = {
     "function": "Return the value, and convert what the function has returned.",
     "replica": (
         "Return it from the step, and convert it after run:"
@@ -359,7 +357,7 @@ _MISTAKES = [
 def explained(
     error: Exception,
     subject: Subject | None = None,
-    kind: Kind = "replica",
+    kind: ScopeKind = "replica",
     tracers: Sequence[Any] = (),
 ) -> Exception:
     """Returns an error in the words of the user for one of a trace, or the error itself.
@@ -404,7 +402,7 @@ def advise(error: Exception) -> None:
 
 
 def _explained(
-    error: BaseException, subject: Subject | None, kind: Kind, tracers: Sequence[Any]
+    error: BaseException, subject: Subject | None, kind: ScopeKind, tracers: Sequence[Any]
 ) -> Exception | None:
     if isinstance(error, jax.errors.UnexpectedTracerError):
         name, where = _place(error, subject)

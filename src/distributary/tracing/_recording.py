@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from distributary._late import libraries
-from distributary.devices import REPLICA_AXIS, without_high_primitives
+from distributary.devices import REPLICA_AXIS, job_programs, without_high_primitives
 from distributary.errors import ContextError, TracedValueError, UnsupportedError
 from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
+from distributary.tracing._description import Line, describe_jaxpr
+from distributary.tracing._divergence import check_collectives
 from distributary.tracing._feeds import current_feeding
 from distributary.tracing._interpreter import interpret
 from distributary.tracing._jaxprs import Array, opened, walk
@@ -60,6 +62,7 @@ class Pure:
     where: dict[Handle, str]  # the last assignment to each of `written`
     varying: list[bool]  # for every output; empty if nothing can vary
     checks: list[list[Exception]]  # see `TraceScope`
+    describe: Callable[[], Iterable[Line]]  # no lines if no other process compares them
 
     @property
     def has_effects(self) -> bool:
@@ -72,13 +75,14 @@ def trace(
     function: Callable[..., Sequence[Array]],
     avals: Sequence[Any],
     kind: ScopeKind,
-    axis_env: Sequence[tuple[str, int]],
+    subject: Subject,
+    num_replicas: int = 1,
     uneven: UnevenSizes | None = None,
     is_for_workers: bool = False,
-    subject: Subject | None = None,
     replica: int | None = None,
-) -> tuple[Any, TraceScope]:
-    """Runs `function` on tracers and returns its jaxpr, with markers, and the scope of the trace.
+    shows_replica: bool = False,
+) -> tuple[Pure, TraceScope]:
+    """Runs `function` on tracers; returns it without markers, and the scope of the trace.
 
     The function runs once. It runs again if it created variables, if a guess about the result of a
     tape turned out wrong, or if its Python control flow needs the value of an array: then with this
@@ -88,21 +92,22 @@ def trace(
         function: From arrays to a flat list of arrays.
         avals: Shape and dtype of the arguments.
         kind: Kind of the scope.
-        axis_env: Names and sizes of the mesh axes collectives may use.
+        subject: What its user knows the function as.
+        num_replicas: Number of replicas whose program is traced.
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
         is_for_workers: Whether the program runs on devices of other processes.
-        subject: What its user knows the function as; None for the function itself.
-        replica: Number of the replica, if its Python code may look at that.
+        replica: Number of the replica the program is for; None if it is for all of them.
+        shows_replica: Whether Python code of the function may look at that number.
 
     Raises:
         TracedValueError: if Python code of the function needs the value of an array.
+        UnsupportedError: for collectives whose results are not known to agree or to differ.
     """
-    subject = subject or Subject(function)
     args, kwargs = subject.nested(avals)
     known = Known()
     feeding = current_feeding()
     position = 0 if feeding is None else feeding.position
-    num_replicas = dict(axis_env).get(REPLICA_AXIS, 1)
+    axis_env = [(REPLICA_AXIS, num_replicas)] if kind == "replica" else []
     outer = current_scope()
     converts = bool(subject.autograph or (outer is not None and outer.converts))
     names_outside = OuterNames(subject.function)
@@ -112,7 +117,8 @@ def trace(
         # assignments and tapes from this record, and the strategy it depends on. JAX keeps these
         # jaxprs apart by the names of the axes.
         names = [*axis_env, (f"trace {next(_traces)}", 1)]
-        scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas, replica, converts)
+        number = replica if shows_replica else None
+        scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas, number, converts)
         if feeding is not None:
             feeding.position = position
 
@@ -138,15 +144,16 @@ def trace(
         reads = reads_of_tapes(eqns) if scope.asked else {}
         # A tape that was asked what it watches knew it, unless JAX had kept the code that reads it.
         knew_reads = all(
-            handle in record.watched
-            for record in scope.asked
-            for handle in reads.get(record.number, ())
+            handle in watched for number, watched in scope.asked for handle in reads.get(number, ())
         )
         names_outside.check(str(subject), scope.numbers)
         if decisions == used and knew_reads and not (scope.created and known.may_create):
             if outer is not None:
                 outer.checks += scope.checks
-            return without_meshes(closed), scope
+            closed = without_meshes(closed)
+            if kind == "replica":
+                check_collectives(closed.jaxpr)
+            return _pure(closed, scope, avals, axis_env, replica), scope
         order = scope.tapes
         all_known = all(tape in order for tape, _ in decisions)
         known = Known(
@@ -218,27 +225,19 @@ def _check_no_write_lost(eqns: Sequence[Any], scope: TraceScope) -> None:
             )
 
 
-def purify(
+def _pure(
     closed: Any,
     scope: TraceScope,
     avals: Sequence[Any],
     axis_env: Sequence[tuple[str, int]],
-    replica: int | None = None,
+    replica: int | None,
 ) -> Pure:
-    """Removes the markers of a traced function.
-
-    Args:
-        closed: The traced jaxpr.
-        scope: The scope it was traced in.
-        avals: Shape and dtype of the arguments.
-        axis_env: Names and sizes of the mesh axes.
-        replica: Number of the replica the jaxpr is for; None if it is for all of them.
-    """
+    """Removes the markers of a traced function; see `trace`."""
     handles = [h for h in handles_read(closed.jaxpr.eqns) if h is not REPLICA_ID]
     written = handles_written(closed.jaxpr.eqns)
     consts = list(closed.consts)
 
-    def pure(consts: list[Array], values: list[Array], args: list[Array]) -> Any:
+    def interpreted(consts: list[Array], values: list[Array], args: list[Array]) -> Any:
         state = dict(zip(handles, values, strict=True))
         if scope.kind == "replica":
             number = lax.axis_index(REPLICA_AXIS) if replica is None else jnp.int32(replica)
@@ -246,7 +245,7 @@ def purify(
         outs = interpret(closed.jaxpr, consts, args, state)
         return outs, [state[handle] for handle in written]
 
-    traced = jax.make_jaxpr(pure, axis_env=axis_env or None)(
+    traced = jax.make_jaxpr(interpreted, axis_env=axis_env or None)(
         [_struct(jax.typeof(const)) for const in consts],
         [_struct(handle.aval(scope.kind == "replica")) for handle in handles],
         list(avals),
@@ -260,7 +259,10 @@ def purify(
     }
     # Constants the interpreter introduced become captures as well.
     captures = [*jaxpr.consts, *consts]
-    return Pure(opened(jaxpr), captures, handles, written, num_outs, where, [], scope.checks)
+    compares = job_programs.enter is not None
+    describe = functools.partial(describe_jaxpr, closed) if compares else list
+    checks = scope.checks
+    return Pure(opened(jaxpr), captures, handles, written, num_outs, where, [], checks, describe)
 
 
 def _struct(aval: Any) -> Any:

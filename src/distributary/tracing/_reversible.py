@@ -9,12 +9,12 @@ them: those before every turn, then, when the memory for them is full, before ev
 every fourth one and so on. The values in between are computed again from the ones before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from distributary.devices import Nest
@@ -36,7 +36,6 @@ def reversible_while_loop(
         start: The values before the first turn, a nest of arrays.
     """
     leaves, tree = jax.tree.flatten(start)
-    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     first = [lax.convert_element_type(leaf, leaf.dtype) for leaf in leaves]  # not of a weak type
 
     def next_leaves(leaves: list[Any]) -> list[Any]:
@@ -47,30 +46,14 @@ def reversible_while_loop(
     # All arrays around become arguments: `jax.closure_convert` leaves whole numbers where they are.
     goes_on, read = _closed(condition, first)
     next_, around = _closed(next_leaves, first)
-    varied = [jnp.issubdtype(jnp.result_type(array), jnp.inexact) for array in around]
-    used = [array for array, f in zip(around, varied, strict=True) if f]
-    fixed = [array for array, f in zip(around, varied, strict=True) if not f]
-
-    def all_around(used: list[Any], fixed: list[Any]) -> list[Any]:
-        parts = iter(used), iter(fixed)
-        return [next(parts[not f]) for f in varied]
-
-    def split(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-        pairs = list(zip(leaves, is_float, strict=True))
-        return [leaf for leaf, f in pairs if f], [leaf for leaf, f in pairs if not f]
-
-    def joined(floats: list[Any], others: list[Any]) -> list[Any]:
-        parts = iter(floats), iter(others)
-        return [next(parts[not f]) for f in is_float]
+    # Only floats have gradients.
+    of_first, of_around = (list(map(_is_float, arrays)) for arrays in (first, around))
 
     @jax.custom_vjp
-    def loop(first: list[Any], used: Any, fixed: Any, read: Any) -> list[Any]:
-        around = all_around(used, fixed)
+    def loop(first: list[Any], around: list[Any], read: list[Any]) -> list[Any]:
         return lax.while_loop(lambda xs: goes_on(xs, read)[0], lambda xs: next_(xs, around), first)
 
-    def forward(first: list[Any], used: Any, fixed: Any, read: Any) -> Any:
-        around = all_around(used, fixed)
-
+    def forward(first: list[Any], around: list[Any], read: list[Any]) -> Any:
         def keeping(state: Any) -> Any:
             xs, number, distance, kept = state
             is_full = number == _NUM_KEPT * distance
@@ -88,11 +71,10 @@ def reversible_while_loop(
         xs, number, distance, kept = lax.while_loop(
             lambda state: goes_on(state[0], read)[0], keeping, begin
         )
-        return xs, (number, distance, kept, used, fixed)
+        return xs, (number, distance, kept, around)
 
     def backward(residuals: Any, cotangents: list[Any]) -> Any:
-        number, distance, kept, used, fixed = residuals
-        around = all_around(used, fixed)
+        number, distance, kept, around = residuals
 
         def before(turns: Any) -> list[Any]:
             at = turns // distance
@@ -100,22 +82,29 @@ def reversible_while_loop(
             return lax.fori_loop(at * distance, turns, lambda _, xs: next_(xs, around), snapshot)
 
         def back(state: Any) -> Any:
-            turns, of_values, of_used = state
-            floats, others = split(before(turns - 1))
-            after = lambda floats, used: split(
-                next_(joined(floats, others), all_around(used, fixed))
-            )[0]
-            of_values, more = jax.vjp(after, floats, used)[1](of_values)
-            return turns - 1, of_values, jax.tree.map(jnp.add, of_used, more)
+            turns, of_values, total = state
+            after = lambda xs, around: [*compress(next_(xs, around), of_first)]
+            of_xs, more = jax.vjp(after, before(turns - 1), around)[1](of_values)
+            total = list(map(jnp.add, total, compress(more, of_around)))
+            return turns - 1, [*compress(of_xs, of_first)], total
 
-        zeros = jax.tree.map(jnp.zeros_like, used)
-        begin = number, split(cotangents)[0], zeros
-        _, of_values, of_used = lax.while_loop(lambda state: state[0] > 0, back, begin)
-        none = [np.zeros(rows.shape[1:], jax.dtypes.float0) for rows in split(kept)[1]]
-        return joined(of_values, none), of_used, None, None
+        zeros = list(map(jnp.zeros_like, compress(around, of_around)))
+        begin = number, [*compress(cotangents, of_first)], zeros
+        _, of_values, total = lax.while_loop(lambda state: state[0] > 0, back, begin)
+        return _or_none(of_values, of_first), _or_none(total, of_around), None
 
     loop.defvjp(forward, backward)
-    return jax.tree.unflatten(tree, loop(first, used, fixed, read))
+    return jax.tree.unflatten(tree, loop(first, around, read))
+
+
+def _is_float(array: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(array), jnp.inexact))
+
+
+def _or_none(gradients: Iterable[Any], is_float: Sequence[bool]) -> list[Any]:
+    """Returns the gradients of floats, and None for other arrays."""
+    left = iter(gradients)
+    return [next(left) if f else None for f in is_float]
 
 
 def _closed(

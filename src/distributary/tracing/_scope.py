@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
@@ -101,8 +101,8 @@ class TraceScope:
         self.strategies: list[Any] = []  # their replicas run inside the function
         # Keys: a tape's number among all tapes; values: its number in this trace, from 0.
         self.tapes: dict[int, int] = {}
-        # Records of the tapes that were asked for the variables they watch.
-        self.asked: list[TapeRecord] = []
+        # The numbers of the tapes that were asked for the variables they watch, and these.
+        self.asked: list[tuple[int, Container[Handle]]] = []
         # Of every check that ends the step when it runs, the errors with which it has done so.
         self.checks: list[list[Exception]] = []
         # The functions whose control flow cannot be converted, and why.
@@ -167,15 +167,40 @@ class TraceScope:
         """Returns the record of a new tape."""
         number = next(_tape_numbers)
         order = self.tapes[number] = len(self.tapes)
-        return TapeRecord(number, self.known.reads.get(order, ()))
+        return TapeRecord(self, number, self.known.reads.get(order, ()))
 
-    def mark_tape(self, tape: int, event: str) -> None:
-        """Marks where a tape starts, stops, pauses or resumes recording."""
-        tape_p.bind(tape=tape, event=event)
+
+@final
+class TapeRecord:
+    """The record of one `GradientTape` while a function is traced."""
+
+    def __init__(self, scope: TraceScope, number: int, watched: Iterable[Handle]) -> None:
+        self._scope = scope
+        self._number = number
+        self._num_calls = 0
+        self._reads: dict[Handle, list[int | None]] = {}
+        # Includes reads in nested jits whose jaxpr JAX had cached, once a trace has shown them.
+        self._watched: dict[Handle, None] = dict.fromkeys(watched)
+
+    def mark(self, event: str) -> None:
+        """Marks where the tape starts, stops, pauses or resumes recording."""
+        tape_p.bind(tape=self._number, event=event)
+        if event in ("start", "resume"):
+            self._scope.recording.append(self)
+        else:
+            self._scope.recording.remove(self)
+
+    def note_read(self, handle: Handle, num_rows: int | None) -> None:
+        self._reads.setdefault(handle, []).append(num_rows)
+        self._watched.setdefault(handle)
+
+    def variables(self) -> list[Any]:
+        """Returns the variables that were read; None for those that exist no more."""
+        self._scope.asked.append((self._number, self._watched))
+        return [handle.cell() for handle in self._watched]
 
     def gradient(
         self,
-        tape: "TapeRecord",
         targets: list[Array],
         seeds: list[Array],
         arrays: list[Array],
@@ -185,12 +210,11 @@ class TraceScope:
 
         An entry is an array, a pair `(rows, ids)` or None.
         """
-        call = tape.num_calls
-        tape.num_calls += 1
-        kinds: tuple[Kind, ...] = tuple(
-            [tape.guess(s) if isinstance(s, Handle) else "dense" for s in (*arrays, *handles)]
-        )
-        known = self.known.gradients.get((self.tapes[tape.number], call), ())
+        call = self._num_calls
+        self._num_calls += 1
+        of_arrays: list[Kind] = ["dense"] * len(arrays)
+        kinds = (*of_arrays, *map(self._guess, handles))
+        known = self._scope.known.gradients.get((self._scope.tapes[self._number], call), ())
         if len(known) == len(kinds):
             kinds = known
         outs = iter(
@@ -198,7 +222,7 @@ class TraceScope:
                 *targets,
                 *seeds,
                 *arrays,
-                tape=tape.number,
+                tape=self._number,
                 call=call,
                 num_targets=len(targets),
                 handles=tuple(handles),
@@ -210,25 +234,9 @@ class TraceScope:
             for kind in kinds
         ]
 
-
-@final
-class TapeRecord:
-    """The record of one `GradientTape` while a function is traced."""
-
-    def __init__(self, number: int, watched: Iterable[Handle] = ()) -> None:
-        self.number = number
-        self.num_calls = 0
-        self.reads: dict[Handle, list[int | None]] = {}
-        # Includes reads in nested jits whose jaxpr JAX had cached, once a trace has shown them.
-        self.watched: dict[Handle, None] = dict.fromkeys(watched)
-
-    def note_read(self, handle: Handle, num_rows: int | None) -> None:
-        self.reads.setdefault(handle, []).append(num_rows)
-        self.watched.setdefault(handle)
-
-    def guess(self, handle: Handle) -> Kind:
+    def _guess(self, handle: Handle) -> Kind:
         """Guesses the kind of a gradient; if the guess is wrong, the function is traced again."""
-        reads = self.reads.get(handle)
+        reads = self._reads.get(handle)
         return None if reads is None else kind_of(reads)
 
 

@@ -16,9 +16,9 @@ from typing import Any, Literal as OneOf, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from distributary.devices import REPLICA_AXIS
+from distributary.programs import number_of
 from distributary.programs.xla_cpu._rules import is_explicit
 from distributary.tracing import Atom, Equation, aval_of, shape_of
 
@@ -109,24 +109,17 @@ def _is_linear(eqn: Equation, parts: Sequence[bool]) -> bool:
             is_exact = are_floating and is_wide(before) and before.itemsize <= after.itemsize
             return before == after or is_exact
         case "mul":
-            return sum(parts) == 1 and _is_number(eqn.invars[parts.index(False)])
+            return sum(parts) == 1 and math.isfinite(number_of(eqn.invars[parts.index(False)]))
         case "div":
             is_exact = jnp.issubdtype(result.dtype, np.integer)
-            return parts == [True, False] and not is_exact and _is_number(eqn.invars[1], 0)
+            factor = number_of(eqn.invars[1])
+            return parts == [True, False] and not is_exact and math.isfinite(factor) and factor != 0
     return False
 
 
 def is_wide(dtype: Any) -> bool:
     """Returns whether a sum can be rounded once for each part: not to 16 bits."""
     return not jnp.issubdtype(dtype, np.floating) or jnp.finfo(dtype).bits >= 32
-
-
-def _is_number(atom: Any, *others: float) -> bool:
-    """Returns whether an operand is a finite number that is known, and none of `others`."""
-    if not isinstance(atom, Literal):
-        return False
-    value = np.asarray(atom.val, np.float64)
-    return bool(np.isfinite(value)) and value not in others
 
 
 # Sums over rows

@@ -23,7 +23,7 @@ from typing import TypeGuard
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from distributary.devices import REPLICA_AXIS, Nest, num_logical_devices
@@ -33,7 +33,6 @@ from distributary.tracing import (
     evaluate_one,
     interpret_with,
     is_sum_of_replicas,
-    variables_of,
     with_pass,
 )
 
@@ -63,7 +62,7 @@ def with_exchanged_sums(
         if not _is_exchanged(eqn, num_replicas):
             return evaluate_one(eqn, operands)
         with jax.named_scope("sum_by_exchanges"):
-            return [_exchanged_sum(operand, num_replicas) for operand in operands]
+            return [_exchanged_sum(operands[0], num_replicas)]
 
     def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
         return interpret_with(closed, args, lambda constant: constant, results)[0]
@@ -81,15 +80,11 @@ def _is_over_gloo(mesh: Mesh | AbstractMesh | None) -> TypeGuard[Mesh]:
 
 
 def _is_exchanged(eqn: Equation, num_replicas: int) -> bool:
-    if not is_sum_of_replicas(eqn):
+    if not is_sum_of_replicas(eqn) or isinstance(eqn.invars[0], Literal):
         return False
-    operands = [aval_of(v) for v in set(variables_of(eqn.invars))]
-    sizes = [aval.size * aval.dtype.itemsize for aval in operands]
-    return (
-        len(operands) == len(eqn.invars)
-        and all(jnp.issubdtype(aval.dtype, jnp.number) for aval in operands)
-        and (num_replicas == 2 or sum(sizes) <= _MAX_BYTES_OF_MANY)
-    )
+    aval = aval_of(eqn.invars[0])
+    is_small = aval.size * aval.dtype.itemsize <= _MAX_BYTES_OF_MANY
+    return jnp.issubdtype(aval.dtype, jnp.number) and (num_replicas == 2 or is_small)
 
 
 def _exchanged_sum(value: Array, num_replicas: int) -> Array:

@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from jax import Array
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from distributary.programs import flattened
 from distributary.programs.xla_cpu._batch_dims import Dim, State, dims_of, is_part, shares_of
@@ -34,20 +33,6 @@ from distributary.tracing import (
     parts_of_while,
     variables_of,
 )
-
-
-@final
-@dataclass(frozen=True, eq=False, slots=True)
-class Body:
-    """A jaxpr without calls.
-
-    Attributes:
-        jaxpr: The jaxpr; its last inputs are constants.
-        constants: Their values.
-    """
-
-    jaxpr: Jaxpr
-    constants: list[Array]
 
 
 @final
@@ -72,14 +57,13 @@ class Plans:
 
     def __init__(self) -> None:
         # By identities, of objects that are kept so that they stay unique.
-        self._bodies: dict[int, tuple[AnyJaxpr, Body]] = {}
+        self._bodies: dict[int, tuple[AnyJaxpr, ClosedJaxpr]] = {}
         self._plans: dict[tuple[int, tuple[State, ...]], tuple[Equation, Plan]] = {}
 
-    def body(self, jaxpr: AnyJaxpr) -> Body:
+    def body(self, jaxpr: AnyJaxpr) -> ClosedJaxpr:
         """Returns a jaxpr without calls."""
         if id(jaxpr) not in self._bodies:
-            flat, constants = flattened(jaxpr)
-            self._bodies[id(jaxpr)] = jaxpr, Body(flat, list(constants.values()))
+            self._bodies[id(jaxpr)] = jaxpr, flattened(jaxpr)
         return self._bodies[id(jaxpr)][1]
 
     def plan(self, eqn: Equation, states: Sequence[State]) -> Plan:
@@ -129,7 +113,7 @@ class Plans:
 
     def _carried(
         self,
-        body: Body,
+        body: ClosedJaxpr,
         before: list[State],
         carry: list[State],
         after: list[State],
@@ -166,11 +150,12 @@ class Plans:
             ]
         return _of_loop(states)
 
-    def _states(self, body: Body, states: Sequence[State]) -> tuple[list[State], list[State]]:
+    def _states(
+        self, body: ClosedJaxpr, states: Sequence[State]
+    ) -> tuple[list[State], list[State]]:
         """Returns the states of the inputs and outputs; None for parts that the body adds up."""
         jaxpr = body.jaxpr
-        input_states = [*states, *([None] * len(body.constants))]
-        env: dict[Atom, State] = dict(zip(jaxpr.invars, input_states, strict=True))
+        env: dict[Atom, State] = dict(zip(jaxpr.invars, states, strict=True))
         sources: dict[Atom, list[Atom]] = {}
         for eqn in jaxpr.eqns:
             operands = [state_of(atom, env) for atom in eqn.invars]
@@ -195,7 +180,7 @@ class Plans:
                     read.extend(sources.get(atom, ()))
             env.update(zip(eqn.outvars, results, strict=True))
         outputs = [state_of(atom, env) for atom in jaxpr.outvars]
-        return [env[v] for v in jaxpr.invars[: len(states)]], outputs
+        return [env[v] for v in jaxpr.invars], outputs
 
 
 def state_of(atom: Atom, env: Mapping[Atom, State]) -> State:

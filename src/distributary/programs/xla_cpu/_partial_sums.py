@@ -60,7 +60,7 @@ from distributary.programs.xla_cpu._batch_dims import (
     shares_of,
 )
 from distributary.programs.xla_cpu._exchanged_sums import with_exchanged_sums
-from distributary.programs.xla_cpu._loop_states import Body, Plan, Plans, dims_in, state_of
+from distributary.programs.xla_cpu._loop_states import Plan, Plans, dims_in, state_of
 from distributary.programs.xla_cpu._rewrites import rewritten_for_cpus, with_cpu_rewrites
 from distributary.tracing import (
     CONTROL_FLOW,
@@ -137,7 +137,7 @@ class _Evaluation:
 
     def outputs(
         self,
-        body: Body,
+        body: ClosedJaxpr,
         inputs: Sequence[Array],
         states: Sequence[State],
         results: Sequence[State],
@@ -145,21 +145,17 @@ class _Evaluation:
         """Returns the outputs of a body.
 
         Args:
-            body: The body.
-            inputs: Its inputs but for the constants; stacks of parts for those that are parts.
+            body: The body, without calls.
+            inputs: Its inputs; stacks of parts for those that are parts.
             states: The state of each.
             results: The state of each output: those that are parts become stacks of them.
         """
         jaxpr = body.jaxpr
-        env: dict[Atom, _Value] = {}
+        env: dict[Atom, _Value] = dict(zip(jaxpr.constvars, body.consts, strict=True))
         # The dims of the rows, unless the value is a part.
-        dims: dict[Atom, State] = {}
-        pairs = zip(
-            [*inputs, *body.constants], [*states, *[None] * len(body.constants)], strict=True
-        )
-        for v, (value, state) in zip(jaxpr.invars, pairs, strict=True):
+        dims: dict[Atom, State] = dict(zip(jaxpr.invars, dims_in(states), strict=True))
+        for v, value, state in zip(jaxpr.invars, inputs, states, strict=True):
             env[v] = self._part(value, v) if is_part(state) else value
-            dims[v] = None if is_part(state) else state
         are_parts = list(map(is_part, results))
         whole = [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if not part]
         left = [(eqn, variables_of(eqn.invars)) for eqn in jaxpr.eqns]
@@ -216,16 +212,16 @@ class _Evaluation:
         needed = dims_in(states) if plan is None else plan.operands
         if any(is_part(x) and not is_part(y) for x, y in zip(states, needed, strict=True)):
             return False
+        values: Sequence[_Value]
         if plan is None:
             results = dims_of(eqn, dims_in(states))
-            values = self._local(eqn, operands, dims_in(states), results)
-            env.update(zip(eqn.outvars, values or evaluate_one(eqn, operands), strict=True))
-            dims.update(zip(eqn.outvars, results, strict=True))
+            local = self._local(eqn, operands, dims_in(states), results)
+            values = evaluate_one(eqn, operands) if local is None else local
         else:
-            outputs = self._controlled(eqn, operands, plan, env)
-            env.update(zip(eqn.outvars, outputs, strict=True))
-            for v, state in zip(eqn.outvars, plan.results, strict=True):
-                dims[v] = None if is_part(state) else state
+            results = dims_in(plan.results)
+            values = self._controlled(eqn, operands, plan, env)
+        env.update(zip(eqn.outvars, values, strict=True))
+        dims.update(zip(eqn.outvars, results, strict=True))
         return True
 
     # Sums
