@@ -1,22 +1,24 @@
 """Asynchronous training: a coordinator gives work to workers, and servers keep the variables."""
 
 from distributary.options import RecoveryOptions
-from distributary.servers import (
-    ClusterCoordinator,
-    CoordinatorStatistics,
-    ParameterServerStrategy,
+from distributary.servers._cluster import local_cluster
+from distributary.servers._cluster_coordinator import ClusterCoordinator
+from distributary.servers._per_worker import (
     PerWorkerDataset,
     PerWorkerIterator,
     PerWorkerValues,
-    RemoteValue,
-    Server,
+    experimental_get_current_worker_index,
+)
+from distributary.servers._queue import RemoteValue
+from distributary.servers._ray import ray_cluster
+from distributary.servers._ray_training import ray
+from distributary.servers._server import Server
+from distributary.servers._statistics import (
+    CoordinatorStatistics,
     ServerStatistics,
     WorkerStatistics,
-    experimental_get_current_worker_index,
-    local_cluster,
-    ray,
-    ray_cluster,
 )
+from distributary.servers._strategy import ParameterServerStrategy
 
 __all__ = [
     "ClusterCoordinator",

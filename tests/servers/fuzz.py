@@ -17,6 +17,7 @@ _KINDS = {
     "worker": ["source", "peek", "plan", "run", *_KINDS_OF_ALL],
 }
 _FIELDS = {
+    "id": [0, 1, -1, "a", [], None],
     "ids": [[], [0], [1, 1], [-1], ["a"], 5, None],
     "request": [1, 0, "a", None],
     "seconds": [0, -1, "a", None, []],

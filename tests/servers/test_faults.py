@@ -83,7 +83,7 @@ def test_servers_forget_closures_that_have_ended(new_job):
     job.run(5000)
 
     for server in ("ps 0", "ps 1"):
-        assert len(job.cluster._services[server]._current.tenant._applied) < 1000
+        assert len(job.cluster._services[server]._current._applied) < 1000
     assert job.counts() == [5000, 5000]
 
 

@@ -154,7 +154,8 @@ def test_a_worker_pushes_what_the_chief_has_allowed_and_nothing_else(new_link):
     session = _Session(new_link)
     aval = jax.ShapeDtypeStruct((), np.float32)
     program = export_function(lambda w, g: [w + g], [aval, aval], [None, None])
-    session.call("chief", "create", [np.float32(3), np.float32(5)], ids=[1, 2])
+    for number, value in ((1, 3), (2, 5)):
+        session.call("chief", "create", [np.float32(value)], id=number)
     push = session.add_update(program, [1], [1])
 
     # Other variables and closures of others are none of its business.
@@ -173,7 +174,7 @@ def test_a_worker_pushes_what_the_chief_has_allowed_and_nothing_else(new_link):
 def test_a_server_refuses_rows_that_it_does_not_have(new_link):
     session = _Session(new_link)
     table = RNG.normal(size=(60, 3)).astype(np.float32)
-    session.call("chief", "create", [table], ids=[0])
+    session.call("chief", "create", [table], id=0)
     aval = jax.ShapeDtypeStruct(table.shape, np.float32)
     program = export_function(lambda w, g: [w - g], [aval, aval], [16, 16])
     rows = UpdatedRows(0, 0, 60, 16, [0], [0], [0], is_whole=False)

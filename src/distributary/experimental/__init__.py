@@ -10,9 +10,9 @@ from distributary.strategies import CentralStorageStrategy
 if TYPE_CHECKING:
     from distributary import coordinator
     from distributary.checkpoint import PreemptionCheckpointHandler, TerminationConfig
+    from distributary.coordinator import ParameterServerStrategy, local_cluster, ray, ray_cluster
     from distributary.data import Optional
     from distributary.experimental import partitioners
-    from distributary.servers import ParameterServerStrategy, local_cluster, ray, ray_cluster
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
     from distributary.tools.monitoring import StatisticsLogger, dashboard, profile
 

@@ -1,37 +1,4 @@
-"""Asynchronous training: a coordinator gives work to workers, and servers keep the variables."""
+"""Asynchronous training: a coordinator gives work to workers, and servers keep the variables.
 
-from distributary.servers._cluster import local_cluster
-from distributary.servers._cluster_coordinator import ClusterCoordinator
-from distributary.servers._per_worker import (
-    PerWorkerDataset,
-    PerWorkerIterator,
-    PerWorkerValues,
-    experimental_get_current_worker_index,
-)
-from distributary.servers._queue import RemoteValue
-from distributary.servers._ray import ray_cluster
-from distributary.servers._ray_training import ray
-from distributary.servers._server import Server
-from distributary.servers._statistics import (
-    CoordinatorStatistics,
-    ServerStatistics,
-    WorkerStatistics,
-)
-from distributary.servers._strategy import ParameterServerStrategy
-
-__all__ = [
-    "ClusterCoordinator",
-    "CoordinatorStatistics",
-    "ParameterServerStrategy",
-    "PerWorkerDataset",
-    "PerWorkerIterator",
-    "PerWorkerValues",
-    "RemoteValue",
-    "Server",
-    "ServerStatistics",
-    "WorkerStatistics",
-    "experimental_get_current_worker_index",
-    "local_cluster",
-    "ray",
-    "ray_cluster",
-]
+Programs import `distributary.coordinator`. The core does not know this package.
+"""

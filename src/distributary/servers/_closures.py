@@ -22,7 +22,7 @@ the stages make
    worker reads no variable; it pushes value 0 to server 0, and value 1 to server 1.
 
 Stages 2 to 4 count inputs and outputs by their positions in the program of stage 2, and pushed
-values by their positions in the order in which the worker computes them. Only stage 5 knows the
+values by their positions in the order in which the worker computes them. `Step.shards` has the
 numbers by which servers know variables.
 """
 
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import ClosedJaxpr
 
 from distributary.data import DatasetIterator
 from distributary.devices import Nest
@@ -42,7 +42,7 @@ from distributary.servers._nests import copy_of
 from distributary.servers._partitioners import Shard
 from distributary.servers._parts import in_parts
 from distributary.servers._per_device import per_device
-from distributary.servers._plans import Origin, Push, RowPlan, TablePart, Update, WorkerPlan
+from distributary.servers._plans import Push, RowPlan, Update, WorkerPlan
 from distributary.servers._programs import (
     Program,
     export_divided,
@@ -50,7 +50,7 @@ from distributary.servers._programs import (
     export_per_device,
 )
 from distributary.servers._rows import RowSplit, SparseUpdate, rows_of, rows_of_update
-from distributary.servers._split import ServerPart, ServerSplit, StepInput, split_over_servers
+from distributary.servers._split import Origin, ServerPart, ServerSplit, Step, split_over_servers
 from distributary.tracing import (
     Array,
     Handle,
@@ -243,9 +243,8 @@ def plan_of(
     avals: Sequence[jax.ShapeDtypeStruct],
     data_avals: Sequence[jax.ShapeDtypeStruct] | None,
     shards_of: Callable[[Handle], Sequence[Shard]],
-    sparse_update: SparseUpdate = "exact",
-    num_replicas: int = 1,
-    *,
+    sparse_update: SparseUpdate,
+    num_replicas: int,
     source_of: Callable[[DatasetIterator], "RemoteSource"],
 ) -> Plan:
     """Traces the function of a closure and returns its plan; call it in the strategy's scope.
@@ -266,62 +265,24 @@ def plan_of(
     """
     closure = ClosureTrace(data_avals, source_of)
     step, captures, rebuild = _traced(function, avals, closure, num_replicas, shards_of)
-    split = split_over_servers(
-        step.jaxpr, step.inputs, step.state_of_output, step.constants, step.num_devices
-    )
-    _check_sums(step, split)
-    rows = rows_of(split, step.handles.keys(), step.num_devices)
+    split = split_over_servers(step)
+    rows = rows_of(step, split)
     updates = {
-        server: _update_of(step, part, rows, sparse_update)
-        for server, part in split.servers.items()
+        server: _update_of(part, rows, sparse_update) for server, part in split.servers.items()
     }
-    worker, programs = _worker_plan(step, rows, updates)
+    worker, programs = _worker_plan(step, split, rows, updates)
+    variables = dict.fromkeys(step.handles.values())
     return Plan(
         closure.sources,
         worker,
         programs,
         # Copies, so that a worker that joins later gets the same values as the others.
         [copy_of(capture) for capture in captures],
-        {server: (update, program) for server, (update, program, _) in updates.items()},
-        {step.handles[i].name: why for i, why in rows.refusals.items()},
-        [
-            cell
-            for handle in dict.fromkeys(step.handles.values())
-            if (cell := handle.cell) is not None
-        ],
+        updates,
+        rows.refusals,
+        [handle.cell for handle in variables if handle.cell is not None],
         rebuild,
     )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A program with an input and an output for every shard of a variable.
-
-    Attributes:
-        jaxpr: The program, which each device runs, without calls of functions.
-        constants: Values of its last inputs.
-        inputs: Its other inputs: captured arrays, shards of variables, data, arguments.
-        handles: The variable of each input that is state, by position.
-        state_of_output: For every output that is new state, the position of its old state. The
-            results, which come first, have None.
-        num_results: Number of results.
-        num_devices: Number of devices that run the program.
-        num_shares: Number of devices over which XLA divides the program.
-    """
-
-    jaxpr: Jaxpr
-    constants: dict[Var, Array]
-    inputs: list[StepInput]
-    handles: dict[int, Handle]
-    state_of_output: list[int | None]
-    num_results: int
-    num_devices: int
-    num_shares: int
-
-    def origins(self, positions: Sequence[int]) -> list[Origin]:
-        """Returns the origins of inputs."""
-        return [(self.inputs[i].kind, self.inputs[i].number) for i in positions]
 
 
 def _traced(
@@ -330,7 +291,7 @@ def _traced(
     closure: ClosureTrace,
     num_replicas: int,
     shards_of: Callable[[Handle], Sequence[Shard]],
-) -> tuple[_Step, list[Array], Callable[..., Nest]]:
+) -> tuple[Step, list[Array], Callable[..., Nest]]:
     """Returns the step of a function, the arrays it has captured, and what makes its result."""
     rebuilds: list[Callable[..., Nest]] = []
 
@@ -349,7 +310,8 @@ def _traced(
         jaxpr, consts = per_device(jaxpr, is_split, num_devices)
         captures = [*consts, *captures]
     data = _inputs_of_data(closure.sources)
-    inputs = [StepInput("constant", i) for i in range(len(captures))]
+    inputs: list[Origin] = [("constant", i) for i in range(len(captures))]
+    shards: dict[int, Shard] = {}
     handles: dict[int, Handle] = {}
     positions: dict[Handle, range] = {}
     for handle in pure.handles:
@@ -358,63 +320,45 @@ def _traced(
             inputs.append(data[handle])
             continue
         for shard in shards_of(handle):
-            handles[len(inputs)] = handle
-            inputs.append(
-                StepInput("state", shard.number, handle.name, shard.server, shard.num_rows)
-            )
+            shards[len(inputs)], handles[len(inputs)] = shard, handle
+            inputs.append(("state", shard.number))
         positions[handle] = range(start, len(inputs))
-    inputs += [StepInput("argument", i) for i in range(len(avals))]
-    sizes = {h: [inputs[i].num_rows for i in at] for h, at in positions.items() if len(at) > 1}
+    inputs += [("argument", i) for i in range(len(avals))]
+    sizes = {h: [shards[i].num_rows for i in at] for h, at in positions.items() if len(at) > 1}
     jaxpr, constants = in_parts(
         jaxpr,
         {i: sizes[h] for i, h in enumerate(pure.handles, len(captures)) if h in sizes},
         {i: sizes[h] for i, h in enumerate(pure.written, pure.num_outs) if h in sizes},
     )
     olds = [i for handle in pure.written for i in positions[handle]]
-    step = _Step(
+    step = Step(
         jaxpr,
         constants,
         inputs,
+        shards,
         handles,
-        [*[None] * pure.num_outs, *olds],
-        pure.num_outs,
+        dict(enumerate(olds, pure.num_outs)),
         num_devices,
         num_replicas if closure.divides_rows else 1,
     )
     return step, captures, rebuilds[0]
 
 
-def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, StepInput]:
+def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, Origin]:
     """Returns the input that each handle of the sources stands for."""
-    inputs: dict[Handle, StepInput] = {}
+    inputs: dict[Handle, Origin] = {}
     leaf = 0
     for handle in [handle for source in sources for handle in source.handles]:
-        inputs[handle] = StepInput("replicas" if handle.per_replica else "data", leaf)
+        inputs[handle] = "replicas" if handle.per_replica else "data", leaf
         leaf += handle.num_copies or 1
     return inputs
 
 
-def _check_sums(step: _Step, split: ServerSplit) -> None:
-    """Refuses a metric that workers would overwrite instead of adding to it."""
-    for output in split.overwritten:
-        position = step.state_of_output[output]
-        assert position is not None
-        handle = step.handles[position]
-        if handle.cell is not None and getattr(handle.cell(), "is_sum", False):
-            raise UnsupportedError(
-                f"Variable {handle.name!r} is a sum over all workers, but its new value is not its"
-                " old one plus something, so the last worker would overwrite what the others have"
-                " added. Use metrics that add to their variables, or compute the value from what"
-                " closures return."
-            )
-
-
 def _update_of(
-    step: _Step, part: ServerPart, rows: RowSplit, sparse_update: SparseUpdate
-) -> tuple[Update, Program, list[int]]:
-    """Returns the update of a server, its program, and the pushed values that it takes."""
-    capacities = [space.capacity for space in rows.spaces]
-    updated, run = rows_of_update(part, rows.pushes, capacities, sparse_update)
+    part: ServerPart, rows: RowSplit, sparse_update: SparseUpdate
+) -> tuple[Update, Program]:
+    """Returns the update of a server, and its program."""
+    updated, run = rows_of_update(part, rows, sparse_update)
     avals = part.update.in_avals
     buckets: list[int | None] = [None] * len(avals)
     for entry in updated:
@@ -422,33 +366,23 @@ def _update_of(
             for i in (*entry.states, *(len(part.states) + i for i in entry.pushes)):
                 buckets[i] = entry.bucket
     program = export_function(run, avals, buckets)
-    states = [step.inputs[i].number for i in part.states]
-    olds = [step.state_of_output[i] for i in part.outputs]
-    outputs = [step.inputs[i].number for i in olds if i is not None]
-    return Update(program.name, states, outputs, updated), program, part.pushes
+    return Update(program.name, part.states, part.outputs, updated), program
 
 
 def _worker_plan(
-    step: _Step, rows: RowSplit, updates: Mapping[int, tuple[Update, Program, list[int]]]
+    step: Step, split: ServerSplit, rows: RowSplit, updates: Mapping[int, tuple[Update, Program]]
 ) -> tuple[WorkerPlan, list[Program]]:
     """Returns what a worker does, and the programs that it needs for it."""
-    origins = step.origins(rows.inputs)
+    origins = [step.inputs[i] for i in rows.inputs]
     programs: list[Program] = []
     row_plan = None
     if rows.spaces:
-        num_lookups = sum(len(at.modes) for space in rows.spaces for at in space.lookups)
+        num_lookups = sum(len(space.lookups) for space in rows.spaces)
         origins += [("rows", i) for i in range(len(rows.buffers))]
         origins += [("position", i) for i in range(num_lookups)]
-        of_ids = step.origins(rows.ids_inputs)
+        of_ids = [step.inputs[i] for i in rows.ids_inputs]
         programs.append(_exported(rows.ids, of_ids, step, split_outputs=True))
-        buffers = []
-        for space, parts in rows.buffers:
-            states = [(step.inputs[i], start) for i, start in parts]
-            tables = [
-                TablePart(var.server or 0, var.number, start, var.num_rows) for var, start in states
-            ]
-            buffers.append((space, tables))
-        row_plan = RowPlan(programs[0].name, of_ids, rows.spaces, buffers)
+        row_plan = RowPlan(programs[0].name, of_ids, rows.spaces, rows.buffers)
     if step.num_shares > 1:
         has_rows = [
             kind in ("argument", "data", "replicas") and len(aval.shape) > 0
@@ -458,12 +392,11 @@ def _worker_plan(
     else:
         program = _exported(rows.worker, origins, step, split_outputs=False)
     pulls: dict[int, list[int]] = {}
-    for source in [step.inputs[i] for i in rows.inputs]:
-        if source.server is not None:
-            pulls.setdefault(source.server, []).append(source.number)
+    for shard in [step.shards[i] for i in rows.inputs if i in step.shards]:
+        pulls.setdefault(shard.server, []).append(shard.number)
     pushes = [
-        Push(server, update.name, values, update.rows)
-        for server, (update, _, values) in updates.items()
+        Push(server, update.name, split.servers[server].pushes, update.rows)
+        for server, (update, _) in updates.items()
     ]
     of_servers = list(pulls.items()), pushes
     plan = WorkerPlan(program.name, origins, step.num_results, *of_servers, row_plan)
@@ -471,7 +404,7 @@ def _worker_plan(
 
 
 def _exported(
-    closed: ClosedJaxpr, origins: Sequence[Origin], step: _Step, split_outputs: bool
+    closed: ClosedJaxpr, origins: Sequence[Origin], step: Step, split_outputs: bool
 ) -> Program:
     is_split = [kind in ("replicas", "position") for kind, _ in origins]
     return export_per_device(closed, is_split, step.num_devices, split_outputs)

@@ -145,9 +145,9 @@ class Session:
         place = Shard(server, number, value.shape[0] if value.shape else 1)
         link = self.server_links[server]
         if len(_pieces(value.shape, value.dtype)) == 1:
-            link.call_once(Message("create", {"ids": [number]}, [value]))
+            link.call_once(Message("create", {"id": number}, [value]))
         else:
-            fields = {"ids": [number], "zeros": value.shape}
+            fields = {"id": number, "zeros": value.shape}
             link.call_once(Message("create", fields, [np.empty(0, value.dtype)]))
             self.assign(place, "assign", value)
         return place
@@ -166,7 +166,7 @@ class Session:
         """Changes a variable by assign, assign_add or assign_sub; sends large values in pieces."""
         pieces = _pieces(value.shape, value.dtype)
         for start, end in pieces:
-            fields: dict[str, JSON] = {"ids": [place.number], "operation": operation}
+            fields: dict[str, JSON] = {"id": place.number, "operation": operation}
             piece = value
             if len(pieces) > 1:
                 fields["start"], piece = start, value[start:end]
@@ -309,9 +309,7 @@ class LocalCluster(Cluster):
     fault: Callable[[str, str, Message, Callable[[Message], Message]], Message] | None = None
 
     def __init__(
-        self,
-        devices_of_workers: Sequence[Sequence[jax.Device]],
-        num_servers: int,
+        self, devices_of_workers: Sequence[Sequence[jax.Device]], num_servers: int
     ) -> None:
         self._links: weakref.WeakKeyDictionary[InProcessLink, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
@@ -333,22 +331,18 @@ class LocalCluster(Cluster):
             makers[id(maker)] = maker
             return id(maker)
 
-        def start(task_type: str, number: int) -> SessionService:
+        def start(name: str) -> SessionService:
+            task_type, number = name.split()
             return new_service(
                 task_type,
-                number,
-                servers=lambda: tasks(f"worker {number}", servers),
+                int(number),
+                servers=lambda: tasks(name, servers),
                 find=lambda number: as_maker(makers[number]),
-                devices=lambda: devices_of_workers[number],
+                devices=lambda: devices_of_workers[int(number)],
             )
 
-        self._starts = {
-            **{name: functools.partial(start, "ps", i) for i, name in enumerate(servers)},
-            **{name: functools.partial(start, "worker", i) for i, name in enumerate(workers)},
-        }
-        self._services: dict[str, SessionService | None] = {}
-        for name in self._starts:
-            self.restart(name)
+        self._start = start
+        self._services: dict[str, SessionService | None] = {n: start(n) for n in servers + workers}
         num_devices = len(devices_of_workers[0])
         super().__init__(tasks("chief", workers), tasks("chief", servers), num_devices, describe)
 
@@ -369,7 +363,7 @@ class LocalCluster(Cluster):
     def restart(self, name: str) -> None:
         """Starts a task again, with nothing remembered from before."""
         with self._link_lock:
-            self._services[name] = self._starts[name]()
+            self._services[name] = self._start(name)
 
     def cut(self, source: str, target: str) -> None:
         """Breaks the connections from one task to another; the tasks can connect again.
@@ -386,7 +380,7 @@ class LocalCluster(Cluster):
     def close(self) -> None:
         """Ends the coordinators of the cluster, and all tasks."""
         super().close()
-        for name in self._starts:
+        for name in self._services:
             self.kill(name)
 
     def _connect(self, source: str, target: str) -> Link:
@@ -401,7 +395,7 @@ class LocalCluster(Cluster):
 
         with self._link_lock:
             service = self._services[target]
-            link = InProcessLink(service, name=target, fault=fault)
+            link = InProcessLink(service, target, fault)
             self._links[link] = source, target
         return link
 

@@ -27,14 +27,7 @@ from distributary.errors import (
 )
 from distributary.servers._closures import Plan, plan_of
 from distributary.servers._messages import Message
-from distributary.servers._nests import (
-    copy_of,
-    leaves_of,
-    nest_of,
-    shapes_of,
-    structs_of,
-    tree_of,
-)
+from distributary.servers._nests import copy_of, leaves_of, nest_of, shapes_of, structs_of, tree_of
 from distributary.servers._per_worker import (
     Feed,
     PerWorkerDataset,
@@ -44,7 +37,7 @@ from distributary.servers._per_worker import (
 )
 from distributary.servers._queue import Closure, ClosureQueue, RemoteValue
 from distributary.servers._sources import UnknownMakerError, distributed_by
-from distributary.servers._statistics import CoordinatorStatistics, lines_of, metrics_server
+from distributary.servers._statistics import CoordinatorStatistics, lines_of, serve_metrics
 from distributary.servers._worker_threads import Key, Workers
 from distributary.tracing import user_stacklevel
 
@@ -105,18 +98,16 @@ class ClusterCoordinator:
                 **counts, workers=workers.statistics(), servers=session.statistics()
             )
 
-        metrics = metrics_server(os.environ, lambda: lines_of("coordinator", collect()))
+        end_metrics = serve_metrics(os.environ, lambda: lines_of("coordinator", collect()))
         strategy.extended.statistics_sources["coordinator"] = collect
 
         def end(error: Exception) -> None:
             queue.end(error)
-            if metrics is not None:
-                metrics.close()
+            end_metrics()
 
         session.watch(end, queue.at_rest)
         self._workers = workers
         self._collect = collect
-        self._metrics = metrics
         call_when_collected(self, session.close)
 
     @property
@@ -240,9 +231,8 @@ class ClusterCoordinator:
         if number is None:
             number = next(self._source_numbers)
             values = [value_fn() for _ in self._cluster.cluster.workers]
-            fields = {"kind": "value", "number": number}
             messages = [
-                Message("source", {**fields, "nest": nest_of(value)}, leaves_of(value))
+                Message("source", {"number": number, "nest": nest_of(value)}, leaves_of(value))
                 for value in values
             ]
             self._workers.set_up(("source", number), messages)
@@ -267,7 +257,7 @@ class ClusterCoordinator:
 
     def _of_workers(self, kind: str, number: int) -> RemoteSource:
         """Returns a source of data that the workers keep for as long as the source is in use."""
-        source = RemoteSource(kind, number, functools.partial(self._peek, kind, number))
+        source = RemoteSource(kind, number, functools.partial(self._peek, number))
         self._forget_when_collected(source, ("source", number))
         return source
 
@@ -310,10 +300,9 @@ class ClusterCoordinator:
     def _for_all(self, message: Message) -> list[Message]:
         return [message] * len(self._cluster.cluster.workers)
 
-    def _peek(self, kind: str, number: int) -> tuple[list[Any], Any]:
+    def _peek(self, number: int) -> tuple[list[Any], Any]:
         """Returns the shapes and dtypes of a worker's next data, and their structure."""
-        message = Message("peek", {"kind": kind, "number": number})
-        fields = self._workers.call(message).fields
+        fields = self._workers.call(Message("peek", {"number": number})).fields
         return structs_of(fields["shapes"]), tree_of(fields["nest"])
 
     # Functions
@@ -324,7 +313,8 @@ class ClusterCoordinator:
         with self._tracing:
             versions = self._functions.programs_of(fn)
             function: _Function | None = versions.get(key)
-            if function is None or any(cell() is None for cell in function.cells()):
+            # If a variable was collected, its name may now mean another one.
+            if function is None or any(c() is None for plan in function.plans for c in plan.cells):
                 self._forget()
                 avals = [struct_of(array) for array in arrays]
                 name = getattr(fn, "__qualname__", None) or repr(fn)
@@ -353,7 +343,7 @@ class ClusterCoordinator:
                 self._cluster.shards_of,
                 self._strategy._sparse_update,
                 self._strategy.num_replicas_in_sync,
-                source_of=self._source_of,
+                self._source_of,
             )
             number = len(function.plans)
             function.plans.append(plan)
@@ -431,14 +421,6 @@ class _Function:
     name: str
     avals: list[Any]
     plans: list[Plan] = field(default_factory=list)
-
-    def cells(self) -> list[Callable[[], Any]]:
-        """Returns the cells of the variables; see `Plan`.
-
-        If one of the variables was collected, its name may now mean another variable, so the
-        function is traced again.
-        """
-        return [cell for plan in self.plans for cell in plan.cells]
 
     def feeds_of(self, sources: Sequence[RemoteSource]) -> list[Feed]:
         """Returns the feeds whose data is sent with a closure that has these sources."""

@@ -95,12 +95,7 @@ class GrpcLink(Link):
         MissingPackageError: if grpcio is not installed.
     """
 
-    def __init__(
-        self,
-        address: str,
-        task: str,
-        credentials: Credentials | None = None,
-    ) -> None:
+    def __init__(self, address: str, task: str, credentials: Credentials | None = None) -> None:
         super().__init__(f"{task} at {address}")
         self._grpc = import_extra("grpc", _PURPOSE)
         self._address = address

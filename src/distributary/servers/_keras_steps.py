@@ -11,13 +11,7 @@ import numpy as np
 
 from distributary.devices import progress
 from distributary.errors import InvalidValueError, UnsupportedError, shown
-from distributary.keras_bridge import (
-    ModelStep,
-    UnknownSizes,
-    check_given,
-    current_call,
-    num_rows,
-)
+from distributary.keras_bridge import ModelStep, UnknownSizes, check_given, current_call, num_rows
 from distributary.servers._closures import share_rows
 from distributary.servers._cluster_coordinator import ClusterCoordinator
 from distributary.servers._per_worker import PerWorkerIterator
@@ -46,7 +40,6 @@ class ServerSteps:
                 " the steps are programs that run on workers. To look into a step use a model that"
                 " is created outside of the scope."
             )
-        self._trainer = trainer
         self._kind = kind
         self._step = ModelStep(trainer, kind, strategy)
         self._coordinator = ClusterCoordinator(strategy)

@@ -285,18 +285,17 @@ class InProcessLink(Link):
     Args:
         service: The service to call; None for a process that has ended.
         name: Name of the other end in messages, such as `"ps 0"`.
-        fault: Function that delivers a request in tests of faults. It is called in the link's
-            thread with the request and a function that delivers it and returns the reply; it must
-            return the reply. It can deliver twice, wait, or raise a `ConnectionError` before or
+        fault: Function that delivers a request. It is called in the link's thread with the request
+            and a function that delivers it and returns the reply; it must return the reply. In
+            tests of faults, it can deliver twice, wait, or raise a `ConnectionError` before or
             after delivery, which has the effect of `cut`.
     """
 
     def __init__(
         self,
         service: Service | None,
-        *,
-        name: str = "the service",
-        fault: Callable[[Message, Callable[[Message], Message]], Message] | None = None,
+        name: str,
+        fault: Callable[[Message, Callable[[Message], Message]], Message],
     ) -> None:
         super().__init__(name)
         self._service = service
@@ -324,7 +323,7 @@ class InProcessLink(Link):
         deliver = functools.partial(answer, service, peer=LOCAL)
         for number, message in connection.requests():
             try:
-                reply = deliver(message) if self._fault is None else self._fault(message, deliver)
+                reply = self._fault(message, deliver)
             except ConnectionError:
                 return self._was_cut()
             except Exception as error:

@@ -1,4 +1,4 @@
-"""Equations that take rows of a table, and what is known of the rows that a step does not name.
+"""Slices of rows of a table, and what is known of the rows that a step does not name.
 
 With a table `t` and its gradient `g`,
 
@@ -10,7 +10,7 @@ With a table `t` and its gradient `g`,
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Final, final
+from typing import Final
 
 from jax.extend.core import Jaxpr, Literal, Var
 
@@ -47,45 +47,31 @@ def numbers_of_other_rows(
         For every value `"zero"`, the input that it equals, or a number that is the same for equal
         values. Data is taken to be finite: zero times anything is zero.
     """
-    rules = _Rules(zeros)
-    numbering = Numbering(rules.number_of)
-    zero = rules.zero = numbering.input(_ZERO)
+    numbers_of_constants: dict[Var, float] = {}  # variables whose elements are all one number
+
+    def real_number(atom: Atom) -> float:
+        """Returns the number that all elements of an operand are; NaN if it is not known."""
+        if isinstance(atom, Literal):
+            return number_of(atom)
+        return numbers_of_constants.get(atom, math.nan)
+
+    def simplified(eqn: Equation, operands: Sequence[int]) -> int | None:
+        """Returns the number of the result if it is zero or one of the operands, else None."""
+        (v,) = eqn.outvars
+        constants = [real_number(atom) for atom in eqn.invars]
+        if eqn.primitive.name in _SAME_VALUE and not math.isnan(constants[0]):
+            numbers_of_constants[v] = constants[0]
+        are_zero = [
+            number == zero or constant == 0
+            for number, constant in zip(operands, constants, strict=True)
+        ]
+        known = _ZERO if v in zeros else known_result(eqn, operands, constants, are_zero)
+        return zero if known == "zero" else None if known is None else operands[known]
+
+    numbering = Numbering(simplified)
+    zero = numbering.input(_ZERO)
     invars = [*jaxpr.constvars, *jaxpr.invars]
     inputs: list[Var | str] = [_ZERO if v in zeros else v for v in invars]
     numbers = numbering.outputs(jaxpr_of(invars, values, jaxpr.eqns), inputs)
     of_inputs = {zero: _ZERO, **{numbering.input(v): v for v in inputs}}
     return [of_inputs.get(number, number) for number in numbers]
-
-
-@final
-class _Rules:
-    """Simplifications of results, such as `x + 0` to `x`.
-
-    Args:
-        zeros: Variables that are zero.
-
-    Attributes:
-        zero: The number of zero.
-    """
-
-    def __init__(self, zeros: Collection[Var]) -> None:
-        self.zero = -1
-        self._zeros = zeros
-        self._values: dict[Var, float] = {}  # variables whose elements are all one number
-
-    def number_of(self, eqn: Equation, operands: Sequence[int]) -> int | None:
-        """Returns the number of the result if it is zero or one of the operands, else None."""
-        (v,) = eqn.outvars
-        values = [self._value(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _SAME_VALUE and not math.isnan(values[0]):
-            self._values[v] = values[0]
-        zeros = [
-            number == self.zero or value == 0
-            for number, value in zip(operands, values, strict=True)
-        ]
-        known = _ZERO if v in self._zeros else known_result(eqn, operands, values, zeros)
-        return self.zero if known == "zero" else None if known is None else operands[known]
-
-    def _value(self, atom: Atom) -> float:
-        """Returns the real number that all elements of a constant are; NaN if it is not known."""
-        return number_of(atom) if isinstance(atom, Literal) else self._values.get(atom, math.nan)

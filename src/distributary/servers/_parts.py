@@ -132,13 +132,14 @@ class _Parting:
     def _part(self, v: Var, start: int, end: int) -> Var:
         eqn = self._makers.get(v)
         new = _rows_like(v, end - start)
+        operands = None if eqn is None or len(eqn.outvars) > 1 else row_operands(eqn)
         if eqn is not None and _is_joined(eqn):
             ranges = _ranges([aval_of(atom).shape[0] for atom in eqn.invars])
             for atom, rows in zip(eqn.invars, ranges, strict=True):
                 if rows == (start, end) and isinstance(atom, Var):
                     return atom
-        elif eqn is not None and self._is_row_by_row(eqn):
-            operands = row_operands(eqn) or ()
+        elif eqn is not None and operands is not None and (not operands or v in self._divisible):
+            # These rows can be computed without the others.
             invars = [
                 self.part(atom, start, end) if isinstance(atom, Var) and atom in operands else atom
                 for atom in eqn.invars
@@ -148,13 +149,6 @@ class _Parting:
             return new
         self._append(_slice(v, start, end, new))
         return new
-
-    def _is_row_by_row(self, eqn: Equation) -> bool:
-        """Returns whether some rows of a result can be computed without the others."""
-        operands = row_operands(eqn)
-        if operands is None or len(eqn.outvars) != 1:
-            return False
-        return not operands or eqn.outvars[0] in self._divisible
 
     def _append(self, eqn: Equation) -> None:
         self.eqns.append(eqn)

@@ -7,19 +7,17 @@ is then no more than its number, its arguments and the number of the function.
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 from jax.typing import ArrayLike
 
 from distributary.errors import InvalidValueError
 from distributary.servers._messages import aligned_empty
-from distributary.servers._rows import RowSpace, UpdatedRows, bucket_of
-
-#: The origin of an input of a program: a kind and a number; see `WorkerPlan.inputs`.
-Origin: TypeAlias = tuple[str, int]
+from distributary.servers._rows import RowSpace, TablePart, UpdatedRows
+from distributary.servers._split import Origin
 
 
 @final
@@ -67,24 +65,6 @@ class Push:
 
 @final
 @dataclass(frozen=True, slots=True)
-class TablePart:
-    """A variable that holds a range of the rows of a space.
-
-    Attributes:
-        server: Number of its server.
-        number: Number of the variable.
-        start: Its first row in the space.
-        size: Number of its rows.
-    """
-
-    server: int
-    number: int
-    start: int
-    size: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class RowPlan:
     """The rows that a closure needs, and where to find them.
 
@@ -97,7 +77,7 @@ class RowPlan:
     """
 
     program: str
-    inputs: list[tuple[str, int]]
+    inputs: list[Origin]
     spaces: list[RowSpace]
     buffers: list[tuple[int, list[TablePart]]]
 
@@ -147,12 +127,14 @@ class FoundRows:
 
     Attributes:
         rows: The int64 numbers of the rows, each once and in order.
-        positions: For every mode of every lookup, the int32 positions of its numbers in `rows`, in
-            the shape of the numbers. A number that is not a row has the capacity as its position.
+        positions: For every lookup, the int32 positions of its numbers in `rows`, in the shape of
+            the numbers. Those of numbers that are no rows mean nothing; steps do not use them.
+        capacity: Number of rows in the buffers of the space; those after `rows` are zero.
     """
 
     rows: np.ndarray
     positions: list[np.ndarray]
+    capacity: int
 
     def part(self, start: int, size: int) -> tuple[slice, np.ndarray]:
         """Returns the slice of `rows` that a variable holds, and their numbers in the variable."""
@@ -206,34 +188,17 @@ def rows_in_zeros(rows: np.ndarray, numbers: np.ndarray, size: int) -> np.ndarra
     return out
 
 
-def bucket_sizes(rows: Sequence[UpdatedRows], numbers: Sequence[np.ndarray]) -> Mapping[int, int]:
-    """Returns the number of rows to pad to, for each bucket."""
-    sizes: dict[int, int] = {}
-    for entry, row_numbers in zip(rows, numbers, strict=True):
-        sizes[entry.bucket] = max(sizes.get(entry.bucket, 0), bucket_of(len(row_numbers)))
-    return sizes
-
-
 def _find(space: RowSpace, numbers: Sequence[np.ndarray]) -> FoundRows:
     end = max(at.start + at.size for at in space.lookups)  # the number of no row
     flat = [array.reshape(-1).astype(np.int64) for array in numbers]
     wanted = [
         array.clip(0, at.size - 1) + at.start
-        if at.modes[0]
+        if at.is_clipped
         else np.where((array >= 0) & (array < at.size), array + at.start, end)
         for at, array in zip(space.lookups, flat, strict=True)
     ]
     rows, inverse = np.unique(np.concatenate(wanted), return_inverse=True)
     inverse = inverse.reshape(-1).astype(np.int32)
-    capacity = np.int32(space.capacity)
-    if len(rows) and rows[-1] == end:
-        rows = rows[:-1]
-        inverse = np.where(inverse == len(rows), capacity, inverse)
     parts = np.split(inverse, np.cumsum([len(array) for array in flat])[:-1])
-    positions: list[np.ndarray] = []
-    for at, array, part in zip(space.lookups, numbers, parts, strict=True):
-        positions.append(part.reshape(array.shape))
-        if len(at.modes) > 1:  # the same numbers, of which those out of range are no rows
-            is_row = (array >= 0) & (array < at.size)
-            positions.append(np.where(is_row, positions[-1], capacity))
-    return FoundRows(rows, positions)
+    positions = [part.reshape(a.shape) for part, a in zip(parts, numbers, strict=True)]
+    return FoundRows(rows[rows < end], positions, space.capacity)

@@ -139,7 +139,7 @@ def connect(
         [task for peer, task in tasks.items() if peer.task_type == task_type]
         for task_type in ("worker", "ps")
     )
-    return workers, servers, _num_devices(replies)
+    return workers, servers, _num_devices(peers, replies)
 
 
 def grpc_task(peer: Peer, credentials: Credentials | None) -> Task:
@@ -147,12 +147,8 @@ def grpc_task(peer: Peer, credentials: Credentials | None) -> Task:
     return Task(str(peer), functools.partial(GrpcLink, peer.address, peer.name, credentials))
 
 
-def _num_devices(replies: Mapping[Peer, dict[str, Any]]) -> int:
-    counts = {
-        peer: fields.get("devices", 1)
-        for peer, fields in sorted(replies.items(), key=lambda one: one[0].task_id)
-        if peer.task_type == "worker"
-    }
+def _num_devices(peers: Sequence[Peer], replies: Mapping[Peer, dict[str, Any]]) -> int:
+    counts = {p: replies[p].get("devices", 1) for p in peers if p.task_type == "worker"}
     (first, expected), *others = counts.items()
     for peer, count in others:
         if count != expected:

@@ -113,11 +113,13 @@ class ClosureQueue:
             fails.
         settle: Called with `num_finished` after closures have failed or were cancelled that a
             worker, believed to be lost, may still be running.
+
+    Attributes:
+        closed: Set after `end`.
+        num_finished: All closures with smaller numbers have ended.
     """
 
-    def __init__(
-        self, max_losses: int = 3, settle: Callable[[int], None] = lambda finished: None
-    ) -> None:
+    def __init__(self, max_losses: int, settle: Callable[[int], None]) -> None:
         self._max_losses = max_losses
         self._settle = settle
         lock = threading.RLock()
@@ -131,23 +133,19 @@ class ClosureQueue:
         self.closed = threading.Event()
         self._is_unsettled = False
         self._next_number = 0
-        # All closures with numbers below `_finished` have ended, and so have those in `_ended`.
-        self._finished = 0
+        self.num_finished = 0
+        # The closures that have ended after one that has not.
         self._ended: set[int] = set()
         self._counts = dict.fromkeys(("done", "failed", "cancelled", "retried"), 0)
 
     def put(
-        self,
-        function: object,
-        args: list[Any],
-        call: Callable[..., Any],
-        sources: Sequence[Any] = (),
+        self, function: object, args: list[Any], call: Callable[..., Any], sources: Sequence[Any]
     ) -> RemoteValue:
         """Queues a closure; waits while too many are queued; raises an earlier error."""
         with self._lock:
             # Also bounds `_ended` and the matching set on the servers.
             self._has_room.wait_for(
-                lambda: self._error or self._next_number - self._finished < _MAX_QUEUED
+                lambda: self._error or self._next_number - self.num_finished < _MAX_QUEUED
             )
             self._raise_error()
             closure = Closure(self._next_number, function, args, call, sources)
@@ -280,10 +278,6 @@ class ClosureQueue:
         with self._lock:
             return {"queued": len(self._queued), "running": len(self._running), **self._counts}
 
-    def num_finished(self) -> int:
-        """Returns a number such that all closures with smaller numbers have ended."""
-        return self._finished
-
     def _set_error(self, error: BaseException) -> None:
         if self._error is None:
             self._error = error
@@ -311,10 +305,10 @@ class ClosureQueue:
 
     def _finish(self, closure: Closure) -> None:
         self._ended.add(closure.number)
-        if closure.number == self._finished:
-            while self._finished in self._ended:
-                self._ended.remove(self._finished)
-                self._finished += 1
+        if closure.number == self.num_finished:
+            while self.num_finished in self._ended:
+                self._ended.remove(self.num_finished)
+                self.num_finished += 1
             self._has_room.notify_all()
 
     def _raise_error(self) -> None:
@@ -327,7 +321,7 @@ class ClosureQueue:
                 self._error = None
                 if self._is_unsettled:
                     self._is_unsettled = False
-                    self._settle(self._finished)
+                    self._settle(self.num_finished)
             raise error
 
 

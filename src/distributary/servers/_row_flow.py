@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.programs import adds_rows, row_operands, takes_rows
 from distributary.servers._other_rows import rows_between
-from distributary.tracing import Atom, Equation, aval_of, variables_of
+from distributary.tracing import Atom, Equation, aval_of, computed_from, variables_of
 
 _DATA = "it is combined with data"
 
@@ -54,8 +54,7 @@ class RowFlow:
 
     Attributes:
         same: Variables whose rows are all equal, whatever their number.
-        lookups: Gathers of rows by numbers that depend on no state.
-        refused_lookups: Gathers of rows by numbers that depend on state.
+        lookups: Gathers of rows. If their numbers depend on state, their table is refused.
         scatters: Additions of rows to zeros, at numbers that depend on no state.
         sums: Variables whose rows an equation adds up.
     """
@@ -63,7 +62,6 @@ class RowFlow:
     def __init__(self, jaxpr: Jaxpr, states: Collection[Var], is_worker: bool) -> None:
         self.same: set[Var] = set()
         self.lookups: list[RowUse] = []
-        self.refused_lookups: list[RowUse] = []
         self.scatters: list[RowUse] = []
         self.sums: list[Var] = []
         # By variable, its parent and a number: row r of the variable is row r + number there.
@@ -73,14 +71,12 @@ class RowFlow:
         self._reasons: dict[Var, str] | None = None
         self._states = set(states)
         self._is_worker = is_worker
-        self._of_states = set(states)
+        self._of_states = computed_from(jaxpr.eqns, states)
         self._zeros: set[Var] = set()
         for v in (*jaxpr.constvars, *jaxpr.invars):
             if v not in states:
                 self.refuse(v, _DATA)
         for eqn in jaxpr.eqns:
-            if not self._of_states.isdisjoint(variables_of(eqn.invars)):
-                self._of_states.update(eqn.outvars)
             self._add(eqn)
 
     def find(self, v: Var) -> tuple[Var, int]:
@@ -133,13 +129,10 @@ class RowFlow:
             False if it does something else.
         """
         name = eqn.primitive.name
-        if takes_rows(eqn):
+        if takes_rows(eqn) and operand not in self.same:
             self.refuse(eqn.outvars[0], _DATA)
-            use = RowUse(operand, eqn.invars[1], eqn)
-            if self._has_pure_ids(eqn):
-                self.lookups.append(use)
-            else:
-                self.refused_lookups.append(use)
+            self.lookups.append(RowUse(operand, eqn.invars[1], eqn))
+            if not self._has_pure_ids(eqn):
                 self.refuse(operand, "the ids depend on a variable")
         elif adds_rows(eqn) and operand in self._zeros and self._has_pure_ids(eqn):
             self.scatters.append(RowUse(eqn.outvars[0], eqn.invars[1], eqn))

@@ -57,7 +57,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
@@ -67,7 +66,7 @@ from distributary.devices import REPLICA_AXIS
 from distributary.programs import bind_rows, row_operands
 from distributary.servers._other_rows import numbers_of_other_rows
 from distributary.servers._row_flow import RowFlow, RowUse
-from distributary.servers._split import ServerPart, ServerSplit, needed_part
+from distributary.servers._split import ServerPart, ServerSplit, Step, needed_part
 from distributary.tracing import (
     Array,
     Atom,
@@ -96,13 +95,12 @@ class Lookup:
     Attributes:
         start: The row of the space that is row 0 of the part.
         size: Number of rows of the part.
-        modes: For every way in which the numbers are used, whether a number out of range means the
-            nearest row; else it means none. The first way has all rows of the second.
+        is_clipped: Whether a number out of range means the nearest row; else it means none.
     """
 
     start: int
     size: int
-    modes: list[bool]
+    is_clipped: bool
 
 
 @final
@@ -122,25 +120,41 @@ class RowSpace:
 
 @final
 @dataclass(frozen=True, slots=True)
+class TablePart:
+    """A variable that holds a range of the rows of a space.
+
+    Attributes:
+        server: Number of its server.
+        number: Number of the variable.
+        start: Its first row in the space.
+        size: Number of its rows.
+    """
+
+    server: int
+    number: int
+    start: int
+    size: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class RowSplit:
     """The work of a worker on rows instead of tables.
 
     Attributes:
         worker: Closed jaxpr like `ServerSplit.worker`. Its inputs are those of the step at
-            `inputs`, the rows `[capacity, *row]` of every one of `buffers`, and for every mode of
-            every lookup the positions of its numbers among the rows, int32 in the shape of the
-            numbers.
+            `inputs`, the rows `[capacity, *row]` of every one of `buffers`, and for every lookup
+            the positions of its numbers among the rows, int32 in the shape of the numbers.
         inputs: Positions among the inputs of the step.
         ids: Closed jaxpr from the inputs of the step at `ids_inputs` to the numbers `[..., 1]` of
             the lookups.
         ids_inputs: Positions among the inputs of the step.
         spaces: The spaces that `buffers` and `pushes` refer to; none if the worker takes no rows.
-        buffers: For every table of which the worker takes rows, its space, and the positions of its
-            states among the inputs of the step, each with its first row: a table may lie on several
-            servers.
+        buffers: For every table of which the worker takes rows, its space and the variables that
+            hold its rows: a table may lie on several servers.
         pushes: The pushed values that are rows; by their number, the space and the first row.
-        refusals: For every variable that is looked up but travels as a whole, by its position among
-            the inputs of the step, the reason.
+        refusals: For every variable that is looked up but travels as a whole, by its name, the
+            reason.
     """
 
     worker: ClosedJaxpr
@@ -148,9 +162,9 @@ class RowSplit:
     ids: ClosedJaxpr
     ids_inputs: list[int]
     spaces: list[RowSpace]
-    buffers: list[tuple[int, list[tuple[int, int]]]]
+    buffers: list[tuple[int, list[TablePart]]]
     pushes: dict[int, SpaceRow]
-    refusals: dict[int, str]
+    refusals: dict[str, str]
 
 
 @final
@@ -162,7 +176,7 @@ class UpdatedRows:
         space: Number of the space.
         start: First row of the variables in the space.
         size: Number of rows of the variables.
-        capacity: Largest number of rows that a worker pushes.
+        bucket: Number that rows share if they are padded to the same number of rows.
         states: Positions among the states of the server part.
         pushes: Positions among its pushes.
         outputs: Positions among its outputs.
@@ -173,16 +187,11 @@ class UpdatedRows:
     space: int
     start: int
     size: int
-    capacity: int
+    bucket: int
     states: list[int]
     pushes: list[int]
     outputs: list[int]
     is_whole: bool
-
-    @property
-    def bucket(self) -> int:
-        """Number that rows share if they are padded to the same number of rows."""
-        return bucket_of(min(self.size, self.capacity))
 
 
 def bucket_of(num_rows: int) -> int:
@@ -190,21 +199,20 @@ def bucket_of(num_rows: int) -> int:
     return max(_MIN_BUCKET, 1 << max(0, num_rows - 1).bit_length())
 
 
-def rows_of(split: ServerSplit, states: Collection[int], num_devices: int = 1) -> RowSplit:
+def rows_of(step: Step, split: ServerSplit) -> RowSplit:
     """Returns the worker's part of a step, with rows of those tables of which it needs no others.
 
+    Each device of a worker looks up rows by numbers of its own, and has the rows of all.
+
     Args:
-        split: The step.
-        states: Positions of variables among the inputs of the step.
-        num_devices: Number of devices of a worker. Each of them looks up rows by numbers of its
-            own, and has the rows of all.
+        step: The step.
+        split: Its parts.
     """
     jaxpr = split.worker.jaxpr
     position = dict(zip(jaxpr.invars, split.inputs, strict=True))
-    tables = [v for v in jaxpr.invars if position[v] in states]
-    num_results = len(jaxpr.outvars) - split.num_pushes
-    flow = _flow_of_worker(jaxpr, tables, num_results)
-    spaces = _Spaces(jaxpr, flow, num_devices)
+    tables = [v for v in jaxpr.invars if position[v] in step.shards]
+    flow = _flow_of_worker(jaxpr, tables, step.num_results)
+    spaces = _Spaces(jaxpr, flow, step.num_devices)
     first_rows = {v: first for v in tables if (first := spaces.first_row(v)) is not None}
     groups = _joined_tables(jaxpr, first_rows)
     plain = [v for v in jaxpr.invars if v not in first_rows]
@@ -215,15 +223,20 @@ def rows_of(split: ServerSplit, states: Collection[int], num_devices: int = 1) -
     ids = needed_part(jaxpr.invars, spaces.ids, jaxpr.eqns, consts)
     buffers = []
     for group in groups:
-        parts = [(position[v], first_rows[v][1]) for v in group]
-        buffers.append((first_rows[group[0]][0], sorted(parts, key=lambda part: part[1])))
+        parts = []
+        for v in group:
+            server, number, num_rows = step.shards[position[v]]
+            parts.append(TablePart(server, number, first_rows[v][1], num_rows))
+        buffers.append((first_rows[group[0]][0], sorted(parts, key=lambda part: part.start)))
     pushes = {
         i: first
-        for i, v in enumerate(jaxpr.outvars[num_results:])
+        for i, v in enumerate(jaxpr.outvars[step.num_results :])
         if isinstance(v, Var) and v not in flow.same and (first := spaces.first_row(v)) is not None
     }
     inputs, ids_inputs = ([position[v] for v in vs] for vs in (plain, ids.jaxpr.invars))
-    refusals = {position[v]: why for v, why in spaces.refusals.items() if v in tables}
+    refusals = {
+        step.handles[position[v]].name: why for v, why in spaces.refusals.items() if v in tables
+    }
     return RowSplit(worker, inputs, ids, ids_inputs, spaces.spaces, buffers, pushes, refusals)
 
 
@@ -265,17 +278,13 @@ def _joined_tables(jaxpr: Jaxpr, tables: Iterable[Var]) -> list[list[Var]]:
 
 
 def rows_of_update(
-    part: ServerPart,
-    pushes: Mapping[int, SpaceRow],
-    capacities: Sequence[int],
-    sparse_update: SparseUpdate,
+    part: ServerPart, split: RowSplit, sparse_update: SparseUpdate
 ) -> tuple[list[UpdatedRows], Callable[..., list[Array]]]:
     """Returns the work of a server when some of the pushed values are rows.
 
     Args:
         part: Its work on whole values.
-        pushes: The `pushes` of the `RowSplit`.
-        capacities: The capacity of every space.
+        split: The work of the worker, which says what is pushed.
         sparse_update: "lazy" leaves rows alone that are not pushed. "exact" does so only if the
             update itself leaves them alone.
 
@@ -286,9 +295,8 @@ def rows_of_update(
     jaxpr = part.update.jaxpr
     states, invars = jaxpr.invars[: len(part.states)], jaxpr.invars[len(part.states) :]
     flow = RowFlow(jaxpr, {*jaxpr.invars}, is_worker=False)
-    pushed = {
-        v: pushes[number] for v, number in zip(invars, part.pushes, strict=True) if number in pushes
-    }
+    pairs = zip(invars, part.pushes, strict=True)
+    pushed = {v: split.pushes[number] for v, number in pairs if number in split.pushes}
     numbers = numbers_of_other_rows(jaxpr, jaxpr.outvars, pushed)
     groups: dict[tuple[Var, int], list[Var]] = {}
     for v in pushed:
@@ -297,24 +305,24 @@ def rows_of_update(
     inputs_of: dict[Var, Var] = {}  # by table, an input with its rows
     for (root, _), group in groups.items():
         outputs = [i for i, v in enumerate(jaxpr.outvars) if _is_of(flow, v, root)]
-        olds = [(i, part.state_of_output[i]) for i in outputs]
-        leaves_others = all(k is not None and numbers[i] is states[k] for i, k in olds)
+        leaves_others = all(numbers[i] is part.olds[i] for i in outputs)
         members = [v for v in jaxpr.invars if _is_of(flow, v, root)]
         is_whole = not (
             (leaves_others or sparse_update == "lazy")
-            and all(k is not None and states[k] in members for _, k in olds)
+            and all(part.olds[i] in members for i in outputs)
             and {*pushed, *states}.issuperset(members)
             and _needs_same_rows(flow, members, pushed)
         )
         if not is_whole:
             inputs_of[root] = group[0]
+        size = aval_of(group[0]).shape[0]
         for space, first in sorted({pushed[v] for v in group}):
             rows.append(
                 UpdatedRows(
                     space,
                     first,
-                    aval_of(group[0]).shape[0],
-                    capacities[space],
+                    size,
+                    bucket_of(min(size, split.spaces[space].capacity)),
                     [] if is_whole else [i for i, v in enumerate(states) if _is_of(flow, v, root)],
                     [i for i, v in enumerate(invars) if v in group and pushed[v] == (space, first)],
                     [] if is_whole else outputs,
@@ -352,8 +360,7 @@ class _Spaces:
 
     Attributes:
         spaces: The spaces; tables that are looked up by the same numbers share one.
-        ids: The variables with the numbers.
-        ids_of_lookups: The variable with the numbers, for every lookup of every space.
+        ids: The variable with the numbers, for every lookup of every space.
         refusals: Reasons, by variable, why a table that is looked up has no space.
     """
 
@@ -362,7 +369,6 @@ class _Spaces:
         self._num_devices = num_devices
         self.spaces: list[RowSpace] = []
         self.ids: list[Atom] = []
-        self.ids_of_lookups: list[Atom] = []
         # By table, its space, and the row of the table that is row 0 there.
         self._of_root: dict[Var, SpaceRow] = {}
         # By the lookups in it, a space and the number of its first lookup.
@@ -397,23 +403,18 @@ class _Spaces:
         if capacity >= num_rows or self._flow.reason(root) is not None:
             return
         shifted = tuple(
-            (number, start - first, size, _modes(uses))
+            (number, start - first, size, any(_is_clipped(use.eqn) for use in uses))
             for (number, start, size), uses in lookups.items()
         )
         if shifted not in self._places:
-            self._places[shifted] = len(self.spaces), len(self.ids_of_lookups)
-            spans = [Lookup(start, size, list(modes)) for _, start, size, modes in shifted]
+            self._places[shifted] = len(self.spaces), len(self.ids)
+            spans = [Lookup(start, size, clips) for _, start, size, clips in shifted]
             self.spaces.append(RowSpace(spans, capacity))
-            for use, *others in lookups.values():
-                self.ids.append(use.ids)
-                self.ids_of_lookups += [use.ids] * len(_modes([use, *others]))
+            self.ids += [uses[0].ids for uses in lookups.values()]
         space, lookup = self._places[shifted]
         self._of_root[root] = space, first
-        for uses in lookups.values():
-            modes = _modes(uses)
-            for use in uses:
-                self._lookup_of[id(use.eqn)] = lookup + modes.index(_is_clipped(use))
-            lookup += len(modes)
+        for i, uses in enumerate(lookups.values(), lookup):
+            self._lookup_of.update((id(use.eqn), i) for use in uses)
 
     def first_row(self, v: Var) -> SpaceRow | None:
         """Returns the space of a variable, and its first row there; None without a space."""
@@ -450,7 +451,7 @@ class _Spaces:
         for v, *_ in groups:
             rows_shape = capacities[find(v)[0]], *aval_of(v).shape[1:]
             shapes.append((rows_shape, aval_of(v).dtype))
-        shapes += [(aval_of(v).shape, np.dtype(np.int32)) for v in self.ids_of_lookups]
+        shapes += [(aval_of(v).shape, np.dtype(np.int32)) for v in self.ids]
         structs = [jax.ShapeDtypeStruct(*one) for one in shapes]
         axes = [(REPLICA_AXIS, self._num_devices)]
         closed: ClosedJaxpr = jax.make_jaxpr(run, axis_env=axes)(*structs)
@@ -469,9 +470,9 @@ class _Spaces:
             if (why := flow.reason(flow.find(use.table)[0])) is not None
         }
         refusals: dict[Var, str] = {}
-        for use in (*flow.lookups, *flow.refused_lookups):
+        for use in flow.lookups:
             root, _ = flow.find(use.table)
-            why = flow.reason(root) or of_gradients.get(numbers_of.get(use))
+            why = flow.reason(root) or of_gradients.get(numbers_of[use])
             if why is not None and self._num_ids(use) < aval_of(use.table).shape[0]:
                 refusals.update((v, why) for v in flow.members(root))
         return refusals
@@ -480,14 +481,10 @@ class _Spaces:
         return self._num_devices * math.prod(aval_of(use.ids).shape[:-1])
 
 
-def _modes(uses: Sequence[RowUse]) -> tuple[bool, ...]:
-    """Returns whether equations clip numbers out of range; both answers if they differ."""
-    return tuple(sorted({_is_clipped(use) for use in uses}, reverse=True))
-
-
-def _is_clipped(use: RowUse) -> bool:
-    mode = use.eqn.params["mode"]
-    if use.eqn.primitive.name == "gather":
+def _is_clipped(eqn: Equation) -> bool:
+    """Returns whether a number out of range means the nearest row to an equation, and not none."""
+    mode = eqn.params["mode"]
+    if eqn.primitive.name == "gather":
         return mode is not GatherScatterMode.FILL_OR_DROP
     return mode is GatherScatterMode.CLIP  # numbers promised to be in bounds are dropped
 
@@ -511,11 +508,11 @@ def _evaluated(
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
     def value(atom: Atom) -> Array:
-        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+        return values[atom] if isinstance(atom, Var) else atom.val
 
     def in_rows(atom: Atom, num_rows: int) -> Array:
         """Returns a value whose rows are all equal with another number of rows."""
-        if isinstance(atom, jex_core.Literal) or atom not in flow.same:
+        if not isinstance(atom, Var) or atom not in flow.same:
             return value(atom)
         eqn = makers[atom]
         row = bind_rows(eqn, operands(eqn, 1), 1)[eqn.outvars.index(atom)]
@@ -523,19 +520,20 @@ def _evaluated(
 
     def operands(eqn: Equation, num_rows: int) -> list[Array]:
         of_rows = row_operands(eqn) or ()
-        return [
-            in_rows(v, num_rows) if any(v is root for root in of_rows) else value(v)
-            for v in eqn.invars
-        ]
+        return [in_rows(v, num_rows) if v in of_rows else value(v) for v in eqn.invars]
 
     for eqn in jaxpr.eqns:
         num_rows = sizes.get(flow.find(eqn.outvars[0])[0]) if eqn.outvars else None
         if id(eqn) in positions_of:
-            first, _, *rest = eqn.invars
+            first, ids, *rest = eqn.invars
             # A gather takes rows of a table; a scatter adds rows to zeros, of which there are as
             # many as the table has here.
-            args = [in_rows(first, num_rows or 0), positions_of[id(eqn)], *map(value, rest)]
-            outs = [eqn.primitive.bind(*args, **eqn.params)]
+            table, positions = in_rows(first, num_rows or 0), positions_of[id(eqn)]
+            if not _is_clipped(eqn):  # others that look up the same numbers may clip them
+                numbers = value(ids).astype(jnp.promote_types(aval_of(ids).dtype, np.int32))
+                is_row = (numbers >= 0) & (numbers < aval_of(first).shape[0])
+                positions = jnp.where(is_row, positions, table.shape[0])
+            outs = [eqn.primitive.bind(table, positions, *map(value, rest), **eqn.params)]
         elif num_rows is None:
             outs = evaluate_one(eqn, list(map(value, eqn.invars)))
         elif row_operands(eqn) is None:  # tables are joined or parted

@@ -16,14 +16,12 @@ import jax
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, multi_worker
 from distributary.devices import backends_started, prepare_local_devices
 from distributary.errors import ClusterError, ContextError, InvalidTypeError, InvalidValueError
-from distributary.launch import HttpServer
 from distributary.servers._certificates import credentials_of, credentials_of_this_process
 from distributary.servers._grpc import GrpcServer
 from distributary.servers._messages import JSON
-from distributary.servers._permissions import RoleCheck
 from distributary.servers._processes import connect_seconds, grpc_task, tasks_of
 from distributary.servers._sources import find, is_reimporting
-from distributary.servers._statistics import lines_of, metrics_server
+from distributary.servers._statistics import lines_of, serve_metrics
 from distributary.servers._worker import new_service
 
 _log = logging.getLogger(__name__)
@@ -110,7 +108,7 @@ class Server:
         self._insecure = insecure
         self._find: Callable[[JSON], Callable[[], Any]] = find
         self._server: GrpcServer | None = None
-        self._metrics: HttpServer | None = None
+        self._end_metrics: Callable[[], object] = lambda: None
         if start:
             self.start()
 
@@ -151,7 +149,7 @@ class Server:
             find=self._find,
             devices=lambda: jax.local_devices(backend="cpu"),
         )
-        self._metrics = metrics_server(
+        self._end_metrics = serve_metrics(
             environ, lambda: lines_of(this.job_name, service.statistics())
         )
         try:
@@ -159,7 +157,7 @@ class Server:
             while self._server is None:
                 try:
                     self._server = GrpcServer(
-                        RoleCheck(this.job_name, this.task_index, service),
+                        service,
                         self._address,
                         credentials,
                         max_links=max(_MIN_LINKS, _LINKS_PER_TASK * len(peers)),
@@ -173,8 +171,7 @@ class Server:
                     _log.info("%s", error)
                     time.sleep(_POLL_SECONDS)
         except BaseException:
-            if self._metrics is not None:
-                self._metrics.close()
+            self._end_metrics()
             raise
 
     def join(self) -> None:
@@ -204,8 +201,7 @@ class Server:
         if self._server is not None:
             self._service.close()  # first, as it ends requests that wait for a server's reply
             self._server.close(_CLOSE_SECONDS)
-        if self._metrics is not None:
-            self._metrics.close()
+        self._end_metrics()
 
     @property
     def _address(self) -> str:

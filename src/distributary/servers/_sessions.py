@@ -16,15 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 from distributary._threads import start_thread
+from distributary.devices import backends_started, local_devices_of, requested_cpu_devices
 from distributary.errors import CoordinatorReplacedError, InvalidValueError, PSUnavailableError
-from distributary.servers._links import (
-    ConnectionLostError,
-    DeadlineError,
-    Link,
-    Peer,
-    RefusedError,
-)
+from distributary.job import package_versions
+from distributary.servers._links import ConnectionLostError, DeadlineError, Link, Peer, RefusedError
 from distributary.servers._messages import Message
+from distributary.servers._permissions import IDENTIFY, check_sender
 
 SessionId: TypeAlias = list[Any]  # nanoseconds, random text: the larger one is newer
 
@@ -45,26 +42,47 @@ class Tenant(ABC):
     returns the reply; None stands for the reply "ok".
 
     Args:
+        session: The session.
         name: Name of the task, for messages.
-        parts: Other objects with such methods.
+        part: Another object with such methods.
+
+    Attributes:
+        incarnation: A text that no other tenant has.
+        ended: Set when the session has ended.
     """
 
-    def __init__(self, name: str, *parts: object) -> None:
+    def __init__(self, session: SessionId, name: str, part: object = None) -> None:
+        self.session = session
         self.name = name
-        self._parts = parts
+        self.incarnation = secrets.token_hex(8)
+        self.ended = threading.Event()
+        self._part = part
+        self._once = threading.Lock()
+        self._request = 0
+        self._reply = Message("ok")
 
-    def handle(self, message: Message, peer: Peer | None) -> Message:
-        """Handles a message, and returns the reply.
+    def handle_once(self, message: Message) -> Message:
+        """Handles a message, unless its field `request` says that it is the last one once more."""
+        request = message.fields.get("request")
+        if request is None:
+            return self.handle(message)
+        with self._once:
+            if request != self._request:
+                self._reply = self.handle(message)
+                self._request = request
+            return self._reply
 
-        Raises:
-            InvalidValueError: for messages that make no sense here.
-        """
-        method: Callable[[Message], Message | None] | None
-        for part in (self, *self._parts):
-            method = getattr(part, f"_on_{message.kind}", None)
-            if method is not None:
-                return method(message) or Message("ok")
-        raise InvalidValueError(f"{self.name} got the message {message.kind!r}.")
+    def handle(self, message: Message) -> Message:
+        """Handles a message of a kind that `check_sender` allows, and returns the reply."""
+        name = f"_on_{message.kind}"
+        owner = self if hasattr(self, name) else self._part
+        reply: Message | None = getattr(owner, name)(message)
+        return reply or Message("ok")
+
+    def end(self) -> None:
+        """Ends the session."""
+        self.ended.set()
+        self.close()
 
     @abstractmethod
     def close(self) -> None:
@@ -87,8 +105,9 @@ def new_session(after: SessionId | None = None) -> SessionId:
 class SessionService:
     """A task that makes a new service for every session, and serves only the newest.
 
-    In addition to the messages of the service, it handles these. All contain the session:
+    In addition to the messages of the service, it handles these. All others contain the session:
 
+        identify           -> task: the name; versions: those of packages; devices: their number
         hello              begins a session, or resumes it after a connection has broken
                            -> incarnation: a text that changes if the task has forgotten the
                            session in the meantime
@@ -106,14 +125,21 @@ class SessionService:
         self._name = name
         self._make = make
         self._lock = threading.Lock()
-        self._current: _SessionState | None = None
+        self._current: Tenant | None = None
 
     def handle(self, message: Message, peer: Peer) -> Message:
         """Handles a message, and returns the reply.
 
         Raises:
+            PermissionError: if the sender may not send this message.
             InvalidValueError: for messages without a session.
         """
+        check_sender(self._name, message, peer)
+        if message.kind == IDENTIFY:
+            started = backends_started()
+            num = len(local_devices_of("CPU")) if started else requested_cpu_devices()
+            fields = {"task": self._name, "versions": package_versions(), "devices": num}
+            return Message("ok", fields)
         asked: Any = message.fields.get("session")
         if not isinstance(asked, list) or [type(part) for part in asked] != [int, str]:
             raise InvalidValueError(
@@ -122,71 +148,43 @@ class SessionService:
             )
         if message.kind == "hello":
             self._begin(asked)
-        state = self._current
-        if state is None or asked > state.session:
+        tenant = self._current
+        if tenant is None or asked > tenant.session:
             return Message(_UNKNOWN)
-        if asked < state.session:
-            return Message(_NEWER, {"session": state.session})
+        if asked < tenant.session:
+            return Message(_NEWER, {"session": tenant.session})
         if message.kind == "hello":
-            return Message("ok", {"incarnation": state.incarnation})
+            return Message("ok", {"incarnation": tenant.incarnation})
         if message.kind == "alive":
-            state.ended.wait(float(message.fields["seconds"]))
+            tenant.ended.wait(float(message.fields["seconds"]))
             return Message("ok")
         try:
-            return state.handle(message, peer)
+            return tenant.handle_once(message)
         except Exception:
-            if state.ended.is_set():  # the session has ended meanwhile, which explains any error
+            if tenant.ended.is_set():  # the session has ended meanwhile, which explains any error
                 return self.handle(message, peer)
             raise
 
     def statistics(self) -> dict[str, float]:
         """Returns numbers about the work done in the session, by name."""
-        state = self._current
-        return {} if state is None else state.tenant.statistics()
+        tenant = self._current
+        return {} if tenant is None else tenant.statistics()
 
     def close(self) -> None:
         """Ends the session."""
         with self._lock:
-            state, self._current = self._current, None
-        if state is not None:
-            state.end()
+            tenant, self._current = self._current, None
+        if tenant is not None:
+            tenant.end()
 
     def _begin(self, session: SessionId) -> None:
         with self._lock:
             old = self._current
             if old is not None and session <= old.session:
                 return
-            self._current = _SessionState(session, self._make(session))
+            self._current = self._make(session)
         if old is not None:
             old.end()
-
-
-@final
-class _SessionState:
-    """A session on a task."""
-
-    def __init__(self, session: SessionId, tenant: Tenant) -> None:
-        self.session = session
-        self.incarnation = secrets.token_hex(8)
-        self.ended = threading.Event()
-        self.tenant = tenant
-        self._once = threading.Lock()
-        self._request = 0
-        self._reply = Message("ok")
-
-    def handle(self, message: Message, peer: Peer) -> Message:
-        request = message.fields.get("request")
-        if request is None:
-            return self.tenant.handle(message, peer)
-        with self._once:
-            if request != self._request:
-                self._reply = self.tenant.handle(message, peer)
-                self._request = request
-            return self._reply
-
-    def end(self) -> None:
-        self.ended.set()
-        self.tenant.close()
 
 
 @final

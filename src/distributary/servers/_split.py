@@ -34,18 +34,20 @@ The stages of `split_over_servers` decide
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import final
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias, final
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from distributary.errors import UnsupportedError
-from distributary.programs import closed_part, is_in_first_stage, without_calls
+from distributary.programs import closed_part, is_in_first_stage
+from distributary.servers._partitioners import Shard
 from distributary.tracing import (
     Array,
     Atom,
     Equation,
+    Handle,
     is_of_devices,
     is_sum_of_replicas,
     jaxpr_of,
@@ -58,26 +60,51 @@ from distributary.tracing import (
 _WORKER = -1
 _DATA = ("data", "replicas", "argument")
 
+#: The origin of an input of a program: a kind and a number; see `WorkerPlan.inputs`.
+Origin: TypeAlias = tuple[str, int]
+
 
 @final
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """An input of a step.
+@dataclass(frozen=True)
+class Step:
+    """A program with an input and an output for every shard of a variable.
 
     Attributes:
-        kind: `"state"` for a variable or one of its shards, `"data"`, `"replicas"` or `"argument"`
-            for data of the worker, `"constant"`. `WorkerPlan.inputs` explains them.
-        number: The number of the variable, or of the input among those of its kind.
-        name: The name of the variable in messages.
-        server: The number of the server that keeps the variable; None for other inputs.
-        num_rows: Number of rows of the variable.
+        jaxpr: The program, which each device runs, without markers of variables, constants and
+            calls of functions.
+        constants: Values of its last inputs.
+        inputs: Its other inputs: captured arrays, shards of variables, data, arguments.
+        shards: The shard that each input of the kind "state" is, by position.
+        handles: The variables that these are shards of.
+        olds: For every output that is new state, the position of the input that is its old state.
+            The results come before these outputs.
+        num_devices: Number of devices of a worker; each of them runs the program.
+        num_shares: Number of devices over which XLA divides the program.
     """
 
-    kind: str
-    number: int
-    name: str = ""
-    server: int | None = None
-    num_rows: int = 0
+    jaxpr: Jaxpr
+    constants: Mapping[Var, Array]
+    inputs: list[Origin]
+    shards: dict[int, Shard]
+    handles: dict[int, Handle]
+    olds: dict[int, int]
+    num_devices: int
+    num_shares: int
+
+    @property
+    def num_results(self) -> int:
+        """Number of outputs that are no new state."""
+        return len(self.jaxpr.outvars) - len(self.olds)
+
+    @cached_property
+    def shard_of(self) -> dict[Var, Shard]:
+        """The shard that each input that is state is."""
+        return {self.jaxpr.invars[i]: shard for i, shard in self.shards.items()}
+
+    @cached_property
+    def goals(self) -> list[int]:
+        """For every output, the server that keeps it; `_WORKER` for results."""
+        return [_WORKER] * self.num_results + [self.shards[i].server for i in self.olds.values()]
 
 
 @final
@@ -86,20 +113,19 @@ class ServerPart:
     """The work of one server on the values that a worker pushes.
 
     Attributes:
-        update: Closed jaxpr from the state at `states`, then the values at `pushes`, to the new
-            state at `outputs`.
-        states: Positions among the inputs of the step.
+        update: Closed jaxpr from the state of `states`, then the values at `pushes`, to the new
+            state of `outputs`.
+        states: Numbers of the variables that it reads.
         pushes: Positions among the pushed values.
-        outputs: Positions among the outputs of the step.
-        state_of_output: For every output, the number among `states` of the state it replaces; None
-            if the update does not read that state.
+        outputs: Numbers of the variables that it changes.
+        olds: For every output, the state that it replaces: an input of `update`, if that reads it.
     """
 
     update: ClosedJaxpr
     states: list[int]
     pushes: list[int]
     outputs: list[int]
-    state_of_output: list[int | None]
+    olds: list[Var]
 
 
 @final
@@ -111,48 +137,15 @@ class ServerSplit:
         worker: Closed jaxpr from the inputs of the step at `inputs` to the outputs of the step that
             are not state, then the pushed values.
         inputs: Positions among the inputs of the step. The worker pulls the state among them.
-        num_pushes: Number of pushed values.
         servers: The servers that keep state which the step changes, by number.
-        overwritten: Positions among the outputs of the step of new state that no server computes:
-            the last worker wins.
     """
 
     worker: ClosedJaxpr
     inputs: list[int]
-    num_pushes: int
     servers: dict[int, ServerPart]
-    overwritten: list[int]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step, and what its variables are.
-
-    Attributes:
-        jaxpr: The step.
-        constants: Values of its last inputs.
-        is_data: For every other input, whether it is data of the worker.
-        server_of: For every input that is state, the number of its server.
-        state_of_output: For every output that is new state, the position of its old state.
-        goals: For every output, the server that keeps it; `_WORKER` for results.
-    """
-
-    jaxpr: Jaxpr
-    constants: Mapping[Var, Array]
-    is_data: list[bool]
-    server_of: dict[Var, int]
-    state_of_output: Sequence[int | None]
-    goals: list[int]
-
-
-def split_over_servers(
-    jaxpr: Jaxpr,
-    inputs: Sequence[StepInput],
-    state_of_output: Sequence[int | None],
-    constants: Mapping[Var, Array] = MappingProxyType({}),
-    num_devices: int = 1,
-) -> ServerSplit:
+def split_over_servers(step: Step) -> ServerSplit:
     """Splits a step over the servers that keep its variables.
 
     A server computes the values that need its own state or a pushed value, and are of use to it
@@ -166,58 +159,45 @@ def split_over_servers(
     additions to the old state, also by several devices that add to parts of it, the addition to the
     state is made the last one.
 
-    Args:
-        jaxpr: The step, without markers of variables and without constants.
-        inputs: Its inputs.
-        state_of_output: For every output that is the new state of a variable, the position of the
-            input that is its old state.
-        constants: Values of further inputs, which come last.
-        num_devices: Number of devices of a worker; each of them runs the step.
-
     Raises:
-        UnsupportedError: if the update of a variable needs the state of several servers at once.
+        UnsupportedError: if the update of a variable needs the state of several servers at once, or
+            workers would overwrite a sum.
     """
-    # Written out, so that an optimizer that is one function can be split over servers.
-    jaxpr, constants = without_calls(jaxpr, constants)
-    jaxpr = _with_sums_last(jaxpr, state_of_output)
-    is_data = [source.kind in _DATA for source in inputs]
-    is_varying = [*is_data, *[False] * len(constants)]
-    of_worker = is_in_first_stage(jaxpr, is_varying, max(2, num_devices))
-    pairs = zip(jaxpr.invars, inputs, strict=False)
-    server_of = {v: source.server for v, source in pairs if source.server is not None}
-    goals = [_WORKER if i is None else server_of[jaxpr.invars[i]] for i in state_of_output]
-    step = _Step(jaxpr, constants, is_data, server_of, state_of_output, goals)
-
-    at_end = _last_operations(step, of_worker)
-    at_server, at_worker = _tasks_of_equations(step, of_worker, at_end)
-    pairs_of_eqns = zip(jaxpr.eqns, of_worker, strict=True)
-    updates = {v for eqn, early in pairs_of_eqns if not early for v in eqn.outvars}
-    for output, goal, i in zip(jaxpr.outvars, goals, state_of_output, strict=True):
-        if i is None or _hashable(output) not in updates:
+    step = replace(step, jaxpr=_with_sums_last(step))
+    jaxpr, goals = step.jaxpr, step.goals
+    is_data = [*(kind in _DATA for kind, _ in step.inputs), *[False] * len(step.constants)]
+    of_worker = is_in_first_stage(jaxpr, is_data, max(2, step.num_devices))
+    depends, free = _dependencies(step, is_data)
+    at_end = _last_operations(step, of_worker, depends, free)
+    at_server, at_worker = _tasks_of_equations(step, of_worker, at_end, depends)
+    pairs = zip(jaxpr.eqns, of_worker, strict=True)
+    updates = {v for eqn, early in pairs if not early for v in eqn.outvars}
+    for i, old in step.olds.items():
+        output = jaxpr.outvars[i]
+        if _hashable(output) not in updates:
             continue
         # Else it would be computed from old state, and overwrite what others have done.
-        if not any(output in eqn.outvars for eqn in at_server[goal]):
+        if not any(output in eqn.outvars for eqn in at_server[goals[i]]):
             raise UnsupportedError(
-                f"The update of {inputs[i].name!r} needs variables on several servers, so no server"
-                " can compute it. Start one server, or use an optimizer that updates each variable"
-                " by itself; Adafactor, loss scaling and gradient accumulation do not."
+                f"The update of {step.handles[old].name!r} needs variables on several servers, so"
+                " no server can compute it. Start one server, or use an optimizer that updates each"
+                " variable by itself; Adafactor, loss scaling and gradient accumulation do not."
             )
 
     pushes: dict[Var, int] = {}
-    overwritten: list[int] = []
     servers = {
-        server: _server_part(step, server, eqns, pushes, overwritten)
-        for server, eqns in at_server.items()
+        server: _server_part(step, server, eqns, pushes) for server, eqns in at_server.items()
     }
     worker, worker_inputs = _worker_part(step, at_worker, pushes)
-    return ServerSplit(worker, worker_inputs, len(pushes), servers, overwritten)
+    return ServerSplit(worker, worker_inputs, servers)
 
 
-def _with_sums_last(jaxpr: Jaxpr, state_of_output: Sequence[int | None]) -> Jaxpr:
+def _with_sums_last(step: Step) -> Jaxpr:
     """Rewrites new state `(v + x) + y` as `v + (x + y)`, also if several devices add to it.
 
     Devices add to `start_of_sum(v)`, whose sum over them is `v`.
     """
+    jaxpr = step.jaxpr
     makers: dict[Var | None, Equation] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     outputs = list(jaxpr.outvars)
     eqns = list(jaxpr.eqns)
@@ -261,10 +241,10 @@ def _with_sums_last(jaxpr: Jaxpr, state_of_output: Sequence[int | None]) -> Jaxp
         eqns.append(eqn.replace(invars=[pair[0], *others], outvars=[new]))
         return new, pair[1]
 
-    for i, position in enumerate(state_of_output):
-        state = None if position is None else jaxpr.invars[position]
+    for i, old in step.olds.items():
+        state = jaxpr.invars[old]
         maker = makers.get(_hashable(outputs[i]))
-        if state is None or maker is None or state in variables_of(maker.invars):
+        if maker is None or state in variables_of(maker.invars):
             continue
         pair = added_to(state, outputs[i], set())
         if pair is not None:
@@ -273,7 +253,34 @@ def _with_sums_last(jaxpr: Jaxpr, state_of_output: Sequence[int | None]) -> Jaxp
     return jaxpr_of(jaxpr.invars, outputs, eqns, jaxpr.constvars)
 
 
-def _last_operations(step: _Step, of_worker: Sequence[bool]) -> list[set[int]]:
+def _dependencies(step: Step, is_data: Sequence[bool]) -> tuple[dict[Var, set[int]], set[Var]]:
+    """Returns what the variables of a step depend on.
+
+    Args:
+        step: The step.
+        is_data: For every input, whether it is data of the worker.
+
+    Returns:
+        For every variable, the servers whose state it depends on; and the variables that depend on
+        no data and no pushed value.
+    """
+    invars = step.jaxpr.invars
+    depends: dict[Var, set[int]] = {v: set() for v in invars}
+    depends.update((v, {shard.server}) for v, shard in step.shard_of.items())
+    free = {v for v, of_data in zip(invars, is_data, strict=True) if not of_data}
+    for eqn in step.jaxpr.eqns:
+        operands = variables_of(eqn.invars)
+        servers = set().union(*(depends[v] for v in operands))
+        depends.update((v, servers) for v in eqn.outvars)
+        stays = eqn.effects or is_of_devices(eqn)  # `push` counts as such
+        if not stays and free.issuperset(operands):
+            free.update(eqn.outvars)
+    return depends, free
+
+
+def _last_operations(
+    step: Step, of_worker: Sequence[bool], depends: Mapping[Var, set[int]], free: set[Var]
+) -> list[set[int]]:
     """Returns for every equation the servers that compute it for new state, like the worker.
 
     For new state that depends on no data these are all its equations; else only the last operation,
@@ -281,19 +288,18 @@ def _last_operations(step: _Step, of_worker: Sequence[bool]) -> list[set[int]]:
     """
     eqns = step.jaxpr.eqns
     number_of: dict[Var | None, int] = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    free = _servers_without_data(step)
     at_end: list[set[int]] = [set() for _ in eqns]
     for output, goal in zip(step.jaxpr.outvars, step.goals, strict=True):
         last = number_of.get(_hashable(output))
         if goal == _WORKER or last is None or not of_worker[last]:
             continue
         eqn = eqns[last]
-        known = {v for v, servers in free.items() if servers <= {goal}}
+        known = {v for v in free if depends[v] <= {goal}}
         if _hashable(output) not in known and (
             len(eqn.outvars) > 1
             or eqn.effects
             or is_of_devices(eqn)
-            or all(free.get(v) != {goal} for v in variables_of(eqn.invars))
+            or not any(v in free and depends[v] == {goal} for v in variables_of(eqn.invars))
         ):
             continue
         left = [last]
@@ -305,27 +311,11 @@ def _last_operations(step: _Step, of_worker: Sequence[bool]) -> list[set[int]]:
     return at_end
 
 
-def _servers_without_data(step: _Step) -> dict[Var, set[int]]:
-    """Returns the variables that depend on no data and no pushed value.
-
-    Each comes with the servers whose state it depends on.
-    """
-    free: dict[Var, set[int]] = {
-        v: {step.server_of[v]} if v in step.server_of else set()
-        for i, v in enumerate(step.jaxpr.invars)
-        if i >= len(step.is_data) or not step.is_data[i]
-    }
-    for eqn in step.jaxpr.eqns:
-        operands = variables_of(eqn.invars)
-        stays = eqn.effects or is_of_devices(eqn)  # `push` counts as such
-        if not stays and all(v in free for v in operands):
-            servers = set().union(*(free[v] for v in operands))
-            free.update((v, servers) for v in eqn.outvars)
-    return free
-
-
 def _tasks_of_equations(
-    step: _Step, of_worker: Sequence[bool], at_end: Sequence[set[int]]
+    step: Step,
+    of_worker: Sequence[bool],
+    at_end: Sequence[set[int]],
+    depends: Mapping[Var, set[int]],
 ) -> tuple[dict[int, list[Equation]], list[Equation]]:
     """Returns the equations of every server that keeps changed state, and those of the worker.
 
@@ -334,10 +324,6 @@ def _tasks_of_equations(
     need, too. In addition, servers have the equations of `_last_operations`.
     """
     eqns = step.jaxpr.eqns
-    depends: dict[Var, set[int]] = {v: {owner} for v, owner in step.server_of.items()}
-    for eqn in eqns:  # by variable, the servers whose state it depends on
-        on = set().union(*(depends.get(v, ()) for v in variables_of(eqn.invars)))
-        depends.update((v, on) for v in eqn.outvars)
     # By variable, the servers whose updates need it, and `_WORKER` if that does.
     reaches: dict[Var, set[int]] = {}
     for output, goal in zip(step.jaxpr.outvars, step.goals, strict=True):
@@ -360,7 +346,7 @@ def _tasks_of_equations(
 
 
 def _server_part(
-    step: _Step, server: int, eqns: list[Equation], pushes: dict[Var, int], overwritten: list[int]
+    step: Step, server: int, eqns: list[Equation], pushes: dict[Var, int]
 ) -> ServerPart:
     """Returns the part of one server.
 
@@ -369,37 +355,44 @@ def _server_part(
         server: Number of the server.
         eqns: Its equations.
         pushes: Receives the variables that are pushed to the server, with their positions.
-        overwritten: Receives the outputs that it does not compute; see `ServerSplit`.
     """
-    own_outputs = [i for i, goal in enumerate(step.goals) if goal == server]
+    own_outputs = [i for i in step.olds if step.goals[i] == server]
     outvars = [step.jaxpr.outvars[i] for i in own_outputs]
+    olds = [step.jaxpr.invars[step.olds[i]] for i in own_outputs]
     results = {v for eqn in eqns for v in eqn.outvars}
     used = [*(atom for eqn in eqns for atom in eqn.invars), *outvars]
     needed = list(dict.fromkeys(variables_of(used)))
-    states = [v for v in needed if step.server_of.get(v) == server]
+    states = [v for v in needed if v in step.shard_of and step.shard_of[v].server == server]
     pushed = [v for v in needed if v not in results.union(states, step.constants)]
     for v in pushed:
         pushes.setdefault(v, len(pushes))
-    overwritten += [i for i in own_outputs if _hashable(step.jaxpr.outvars[i]) in pushed]
-    olds = [step.jaxpr.invars[k] for i in own_outputs if (k := step.state_of_output[i]) is not None]
+    for i in own_outputs:
+        handle = step.handles[step.olds[i]]
+        is_overwritten = _hashable(step.jaxpr.outvars[i]) in pushed  # and the last worker wins
+        if is_overwritten and handle.cell is not None and getattr(handle.cell(), "is_sum", False):
+            raise UnsupportedError(
+                f"Variable {handle.name!r} is a sum over all workers, but its new value is not its"
+                " old one plus something, so the last worker would overwrite what the others have"
+                " added. Use metrics that add to their variables, or compute the value from what"
+                " closures return."
+            )
     return ServerPart(
         needed_part([*states, *pushed], outvars, eqns, step.constants),
-        [step.jaxpr.invars.index(v) for v in states],
+        [step.shard_of[v].number for v in states],
         [pushes[v] for v in pushed],
-        own_outputs,
-        [states.index(v) if v in states else None for v in olds],
+        [step.shard_of[old].number for old in olds],
+        olds,
     )
 
 
 def _worker_part(
-    step: _Step, eqns: Sequence[Equation], pushes: Mapping[Var, int]
+    step: Step, eqns: Sequence[Equation], pushes: Mapping[Var, int]
 ) -> tuple[ClosedJaxpr, list[int]]:
     """Returns the part of the worker, and the positions of its inputs among those of the step."""
-    pairs = zip(step.jaxpr.outvars, step.goals, strict=True)
-    results = [v for v, goal in pairs if goal == _WORKER]
-    invars = [v for v in step.jaxpr.invars if v not in step.constants]
+    results = step.jaxpr.outvars[: step.num_results]
+    invars = step.jaxpr.invars[: len(step.inputs)]
     worker = needed_part(invars, [*results, *pushes], eqns, step.constants, with_effects=True)
-    position = {v: i for i, v in enumerate(step.jaxpr.invars)}
+    position = {v: i for i, v in enumerate(invars)}
     return worker, [position[v] for v in worker.jaxpr.invars]
 
 

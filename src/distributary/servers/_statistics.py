@@ -113,10 +113,10 @@ def timed(tally: dict[str, Any], phase: str) -> Iterator[None]:
         tally[f"{phase}_seconds"] += time.monotonic() - start
 
 
-def metrics_server(
+def serve_metrics(
     environ: Mapping[str, str], collect: Callable[[], Iterable[str]]
-) -> HttpServer | None:
-    """Starts an HTTP server that shows metrics to this machine.
+) -> Callable[[], object]:
+    """Starts an HTTP server that shows metrics to this machine; returns a function that ends it.
 
     Args:
         environ: The environment. `DISTRIBUTARY_METRICS_PORT` is the first port to try, as another
@@ -128,7 +128,7 @@ def metrics_server(
     """
     text = environ.get(METRICS_VARIABLE)
     if not text:
-        return None
+        return lambda: None
     if not text.isdecimal() or int(text) + _NUM_PORTS > 1 << 16:
         raise InvalidValueError(
             f"{METRICS_VARIABLE} is {text!r}, expected the number of a port: the first of"
@@ -141,7 +141,7 @@ def metrics_server(
 
     server = HttpServer("127.0.0.1", int(text), respond, "distributary metrics", _NUM_PORTS)
     _log.info("Metrics at http://127.0.0.1:%d/metrics", server.port)
-    return server
+    return server.close
 
 
 def lines_of(prefix: str, statistics: Any, labels: str = "") -> list[str]:

@@ -11,17 +11,10 @@ import numpy as np
 from distributary.errors import InvalidValueError
 from distributary.servers._copies import Copies, frozen
 from distributary.servers._messages import Message, from_json
-from distributary.servers._plans import (
-    Update,
-    bucket_sizes,
-    check_rows,
-    padded,
-    rows_in_zeros,
-    take_rows,
-)
+from distributary.servers._plans import Update, check_rows, padded, rows_in_zeros, take_rows
 from distributary.servers._programs import ProgramCache
-from distributary.servers._rows import UpdatedRows
-from distributary.servers._sessions import Tenant
+from distributary.servers._rows import bucket_of
+from distributary.servers._sessions import SessionId, Tenant
 
 
 @final
@@ -32,16 +25,16 @@ class ParameterServer(Tenant):
     replaced and never changed, except for tables, whose rows change in place. A read always returns
     the state between two pushes.
 
-    It handles these messages, with the numbers of variables in `ids`, and those of `Copies`:
+    It handles these messages, with numbers of variables in `id` or `ids`, and those of `Copies`:
 
-        create   ids, arrays                    creates variables
-                 ids, zeros, arrays             creates a table of zeros of the shape `zeros`; an
+        create   id, arrays                     creates a variable
+                 id, zeros, arrays              creates a table of zeros of the shape `zeros`; an
                                                 empty array gives its dtype
         read     ids; arrays                    -> arrays; version. The arrays of the request are
                                                 numbers of rows: the last variables are read only
                                                 in these rows
-        assign   ids, operation, arrays         operation: assign, assign_add, assign_sub
-                 ids, operation, start, arrays  the same for some rows of a table
+        assign   id, operation, arrays          operation: assign, assign_add, assign_sub
+                 id, operation, start, arrays   the same for some rows of a table
         update   update; blobs: the program     defines what a push with this `Update` does
         finish   finished                       forgets closures with smaller numbers
         push     update, closure, ids, num_row_reads, arrays; version
@@ -54,13 +47,13 @@ class ParameterServer(Tenant):
     repetition.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, session: SessionId, number: int) -> None:
         self._state: dict[int, jax.Array | np.ndarray] = {}
         self._programs = ProgramCache()
         self._updates: dict[str, Update] = {}
         self._lock = threading.Lock()
         self._copies = Copies(number, self._state, self._lock)
-        super().__init__(f"ps {number}", self._copies)
+        super().__init__(session, f"ps {number}", self._copies)
         self._finished = 0
         self._applied: set[int] = set()
         names = ("num_pushes", "num_repeated", "staleness_sum", "max_staleness")
@@ -78,14 +71,14 @@ class ParameterServer(Tenant):
             return {**self._counts}
 
     def _on_create(self, message: Message) -> None:
+        number, zeros = message.fields["id"], message.fields.get("zeros")
+        (array,) = message.arrays
         with self._lock:
-            for number, array in zip(message.fields["ids"], message.arrays, strict=True):
-                if number in self._state:
-                    raise InvalidValueError(f"{self.name} has variable {number} already.")
-                zeros = message.fields.get("zeros")
-                self._state[number] = (
-                    jnp.array(array) if zeros is None else np.zeros(zeros, array.dtype)
-                )
+            if number in self._state:
+                raise InvalidValueError(f"{self.name} has variable {number} already.")
+            self._state[number] = (
+                jnp.array(array) if zeros is None else np.zeros(zeros, array.dtype)
+            )
 
     def _on_read(self, message: Message) -> Message:
         with self._lock:
@@ -107,29 +100,33 @@ class ParameterServer(Tenant):
 
     def _on_assign(self, message: Message) -> None:
         operation = _OPERATIONS[message.fields["operation"]]
+        number, start = message.fields["id"], message.fields.get("start")
+        (array,) = message.arrays
         with self._lock:
-            ids = message.fields["ids"]
-            old = self._arrays(ids)
-            for number, before, array in zip(ids, old, message.arrays, strict=True):
-                start = message.fields.get("start")
-                if start is not None:
-                    before = self._table(number)[start : start + len(array)]
-                if array.shape != before.shape:
-                    raise InvalidValueError(
-                        f"{self.name}: variable {number} has shape {before.shape}, and is"
-                        f" assigned {array.shape}."
-                    )
-                if start is None:
-                    self._state[number] = operation(before, jnp.asarray(array, before.dtype))
-                else:
-                    before[...] = operation(before, np.asarray(array, before.dtype))
+            (before,) = self._arrays([number])
+            if start is not None:
+                before = self._table(number)[start : start + len(array)]
+            if array.shape != before.shape:
+                raise InvalidValueError(
+                    f"{self.name}: variable {number} has shape {before.shape}, and is assigned"
+                    f" {array.shape}."
+                )
+            if start is None:
+                self._state[number] = operation(before, jnp.asarray(array, before.dtype))
+            else:
+                before[...] = operation(before, np.asarray(array, before.dtype))
 
     def _on_update(self, message: Message) -> None:
         update = from_json(Update, message.fields["update"])
         (content,) = message.blobs
         with self._lock:
-            for entry in update.rows:
-                self._check_num_rows(entry, [*update.states, *update.outputs])
+            shapes = [array.shape for array in self._arrays([*update.states, *update.outputs])]
+        for entry in update.rows:  # checked before that many rows are allocated
+            if entry.is_whole and not any(shape[:1] == (entry.size,) for shape in shapes):
+                raise InvalidValueError(
+                    f"{self.name}: an update is for rows of a variable of {entry.size} rows,"
+                    f" but its variables have the shapes {shapes}."
+                )
         if self._programs.add(content) != update.program:
             raise InvalidValueError(f"{self.name} got an update with another program.")
         self._updates[update.name] = update
@@ -160,7 +157,9 @@ class ParameterServer(Tenant):
         num_pushes = len(arrays) - len(tables)
         numbers = arrays[num_pushes:]
         inputs: list[Any] = [*self._arrays(states), *arrays[:num_pushes]]
-        sizes = bucket_sizes(tables, numbers)
+        sizes: dict[int, int] = {}  # to pad to, by bucket
+        for entry, rows in zip(tables, numbers, strict=True):
+            sizes[entry.bucket] = max(sizes.get(entry.bucket, 0), bucket_of(len(rows)))
         rows_of_output: dict[int, np.ndarray] = {}
         for entry, rows in zip(tables, numbers, strict=True):
             for i in entry.states:
@@ -193,15 +192,6 @@ class ParameterServer(Tenant):
         )
         # Waits, because XLA may still read tables that the next push changes.
         jax.block_until_ready(new)
-
-    def _check_num_rows(self, entry: UpdatedRows, ids: list[int]) -> None:
-        """Checks the number of rows of a whole variable, before that many are allocated."""
-        shapes = [array.shape for array in self._arrays(ids)]
-        if entry.is_whole and not any(shape[:1] == (entry.size,) for shape in shapes):
-            raise InvalidValueError(
-                f"{self.name}: an update is for rows of a variable of {entry.size} rows,"
-                f" but its variables have the shapes {shapes}."
-            )
 
     def _table(self, number: int) -> np.ndarray:
         """Returns a variable as an array that can be changed in place."""

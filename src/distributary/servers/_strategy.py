@@ -37,12 +37,7 @@ from distributary.servers._per_worker import closure_number
 from distributary.servers._processes import cluster_of
 from distributary.servers._rows import SparseUpdate
 from distributary.servers._sources import DistributedSource
-from distributary.strategies import (
-    MISSING,
-    RemoteSteps,
-    Strategy,
-    StrategyExtended,
-)
+from distributary.strategies import MISSING, RemoteSteps, Strategy, StrategyExtended
 from distributary.tracing import push, user_stacklevel
 from distributary.variables import (
     AggregatedVariable,

@@ -11,14 +11,15 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from distributary.servers._links import Peer, error_reply
+from distributary.servers._links import error_reply
 from distributary.servers._messages import JSON, Message, aligned_empty, from_json
 from distributary.servers._nests import leaves_of, nest_of, shapes_of
 from distributary.servers._per_worker import Peekable
-from distributary.servers._plans import FoundRows, Origin, Push, WorkerPlan
+from distributary.servers._plans import FoundRows, Push, WorkerPlan
 from distributary.servers._programs import ProgramCache
 from distributary.servers._sessions import SessionId, SessionLink, SessionService, Task, Tenant
 from distributary.servers._sources import UnknownMakerError
+from distributary.servers._split import Origin
 from distributary.servers._statistics import new_tally, timed
 from distributary.servers._store import ParameterServer
 
@@ -37,13 +38,14 @@ class _Read:
     Attributes:
         ids: Numbers of the variables.
         rows: Numbers of the rows to read of the last variables; the others are read as a whole.
-        slices: Buffer of these rows, and their slice in it, for each of the last variables.
+        slices: Buffer of these rows, the rows of its space, and the slice of those that are read,
+            for each of the last variables.
         reply: Reply of the server, or None before it has come.
     """
 
     ids: list[int]
     rows: list[np.ndarray] = field(default_factory=list)
-    slices: list[tuple[int, slice]] = field(default_factory=list)
+    slices: list[tuple[int, FoundRows, slice]] = field(default_factory=list)
     reply: Message | None = None
 
 
@@ -102,9 +104,9 @@ def new_service(
 
     def make(session: SessionId) -> Tenant:
         if task_type == "ps":
-            return ParameterServer(number)
+            return ParameterServer(session, number)
         links = [SessionLink(server, session, is_server=True) for server in servers()]
-        return Worker(number, links, find, devices())
+        return Worker(session, number, links, find, devices())
 
     return SessionService(f"{task_type} {number}", make)
 
@@ -119,8 +121,8 @@ class Worker(Tenant):
                                       "next": an iterator over the dataset that it returns;
                                       "value": the value that it returns
                                       -> "unknown maker" with why, if there is no such function
-                 kind "value", number, nest; arrays: the value
-        peek     kind, number         -> shapes and nest of the next data
+                 number, nest; arrays: the value
+        peek     number               -> shapes and nest of the next data
         plan     function, sources, shapes, number, plan: a `WorkerPlan`; arrays: constants; blobs:
                  its programs; sources: the data of this worker that the function takes, as kinds,
                  numbers and numbers of leaves; "index" is the number of the worker, "closure" that
@@ -135,6 +137,7 @@ class Worker(Tenant):
                                       neither if there was no time
 
     Args:
+        session: The session.
         number: Number of the task.
         links: The links to the servers, by server number.
         find: Returns the function that a `maker` describes.
@@ -143,12 +146,13 @@ class Worker(Tenant):
 
     def __init__(
         self,
+        session: SessionId,
         number: int,
         links: list[SessionLink],
         find: Callable[[JSON], Callable[[], Any]],
         devices: Sequence[jax.Device],
     ) -> None:
-        super().__init__(f"worker {number}")
+        super().__init__(session, f"worker {number}")
         self.number = number
         self._links = links
         self._find = find
@@ -157,9 +161,8 @@ class Worker(Tenant):
         self._functions: dict[int, list[tuple[str, int, int]]] = {}
         # Each with the arrays that its function has captured, and its number.
         self._plans: dict[tuple[int, Shapes], tuple[WorkerPlan, list[jax.Array], int]] = {}
-        self._iterators: dict[int, Peekable] = {}
-        # The leaves and the structure of each value.
-        self._values: dict[int, tuple[list[np.ndarray], JSON]] = {}
+        # Iterators, and the leaves and the structure of values.
+        self._sources: dict[int, Peekable | tuple[list[np.ndarray], JSON]] = {}
         # The data of closures that wait for a plan.
         self._waiting: dict[int, list[np.ndarray]] = {}
         self._tally = new_tally()
@@ -180,35 +183,30 @@ class Worker(Tenant):
             "sent_bytes": sum(link.sent_bytes for link in self._links),
         }
 
-    def handle(self, message: Message, peer: Peer | None) -> Message:
+    def handle(self, message: Message) -> Message:
         """Handles a message, one at a time; see `Tenant`."""
         with self._lock:
-            return super().handle(message, peer)
+            return super().handle(message)
 
     def _on_source(self, message: Message) -> Message | None:
         fields = message.fields
         number = fields["number"]
         if "maker" not in fields:
-            self._values[number] = message.arrays, fields["nest"]
+            self._sources[number] = message.arrays, fields["nest"]
             return None
         try:
             make = self._find(fields["maker"])
         except UnknownMakerError as error:
             return Message("unknown maker", {"why": str(error)})
         if fields["kind"] == "next":
-            self._iterators[number] = Peekable(make)
+            self._sources[number] = Peekable(make)
         else:
-            value = make()
-            self._values[number] = leaves_of(value), nest_of(value)
+            self._sources[number] = _described(make())
         return None
 
     def _on_peek(self, message: Message) -> Message:
-        number = message.fields["number"]
-        if message.fields["kind"] == "value":
-            leaves, nest = self._values[number]
-        else:
-            element = self._iterators[number].peek()
-            leaves, nest = leaves_of(element), nest_of(element)
+        source = self._sources[message.fields["number"]]
+        leaves, nest = _described(source.peek()) if isinstance(source, Peekable) else source
         return Message("ok", {"shapes": shapes_of(leaves), "nest": nest})
 
     def _on_forget(self, message: Message) -> None:
@@ -216,8 +214,7 @@ class Worker(Tenant):
         is_used = lambda kind, number: (kind, number) not in gone
         self._functions = {n: f for n, f in self._functions.items() if is_used("function", n)}
         self._plans = {k: plan for k, plan in self._plans.items() if is_used("function", k[0])}
-        self._iterators = {n: data for n, data in self._iterators.items() if is_used("source", n)}
-        self._values = {n: value for n, value in self._values.items() if is_used("source", n)}
+        self._sources = {n: data for n, data in self._sources.items() if is_used("source", n)}
 
     def _on_plan(self, message: Message) -> None:
         fields = message.fields
@@ -307,12 +304,13 @@ class Worker(Tenant):
                 step.rows = plan.rows.find(numbers)
             step.values["position"] = [at for entry in step.rows for at in entry.positions]
             for buffer, (space, parts) in enumerate(plan.rows.buffers):
+                found = step.rows[space]
                 for part in parts:
-                    where, rows = step.rows[space].part(part.start, part.size)
+                    where, rows = found.part(part.start, part.size)
                     read = step.reads.setdefault(part.server, _Read([]))
                     read.ids.append(part.number)
                     read.rows.append(rows)
-                    read.slices.append((buffer, where))
+                    read.slices.append((buffer, found, where))
         return step
 
     def _data(
@@ -331,12 +329,11 @@ class Worker(Tenant):
                 leaves.append(np.asarray(closure % (1 << 32), np.uint32))
             elif kind == "fed":
                 leaves += itertools.islice(left, num_leaves)
-            elif kind == "next":
-                iterator = self._iterators[number]
-                taken.append((iterator, iterator.next()))
+            elif isinstance(source := self._sources[number], Peekable):
+                taken.append((source, source.next()))
                 leaves += leaves_of(taken[-1][1])
             else:
-                leaves += self._values[number][0]
+                leaves += source[0]
         return leaves, taken
 
     def _pull(self, step: _Step) -> None:
@@ -348,8 +345,7 @@ class Worker(Tenant):
 
         list(self._threads.map(read, [i for i, load in step.reads.items() if load.reply is None]))
         state: dict[int, Any] = {}
-        rows = step.plan.rows if step.plan else None
-        filled: list[Any] = [None] * (len(rows.buffers) if rows else 0)
+        filled: dict[int, np.ndarray] = {}
         for load in step.reads.values():
             assert load.reply is not None
             arrays: list[Any] = load.reply.arrays
@@ -357,12 +353,10 @@ class Worker(Tenant):
                 arrays = [*map(np.asarray, arrays)]
             num_whole = len(load.ids) - len(load.rows)
             state.update(zip(load.ids[:num_whole], arrays, strict=False))
-            for (i, where), part in zip(load.slices, arrays[num_whole:], strict=True):
-                if filled[i] is None:
-                    assert rows is not None
-                    capacity = rows.spaces[rows.buffers[i][0]].capacity
-                    filled[i] = aligned_empty((capacity, *part.shape[1:]), part.dtype)
-                    filled[i][len(step.rows[rows.buffers[i][0]].rows) :] = 0
+            for (i, found, where), part in zip(load.slices, arrays[num_whole:], strict=True):
+                if i not in filled:
+                    filled[i] = aligned_empty((found.capacity, *part.shape[1:]), part.dtype)
+                    filled[i][len(found.rows) :] = 0
                 filled[i][where] = part
         step.values["state"], step.values["rows"] = state, filled
 
@@ -393,6 +387,10 @@ class Worker(Tenant):
             read.reply = self._links[to.server].call(message)
 
         list(self._threads.map(push, step.plan.pushes))
+
+
+def _described(value: Any) -> tuple[list[np.ndarray], JSON]:
+    return leaves_of(value), nest_of(value)
 
 
 def _as_shapes(shapes: JSON) -> Shapes:

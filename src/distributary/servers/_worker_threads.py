@@ -278,7 +278,7 @@ class _Driver:
             try:
                 while closures and self._run(connection, closures):
                     pass
-                self._session.finish_many(self._queue.num_finished())
+                self._session.finish_many(self._queue.num_finished)
             except _LOST as error:
                 connection.lose(error)
                 self.error = connection.error
@@ -304,7 +304,7 @@ class _Driver:
                     "closures": [closure.number for closure in leased],
                     "num_args": len(function.avals),
                     "bound": [[(s.kind, s.number) for s in closure.sources] for closure in leased],
-                    "finished": self._queue.num_finished(),
+                    "finished": self._queue.num_finished,
                 },
                 arrays,
             )
@@ -400,9 +400,7 @@ class _Connection:
             raise
         self.incarnation = reply.fields["incarnation"]
         self._heartbeat = Heartbeat(
-            SessionLink(task, session.id),
-            session.options.heartbeat_seconds,
-            self.lose,
+            SessionLink(task, session.id), session.options.heartbeat_seconds, self.lose
         )
 
     def call(self, message: Message) -> Message:
