@@ -34,9 +34,11 @@ as one vector between processes. A loop may carry parts: its sums are added up a
 Results are those of one device but for the order of additions.
 """
 
+import collections
 import functools
+import heapq
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -127,6 +129,77 @@ _Value: TypeAlias = Array | _Part
 
 
 @final
+class _Agenda:
+    """The equations that are left to evaluate.
+
+    One is ready when its operands are there, and again when some of them have been added up. The
+    first of the program goes first, and those with effects stay in order.
+
+    Args:
+        eqns: The equations of a program.
+        env: The values that are known, which the caller adds to.
+
+    Attributes:
+        left: The equations that are left, by their place in the program.
+    """
+
+    def __init__(self, eqns: Sequence[Equation], env: Mapping[Atom, _Value]) -> None:
+        self.left = dict(enumerate(eqns))
+        self._env = env
+        self._users: dict[Atom, list[int]] = collections.defaultdict(list)
+        self._num_missing: list[int] = []
+        for number, eqn in self.left.items():
+            operands = set(variables_of(eqn.invars))
+            self._num_missing.append(len(operands - env.keys()))
+            for v in operands:
+                self._users[v].append(number)
+        self._effects = [number for number, eqn in self.left.items() if eqn.effects]
+        self._with_parts: set[int] = set()  # some of which may be evaluated by now
+        for known in env:
+            self._note_users(known)
+        self._heap = [number for number, missing in enumerate(self._num_missing) if not missing]
+
+    def ready(self) -> Iterator[tuple[int, Equation]]:
+        """Yields the equations that are ready, in order, and those that become ready meanwhile."""
+        while self._heap:
+            number = heapq.heappop(self._heap)
+            eqn = self.left.get(number)
+            if eqn is not None and not (eqn.effects and number != self._effects[0]):
+                yield number, eqn
+
+    def remove(self, number: int) -> None:
+        """Removes an equation whose results are in `env` now."""
+        eqn = self.left.pop(number)
+        for v in eqn.outvars:
+            self._note_users(v)
+            for user in self._users[v]:
+                self._num_missing[user] -= 1
+                self._push(user)
+        if eqn.effects:
+            self._effects.pop(0)
+            for following in self._effects[:1]:
+                self._push(following)
+
+    def retry(self, changed: Iterable[Atom]) -> None:
+        """Makes the equations ready again whose operands have changed."""
+        for user in {user for v in changed for user in self._users[v]}:
+            self._push(user)
+
+    def with_parts(self) -> list[Equation]:
+        """Returns the equations that are left and have had a part among their operands."""
+        self._with_parts &= self.left.keys()
+        return [self.left[number] for number in sorted(self._with_parts)]
+
+    def _note_users(self, v: Atom) -> None:
+        if isinstance(self._env[v], _Part):
+            self._with_parts.update(self._users[v])
+
+    def _push(self, number: int) -> None:
+        if not self._num_missing[number]:
+            heapq.heappush(self._heap, number)
+
+
+@final
 class _Evaluation:
     """The evaluation of one program; see `with_partial_sums` for the arguments."""
 
@@ -158,16 +231,21 @@ class _Evaluation:
             env[v] = self._part(value, v) if is_part(state) else value
         are_parts = list(map(is_part, results))
         whole = [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if not part]
-        left = [(eqn, variables_of(eqn.invars)) for eqn in jaxpr.eqns]
-        while left := self._round(left, env, dims):
-            is_part_of = lambda v: isinstance(env.get(v), _Part)
-            later = [eqn for eqn, operands in left if any(map(is_part_of, operands))]
+        agenda = _Agenda(jaxpr.eqns, env)
+        while True:
+            for number, eqn in agenda.ready():
+                if self._evaluated(eqn, env, dims):
+                    agenda.remove(number)
+            if not agenda.left:
+                break
+            later = agenda.with_parts()
             wanted = [v for eqn in later for v in _wanted(eqn, env)]
-            # Parts that an equation waits for are added up, so that the next round evaluates it.
+            # Parts that an equation waits for are added up, so that it is evaluated next.
             assert wanted, "no equation can be evaluated"
             # What is computed from the same parts later must not compute them again.
             used = [v for eqn in later for v in eqn.invars if _is_pending(v, env)]
             self._add_up([*wanted, *whole], used, env)
+            agenda.retry([*wanted, *variables_of(whole)])
         stacks = self._add_up(
             whole, [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if part], env
         )
@@ -179,22 +257,6 @@ class _Evaluation:
                 value = _value(out, env)
                 outs.append(self._stack(value) if part else value)
         return outs
-
-    def _round(
-        self,
-        eqns: Sequence[tuple[Equation, list[Var]]],
-        env: dict[Atom, _Value],
-        dims: dict[Atom, State],
-    ) -> list[tuple[Equation, list[Var]]]:
-        """Evaluates equations with their operands, in order; returns those that have to wait."""
-        waiting = []
-        is_blocked = False  # equations with effects stay in order
-        for eqn, operands in eqns:
-            is_ready = all(v in env for v in operands) and not (eqn.effects and is_blocked)
-            if not (is_ready and self._evaluated(eqn, env, dims)):
-                waiting.append((eqn, operands))
-                is_blocked = is_blocked or bool(eqn.effects)
-        return waiting
 
     def _evaluated(self, eqn: Equation, env: dict[Atom, _Value], dims: dict[Atom, State]) -> bool:
         """Adds the results of an equation to `env` and `dims` if it can be evaluated."""
@@ -238,7 +300,8 @@ class _Evaluation:
                 targets[v] = value
         if not targets:
             return {}
-        is_sum = [v in set(sums) for v in targets]
+        summed_up = set(sums)
+        is_sum = [v in summed_up for v in targets]
         parts = _needed(targets.values())
         leaves: dict[tuple[int, Share], tuple[Array, Share]] = {}
         for part in parts:
@@ -316,13 +379,17 @@ class _Evaluation:
     ) -> Any:
         """Returns the results of a function of what each device has of the operands."""
 
+        def of_first(x: Array) -> Array:
+            return jnp.where(lax.axis_index(REPLICA_AXIS) == 0, x, jnp.zeros_like(x))
+
         def local(*arrays: Array) -> Any:
-            is_first = lax.axis_index(REPLICA_AXIS) == 0
-            shared = [
-                jnp.where(is_first, x, jnp.zeros_like(x)) if share == "first" else x
-                for x, (_, share) in zip(arrays, operands, strict=True)
-            ]
-            return function(*shared)
+            shares = [share for _, share in operands]
+            return function(
+                *(
+                    of_first(x) if share == "first" else x
+                    for x, share in zip(arrays, shares, strict=True)
+                )
+            )
 
         specs, padded = [], []
         for x, share in operands:
