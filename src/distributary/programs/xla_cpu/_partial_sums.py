@@ -63,7 +63,11 @@ from distributary.programs.xla_cpu._batch_dims import (
 )
 from distributary.programs.xla_cpu._exchanged_sums import with_exchanged_sums
 from distributary.programs.xla_cpu._loop_states import Plan, Plans, dims_in, state_of
-from distributary.programs.xla_cpu._rewrites import rewritten_for_cpus, with_cpu_rewrites
+from distributary.programs.xla_cpu._rewrites import (
+    may_be_rewritten,
+    rewritten_for_cpus,
+    with_cpu_rewrites,
+)
 from distributary.tracing import (
     CONTROL_FLOW,
     AnyJaxpr,
@@ -328,8 +332,10 @@ class _Evaluation:
             ]
 
         specs = [P() if summed else P(REPLICA_AXIS) for summed in is_sum]
-        exchanged = with_exchanged_sums(local, self._mesh)
-        values = self._on_devices(exchanged, list(leaves.values()), specs)
+        run = with_exchanged_sums(local, self._mesh)
+        if any(part.eqn is not None and may_be_rewritten(part.eqn) for part in parts):
+            run = with_cpu_rewrites(run, self._mesh)
+        values = self._on_devices(run, list(leaves.values()), specs)
         stacks: dict[Atom, Array] = {}
         for atom, value, summed in zip(targets, values, is_sum, strict=True):
             if not summed:
@@ -368,7 +374,8 @@ class _Evaluation:
         if rewritten_for_cpus(closed) is closed:
             return None
         spec = P(*[None] * dim, REPLICA_AXIS)
-        result = self._on_devices(function, list(zip(operands, dims, strict=True)), spec)
+        rewritten = with_cpu_rewrites(function, self._mesh)
+        result = self._on_devices(rewritten, list(zip(operands, dims, strict=True)), spec)
         return [lax.slice_in_dim(result, 0, shape_of(eqn.outvars[0])[dim], axis=dim)]
 
     def _on_devices(
@@ -400,7 +407,7 @@ class _Evaluation:
                 x = lax.pad(x, np.zeros((), x.dtype), config)
             padded.append(x)
         mapped = jax.shard_map(
-            with_cpu_rewrites(local, self._mesh),
+            local,
             mesh=self._mesh,
             in_specs=tuple(specs),
             out_specs=out_specs,

@@ -30,11 +30,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from distributary.devices import Nest
-from distributary.programs.xla_cpu._rules import fast_version, working_version
+from distributary.programs.xla_cpu._rules import REWRITTEN, fast_version, working_version
 from distributary.tracing import (
     AnyJaxpr,
     Equation,
     open_jaxpr,
+    sub_jaxprs,
     variables_of,
     with_jaxprs,
     with_pass,
@@ -70,6 +71,11 @@ def rewritten_for_cpus(closed: ClosedJaxpr, is_divided: bool = False) -> ClosedJ
             fails otherwise: XLA cannot divide the other forms.
     """
     return _rewritten(closed, {}, is_divided) if _are_on() else closed
+
+
+def may_be_rewritten(eqn: Equation) -> bool:
+    """Returns whether the rewrites may change an equation; a quick test, without its shapes."""
+    return eqn.primitive in REWRITTEN or any(True for _ in sub_jaxprs(eqn))
 
 
 def is_for_cpus(mesh: Mesh | AbstractMesh | None) -> bool:

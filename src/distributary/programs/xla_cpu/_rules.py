@@ -55,6 +55,11 @@ from distributary.tracing import Equation, aval_of
 
 _Fast: TypeAlias = Callable[..., Array]
 
+REWRITTEN = frozenset(
+    [lax.dot_general_p, lax.conv_general_dilated_p, lax.select_and_scatter_add_p, lax.fft_p]
+)
+"""The primitives that have a rule."""
+
 _MAX_PATCHES_BYTES = 2**20
 """Bytes of patches for a kernel's gradient at a time: more do not stay in the cache of a core."""
 
