@@ -87,6 +87,41 @@ def test_fourier_transforms_of_transposed_rows(strategy_of):
     np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
+class _SortedWeights(keras.layers.Layer):
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(101, 3), name="weight")
+
+    def call(self, x):
+        return keras.ops.mean(x, axis=1, keepdims=True) * keras.ops.sort(self.weight, axis=0)[2]
+
+
+_WITHOUT_SIGN = {  # ids in gradients
+    "sorted": lambda y, p: jnp.square(jnp.sort(p, -1) - y),
+    "median": lambda y, p: jnp.square(y - jnp.median(p, -1, keepdims=True)),
+    "bytes": lambda y, p: jnp.square(
+        y - jnp.take_along_axis(p, jnp.argsort(y, -1).astype(jnp.uint8), -1)
+    ),
+    "weights": "mse",
+}
+
+
+@pytest.mark.parametrize("case", _WITHOUT_SIGN)
+def test_ids_that_the_partitioner_cannot_divide(case):
+    strategy = dist.MirroredStrategy(["cpu:0", "cpu:1"], experimental_shard_parameters=True)
+
+    def train():
+        keras.utils.set_random_seed(0)
+        last = _SortedWeights() if case == "weights" else keras.layers.Dense(3)
+        model = keras.Sequential([keras.Input((72,)), keras.layers.Dense(3), last])
+        model.compile(keras.optimizers.SGD(0.1), _WITHOUT_SIGN[case])
+        x = X.reshape(22, -1)
+        return model.fit(x, Y, batch_size=7, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    expected, got = _both(strategy, train)
+
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
+
+
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_a_layer_that_cannot_be_compiled_trains_as_in_keras(steps_per_execution, strategy_of):
     options = {

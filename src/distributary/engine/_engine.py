@@ -27,6 +27,7 @@ from distributary.programs import (
 from distributary.programs.xla_cpu import (
     is_for_cpus,
     rewritten_for_cpus,
+    rewritten_for_partitioner,
     with_exchanged_sums,
     with_partial_sums,
 )
@@ -250,8 +251,10 @@ class Engine:
         """Returns a function that evaluates a step of the global view; see `GlobalProgram`."""
         placement, mesh = self._placement, self._placement.mesh
         divided = None if mesh is None or mesh.size == 1 else mesh
-        if is_for_cpus(mesh):
-            closed = rewritten_for_cpus(closed, is_divided=divided is not None)
+        if divided is not None:
+            closed = rewritten_for_partitioner(closed, divided)
+        elif is_for_cpus(mesh):
+            closed = rewritten_for_cpus(closed)
 
         def step(*args: Array) -> list[Array]:
             return evaluate_jointly([closed], [args])[0]

@@ -50,7 +50,7 @@ from jax.lax import GatherScatterMode
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, Nest
-from distributary.programs._row_wise import are_few_rows, takes_rows, with_wide_ids
+from distributary.programs._row_wise import are_few_rows, takes_rows
 from distributary.programs._stages import flattened
 from distributary.tracing import (
     CONTROL_FLOW,
@@ -175,7 +175,7 @@ class _Weight:
         parts: NamedSharding = first.params["parts"]
         whole = NamedSharding(parts.mesh, P())
         held = lax.with_sharding_constraint(stored, parts)
-        all_ids = lax.with_sharding_constraint(with_wide_ids(ids), whole)
+        all_ids = lax.with_sharding_constraint(ids, whole)
         (rows,) = evaluate_one(eqn, [held, all_ids])
         return lax.with_sharding_constraint(rows, whole)
 

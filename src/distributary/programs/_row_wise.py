@@ -138,11 +138,6 @@ def takes_rows(eqn: Equation) -> bool:
     )
 
 
-def with_wide_ids(ids: Array) -> Array:
-    """Returns ids of at least 32 bits: XLA's partitioner (jaxlib 0.10.2) aborts with others."""
-    return ids if ids.dtype.itemsize >= 4 else ids.astype(jnp.int32)
-
-
 def are_few_rows(num_ids: int, shape: Sequence[int]) -> bool:
     """Returns whether it is less work to handle rows of a table by themselves.
 

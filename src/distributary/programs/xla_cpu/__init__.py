@@ -5,5 +5,6 @@ from distributary.programs.xla_cpu._partial_sums import with_partial_sums
 from distributary.programs.xla_cpu._rewrites import (
     is_for_cpus,
     rewritten_for_cpus,
+    rewritten_for_partitioner,
     with_cpu_rewrites,
 )

@@ -30,7 +30,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from distributary.devices import Nest
-from distributary.programs.xla_cpu._rules import REWRITTEN, fast_version, working_version
+from distributary.programs.xla_cpu._rules import (
+    REWRITTEN,
+    Fast,
+    divisible_version,
+    fast_version,
+    working_version,
+)
 from distributary.tracing import (
     AnyJaxpr,
     Equation,
@@ -42,6 +48,7 @@ from distributary.tracing import (
 )
 
 _Known: TypeAlias = dict[int, AnyJaxpr]
+_Rule: TypeAlias = Callable[[Equation, bool], Fast | None]
 
 
 def with_cpu_rewrites(
@@ -57,20 +64,39 @@ def with_cpu_rewrites(
         return function
 
     def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-        return jaxpr_as_fun(_rewritten(closed, {}))(*args)
+        return jaxpr_as_fun(_rewritten(closed, {}, _on_one_cpu))(*args)
 
     return with_pass(function, run)
 
 
-def rewritten_for_cpus(closed: ClosedJaxpr, is_divided: bool = False) -> ClosedJaxpr:
-    """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA:CPU runs fast.
+def rewritten_for_cpus(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA:CPU runs fast."""
+    return _rewritten(closed, {}, _on_one_cpu) if _are_on() else closed
+
+
+def rewritten_for_partitioner(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
+    """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA can divide.
+
+    The forms that are fast on one CPU are not among them: XLA cannot divide those.
 
     Args:
         closed: The jaxpr.
-        is_divided: Whether XLA divides it over devices. Then it is rewritten only where XLA:CPU
-            fails otherwise: XLA cannot divide the other forms.
+        mesh: The devices over which XLA divides it.
     """
-    return _rewritten(closed, {}, is_divided) if _are_on() else closed
+    on_cpus = is_for_cpus(mesh) and _are_on()
+    return _rewritten(closed, {}, _divided_over_cpus if on_cpus else _divided)
+
+
+def _on_one_cpu(eqn: Equation, only_transposed: bool) -> Fast | None:
+    return working_version(eqn) or fast_version(eqn, only_transposed)
+
+
+def _divided(eqn: Equation, only_transposed: bool) -> Fast | None:
+    return divisible_version(eqn)
+
+
+def _divided_over_cpus(eqn: Equation, only_transposed: bool) -> Fast | None:
+    return working_version(eqn) or divisible_version(eqn)
 
 
 def may_be_rewritten(eqn: Equation) -> bool:
@@ -90,17 +116,18 @@ def _are_on() -> bool:
     return os.environ.get("DISTRIBUTARY_CPU_REWRITES") != "0"
 
 
-def _rewritten(jaxpr: AnyJaxpr, known: _Known, is_divided: bool = False) -> Any:
+def _rewritten(jaxpr: AnyJaxpr, known: _Known, rule: _Rule) -> Any:
     """Returns the jaxpr, closed or not, rewritten; the same object if there is nothing to rewrite.
 
     Args:
         jaxpr: The whole program, or a jaxpr in the parameters of an equation.
         known: Results for other jaxprs, by their identity, because equations share jaxprs.
-        is_divided: See `rewritten_for_cpus`.
+        rule: Returns what takes the place of an equation, given whether the only use of its result
+            is to be transposed.
     """
     if id(jaxpr) not in known:
         inner, consts = open_jaxpr(jaxpr)
-        result: Any = _of_open_jaxpr(inner, known, is_divided)
+        result: Any = _of_open_jaxpr(inner, known, rule)
         if result is inner:
             result = jaxpr
         elif isinstance(jaxpr, ClosedJaxpr):
@@ -109,7 +136,7 @@ def _rewritten(jaxpr: AnyJaxpr, known: _Known, is_divided: bool = False) -> Any:
     return known[id(jaxpr)]
 
 
-def _of_open_jaxpr(jaxpr: Jaxpr, known: _Known, is_divided: bool) -> Jaxpr:
+def _of_open_jaxpr(jaxpr: Jaxpr, known: _Known, rule: _Rule) -> Jaxpr:
     uses = Counter(variables_of([*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]))
     transposed = {
         v
@@ -119,21 +146,19 @@ def _of_open_jaxpr(jaxpr: Jaxpr, known: _Known, is_divided: bool) -> Jaxpr:
         if uses[v] == 1
     }
     eqns = [
-        _of_equation(eqn, any(v in transposed for v in eqn.outvars), known, is_divided)
+        _of_equation(eqn, any(v in transposed for v in eqn.outvars), known, rule)
         for eqn in jaxpr.eqns
     ]
     is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
 
 
-def _of_equation(eqn: Equation, only_transposed: bool, known: _Known, is_divided: bool) -> Equation:
-    params = with_jaxprs(eqn, lambda jaxpr: _rewritten(jaxpr, known, is_divided))
+def _of_equation(eqn: Equation, only_transposed: bool, known: _Known, rule: _Rule) -> Equation:
+    params = with_jaxprs(eqn, lambda jaxpr: _rewritten(jaxpr, known, rule))
     if any(params[name] is not value for name, value in eqn.params.items()):
         return eqn.replace(params=params)
-    fast = working_version(eqn)
-    if fast is None and not is_divided:
-        fast = fast_version(eqn, only_transposed)
-    if fast is None:
+    version = rule(eqn, only_transposed)
+    if version is None:
         return eqn
-    call = jax.make_jaxpr(jax.jit(fast))(*[atom.aval for atom in eqn.invars]).eqns[0]
+    call = jax.make_jaxpr(jax.jit(version))(*[atom.aval for atom in eqn.invars]).eqns[0]
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)

@@ -53,12 +53,18 @@ from distributary.programs.xla_cpu._depthwise import (
 )
 from distributary.tracing import Equation, aval_of
 
-_Fast: TypeAlias = Callable[..., Array]
+Fast: TypeAlias = Callable[..., Array]
 
 REWRITTEN = frozenset(
     [lax.dot_general_p, lax.conv_general_dilated_p, lax.select_and_scatter_add_p, lax.fft_p]
 )
-"""The primitives that have a rule."""
+"""The primitives of which a form is faster or works."""
+
+_SCATTERS = (
+    *(lax.scatter_p, lax.scatter_add_p, lax.scatter_sub_p, lax.scatter_mul_p),
+    *(lax.scatter_min_p, lax.scatter_max_p),
+)
+_WITH_IDS = frozenset([lax.gather_p, *_SCATTERS])
 
 _MAX_PATCHES_BYTES = 2**20
 """Bytes of patches for a kernel's gradient at a time: more do not stay in the cache of a core."""
@@ -81,7 +87,7 @@ _MAX_PADDED_OVERLAP = 4
 """Windows that share an element of a padded input; with more, XLA's own way is faster."""
 
 
-def fast_version(eqn: Equation, only_transposed: bool) -> _Fast | None:
+def fast_version(eqn: Equation, only_transposed: bool) -> Fast | None:
     """Returns a faster function of the equation's operands; None if the equation is fast as it is.
 
     Args:
@@ -102,11 +108,33 @@ def fast_version(eqn: Equation, only_transposed: bool) -> _Fast | None:
     return None
 
 
-def working_version(eqn: Equation) -> _Fast | None:
+def working_version(eqn: Equation) -> Fast | None:
     """Returns a function that does what XLA:CPU may fail to do; None for other equations."""
     if eqn.primitive is not lax.fft_p:
         return None
     return lambda x: _row_major(lax.fft_p.bind(_row_major(x), **eqn.params))
+
+
+def divisible_version(eqn: Equation) -> Fast | None:
+    """Returns a function that does what XLA's partitioner may abort at; None for other equations.
+
+    The partitioner (jaxlib 0.10.2 to 0.12) computes with the ids of gathers and scatters, and needs
+    at least 32 bits and a sign for that. The gradient of `jnp.sort` has ids without a sign.
+    """
+    if eqn.primitive not in _WITH_IDS:
+        return None
+    dtype = aval_of(eqn.invars[1]).dtype
+    if jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize >= 4:
+        return None
+    # Larger ids are out of bounds, as the largest of 32 bits is.
+    most = np.array(min(np.iinfo(dtype).max, np.iinfo(np.int32).max), dtype)
+
+    def bind(x: Array, ids: Array, *updates: Array) -> Array:
+        signed = jnp.minimum(ids, most).astype(np.int32)
+        result: Array = eqn.primitive.bind(x, signed, *updates, **eqn.params)
+        return result
+
+    return bind
 
 
 def _row_major(array: Array) -> Array:
@@ -118,7 +146,7 @@ def is_explicit(sharding: NamedSharding | None) -> bool:
     return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
 
 
-def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
+def _kernel_gradient_of_rows(eqn: Equation) -> Fast | None:
     params = eqn.params
     (of_first, of_second), (batch, _) = params["dimension_numbers"]
     if len(of_first) < 2 or batch or is_explicit(params["out_sharding"]):
@@ -143,7 +171,7 @@ def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
     return product
 
 
-def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
+def _kernel_gradient_of_images(eqn: Equation) -> Fast | None:
     params = eqn.params
     images, errors, result = map(aval_of, (*eqn.invars, *eqn.outvars))
     numbers = params["dimension_numbers"]
@@ -215,7 +243,7 @@ def _is_slow_convolution(eqn: Equation) -> bool:
     return num_bytes >= 2**22 and max(num_images, num_filters) >= 32
 
 
-def _convolution_without_padding(eqn: Equation) -> _Fast | None:
+def _convolution_without_padding(eqn: Equation) -> Fast | None:
     images, kernel, result = map(aval_of, (*eqn.invars, *eqn.outvars))
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     window = math.prod([kernel.shape[k] for k in numbers.rhs_spec[2:]])
@@ -242,7 +270,7 @@ def _convolution_without_padding(eqn: Equation) -> _Fast | None:
     return convolution
 
 
-def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
+def _gradient_of_max_pooling(eqn: Equation) -> Fast | None:
     params = eqn.params
     errors, x = map(aval_of, eqn.invars)
     padding, strides = params["padding"], params["window_strides"]
