@@ -1,7 +1,6 @@
 """Datasets with the method names of tf.data, in NumPy, and their batches for replicas."""
 
 from distributary.data._arguments import drawn_seed
-from distributary.data._batching import Batch, BatchedStream
 from distributary.data._contexts import DistributedInput, InputContext, ValueContext
 from distributary.data._coworkers import Coworkers, spec_of
 from distributary.data._dataset import SHARD_HINT, Dataset
@@ -12,8 +11,8 @@ from distributary.data._distributed_dataset import (
 )
 from distributary.data._foreign import foreign, is_hugging_face
 from distributary.data._generated import Drawn, Generated
-from distributary.data._iterables import Once, OneShot, RandomAccess
-from distributary.data._iterator import DatasetIterator, Optional, PassIterator
+from distributary.data._iterables import RandomAccess
+from distributary.data._iterator import DatasetIterator, Optional
 from distributary.data._mapping import call
 from distributary.data._nodes import FileSource, Node, SameElements
 from distributary.data._options import (
@@ -25,8 +24,7 @@ from distributary.data._options import (
     Options,
     combined,
 )
-from distributary.data._order import WithOptions
-from distributary.data._prefetch import Prefetch, Prefetched
+from distributary.data._prefetch import Prefetched
 from distributary.data._record_files import (
     FixedLengthRecordDataset,
     TextLineDataset,
@@ -35,19 +33,17 @@ from distributary.data._record_files import (
 from distributary.data._records import framed, read_file, records
 from distributary.data._replica_rows import WorkerBatch, WorkerShare, split_rows
 from distributary.data._several import common_spec
-from distributary.data._sharding import check_same_data, worker_dataset
+from distributary.data._sharding import check_same_data
 from distributary.data._statistics import Loop, StepCounts, StepStatistics
-from distributary.data._step_data import Batches, Elements, checked
+from distributary.data._step_data import Batches, Elements
 from distributary.data._streams import IteratedStream, Path, Stream, is_peek
 from distributary.data._structure import (
     TensorSpec,
     as_array,
-    check_dense,
     fingerprint,
     flatten,
     kept,
     map_arrays,
-    some_rows,
 )
 
 __all__ = [  # for users
