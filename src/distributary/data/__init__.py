@@ -1,6 +1,5 @@
 """Datasets with the method names of tf.data, in NumPy, and their batches for replicas."""
 
-from distributary.data._arguments import drawn_seed
 from distributary.data._contexts import DistributedInput, InputContext, ValueContext
 from distributary.data._coworkers import Coworkers, spec_of
 from distributary.data._dataset import SHARD_HINT, Dataset
@@ -14,7 +13,7 @@ from distributary.data._generated import Drawn, Generated
 from distributary.data._iterables import RandomAccess
 from distributary.data._iterator import DatasetIterator, Optional
 from distributary.data._mapping import call
-from distributary.data._nodes import FileSource, Node, SameElements
+from distributary.data._nodes import FileSource, Node, SameElements, drawn_seed
 from distributary.data._options import (
     AUTOTUNE,
     INFINITE_CARDINALITY,

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -9,7 +10,6 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from distributary.data._arguments import drawn_seed, num_threads
 from distributary.data._arrays import Range, Single, slices
 from distributary.data._batching import Batch, Unbatch
 from distributary.data._file_names import FileNames, FilePaths, matching_files
@@ -18,7 +18,7 @@ from distributary.data._generated import Generated, windows
 from distributary.data._iterables import RandomAccess, generated, signature_of
 from distributary.data._iterator import DatasetIterator
 from distributary.data._mapping import Cache, Filter, Map, call
-from distributary.data._nodes import Node
+from distributary.data._nodes import Node, drawn_seed
 from distributary.data._options import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
 from distributary.data._order import (
     Repeat,
@@ -303,7 +303,7 @@ class Dataset:
         cycle = _DEFAULT_CYCLE_LENGTH if cycle_length in (None, AUTOTUNE) else cycle_length
         cycle = checked_int("interleave: cycle_length", cycle, minimum=1)
         block = checked_int("interleave: block_length", block_length or 1, minimum=1)
-        read_ahead = num_threads("interleave", num_parallel_calls) is not None
+        read_ahead = _num_threads("interleave", num_parallel_calls) is not None
         return self.of(Interleave(self._node, make, cycle, block, read_ahead, drawn_seed()))
 
     def flat_map(self, map_func: Callable[..., "Dataset"], name: str | None = None) -> "Dataset":
@@ -369,7 +369,7 @@ class Dataset:
             name: No effect.
         """
         check_type("map: map_func", map_func, Callable, "a function")
-        return self.of(Map(self._node, map_func, num_threads("map", num_parallel_calls)))
+        return self.of(Map(self._node, map_func, _num_threads("map", num_parallel_calls)))
 
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> "Dataset":
         """Keeps the elements for which `predicate` returns True."""
@@ -524,3 +524,16 @@ class Dataset:
 
     def __repr__(self) -> str:
         return f"<distributary.data.Dataset: {self._node.describe()}>"
+
+
+def _num_threads(what: str, num_parallel_calls: int | None) -> int | None:
+    if num_parallel_calls is None:
+        return None
+    calls = checked_int(f"{what}: num_parallel_calls", num_parallel_calls, minimum=-1)
+    if calls == AUTOTUNE:
+        return os.cpu_count() or 1
+    if calls == 0:
+        raise InvalidValueError(
+            f"{what}: num_parallel_calls is 0, expected a number of threads, AUTOTUNE, or None."
+        )
+    return calls

@@ -193,6 +193,11 @@ class SameElements(Node):
         return self.input.spec()
 
 
+def drawn_seed() -> int:
+    """Draws a number from NumPy's global generator, for an order without a seed."""
+    return int(np.random.randint(0, MAX_SEED, dtype=np.int64))
+
+
 class Random(Node):
     """Base class of nodes with an order of their own, from `seed` or, without one, from `drawn`."""
 
