@@ -14,9 +14,8 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from distributary._late import no_attribute
-from distributary.data._agreed_steps import AgreedSteps, Ready
 from distributary.data._contexts import DistributedInput
-from distributary.data._coworkers import signature
+from distributary.data._coworkers import AgreedSteps, Ready, signature
 from distributary.data._iterator import PassIterator
 from distributary.data._nodes import Node
 from distributary.data._options import INFINITE_CARDINALITY
@@ -355,7 +354,7 @@ class DistributedIterator(PassIterator, DistributedInput):
         source, place = self._dataset._source, self._place
         if source.coworkers is not None:
             self._agreed = AgreedSteps(
-                source, source.coworkers, self._pass_name(), self._position, self._join
+                source.coworkers, self._pass_name(), self._position, source.spec, self._join
             )
             place = functools.partial(_ready, place)
         self._steps = map(place, stream)
