@@ -38,7 +38,7 @@ class Map(Node):
         source = self.input.source() if self.num_threads is None else None
         if source is None:
             return None
-        return MadeRows(source, lambda number: mapped(self.fn, source.row(number)))
+        return MadeRows(lambda number: mapped(self.fn, source.row(number)))
 
     def order(self, path: Path) -> Stream:
         return self.input.order(path)
@@ -179,7 +179,7 @@ class Cache(SameElements):
                 element = self.cache[number] = source.row(number)
                 return element
 
-        return MadeRows(source, row)
+        return MadeRows(row)
 
     def elements(self, path: Path) -> Stream:
         if _ALL in self.cache:

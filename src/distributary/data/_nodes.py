@@ -174,9 +174,6 @@ class FileSource(Node):
 class NumberedNode(Node, Rows):
     """Base class of nodes whose elements have numbers."""
 
-    def __len__(self) -> int:
-        return self.cardinality()
-
     def source(self) -> Rows | None:
         return self
 

@@ -1,5 +1,6 @@
 """Operations on several datasets: one after the other, side by side, in turns."""
 
+import abc
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +30,10 @@ class _OfParts(Node):
     """Base class of operations on datasets whose rows can be numbered together."""
 
     parts: tuple[Node, ...]
-    together: Callable[[Sequence[Rows]], Rows]
-    """Returns the rows of all parts under common numbers."""
+
+    @abc.abstractmethod
+    def together(self, sources: Sequence[Rows]) -> Rows:
+        """Returns the rows of all parts under common numbers."""
 
     def source(self) -> Rows | None:
         sources = [part.source_in_order() for part in self.parts]
@@ -45,10 +48,12 @@ class Concatenate(_OfParts):
 
     parts: tuple[Node, ...]
     pattern = "concatenate"
-    together = ChainedRows
 
     def cardinality(self) -> int:
         return combined([part.cardinality() for part in self.parts], sum)
+
+    def together(self, sources: Sequence[Rows]) -> Rows:
+        return ChainedRows(sources, [part.cardinality() for part in self.parts])
 
     def elements(self, path: Path) -> Stream:
         def nth(number: int) -> Stream | None:

@@ -305,9 +305,9 @@ def _first_in_memory(node: Node) -> list[Nest]:
     firsts = []
     for part in node.tree():
         if isinstance(part, NumberedNode) and part.in_memory:
-            firsts += [part.row(i) for i in range(min(len(part), _MAX_COMPARED_ROWS))]
+            firsts += [part.row(i) for i in range(min(part.cardinality(), _MAX_COMPARED_ROWS))]
         elif isinstance(part, RandomAccess) and isinstance(part.items, (list, tuple)):
-            firsts += [part.row(i) for i in range(min(len(part), 1))]
+            firsts += [part.row(i) for i in range(min(part.cardinality(), 1))]
     return firsts
 
 

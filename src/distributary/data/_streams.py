@@ -52,9 +52,6 @@ class Rows(abc.ABC):
     """Base class of numbered elements that can be read in any order."""
 
     @abc.abstractmethod
-    def __len__(self) -> int: ...
-
-    @abc.abstractmethod
     def row(self, number: int) -> Nest:
         """Returns one element."""
 
@@ -65,14 +62,10 @@ class Rows(abc.ABC):
 
 @final
 class MadeRows(Rows):
-    """Rows that a function makes one at a time, from the rows of a source."""
+    """Rows that a function makes one at a time."""
 
-    def __init__(self, source: Rows, make: Callable[[int], Nest]) -> None:
-        self._source = source
+    def __init__(self, make: Callable[[int], Nest]) -> None:
         self._make = make
-
-    def __len__(self) -> int:
-        return len(self._source)
 
     def row(self, number: int) -> Nest:
         return self._make(number)
@@ -86,9 +79,6 @@ class ZippedRows(Rows):
         self._sources = sources
         self._tree = tree
 
-    def __len__(self) -> int:
-        return min(map(len, self._sources))
-
     def row(self, number: int) -> Nest:
         return self._tree.unflatten([source.row(number) for source in self._sources])
 
@@ -98,14 +88,11 @@ class ZippedRows(Rows):
 
 @final
 class ChainedRows(Rows):
-    """The rows of several sources, one after the other."""
+    """The rows of several sources, one after the other; `sizes` are their numbers of rows."""
 
-    def __init__(self, sources: Sequence[Rows]) -> None:
+    def __init__(self, sources: Sequence[Rows], sizes: Sequence[int]) -> None:
         self._sources = sources
-        self._starts = list(itertools.accumulate(map(len, sources), initial=0))
-
-    def __len__(self) -> int:
-        return self._starts[-1]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
 
     def row(self, number: int) -> Nest:
         which = bisect.bisect_right(self._starts, number) - 1
