@@ -248,28 +248,21 @@ class Chained(Stream):
     def __init__(self, make: Callable[[int], Stream | None], length: int | None = None) -> None:
         self._make = make
         self._length = length
-        self._number = 0
+        self._number = -1
         self._current: Stream | None = None
         self._from_current = 0
         self._ended = False
 
-    def _next_stream(self) -> bool:
-        """Moves on to the next stream; returns False after the last."""
-        if self._current is not None:
-            self._number += 1
-        current = self._make(self._number)
-        if current is None:
-            return False
-        self._current = current
-        self._from_current = 0
-        return True
-
     def _over(self) -> bool:
-        """Returns whether nothing more will come; to be called at the end of a stream."""
+        """Moves on from the end of a stream to the next one; returns whether there is none."""
         # Invariant: once it is True it stays so, however often `block` and `advance` ask again.
         # Repeating an empty stream forever would never end.
         empty = self._current is not None and not self._from_current and self._length is not None
-        self._ended = self._ended or empty or not self._next_stream()
+        self._ended = self._ended or empty
+        if not self._ended:
+            self._current, self._from_current = self._make(self._number + 1), 0
+            self._number += 1
+            self._ended = self._current is None
         return self._ended
 
     def __next__(self) -> Nest:
