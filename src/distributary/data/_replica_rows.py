@@ -28,11 +28,6 @@ class WorkerShare:
     replicas_per_worker: int = 1
 
     @property
-    def alone(self) -> "WorkerShare":
-        """The same replicas' share of batches that only this worker reads."""
-        return WorkerShare(replicas_per_worker=self.replicas_per_worker)
-
-    @property
     def num_replicas(self) -> int:
         """Number of replicas of all workers."""
         return self.num_workers * self.replicas_per_worker

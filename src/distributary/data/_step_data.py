@@ -153,7 +153,7 @@ class Batches(StepData):
     def stream(self, path: tuple[int, ...]) -> Stream:
         node, share = self._read, self._share
         if self._policy is not AutoShardPolicy.DATA:
-            share = share.alone
+            share = WorkerShare(replicas_per_worker=share.replicas_per_worker)
         last = node
         while isinstance(last, WithOptions):
             last = last.input
