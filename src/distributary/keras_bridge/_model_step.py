@@ -1,6 +1,7 @@
 """The model's own step of `fit`, `evaluate` or `predict`, as a function for the engine."""
 
 import inspect
+from operator import attrgetter
 from typing import Any, Literal, final
 
 import jax
@@ -13,12 +14,14 @@ from distributary.keras_bridge._variables import in_parts, keeps_on_servers, mod
 from distributary.tracing import current_scope
 
 Kind = Literal["train", "test", "predict"]
-# The variables whose values Keras passes to a step and gets from it, in this order.
+_MODEL = ("trainable_variables", "non_trainable_variables")
+# The attributes with the variables whose values Keras passes to a step and gets from it, in order.
 PARTS: dict[Kind, tuple[str, ...]] = {
-    "train": ("trainable", "non_trainable", "optimizer", "metrics"),
-    "test": ("trainable", "non_trainable", "metrics"),
-    "predict": ("trainable", "non_trainable"),
+    "train": (*_MODEL, "optimizer.variables", "metrics_variables"),
+    "test": (*_MODEL, "metrics_variables"),
+    "predict": _MODEL,
 }
+_OF_OPTIMIZER = ("trainable_variables", "optimizer.variables")  # what it assigns
 
 
 @final
@@ -50,46 +53,35 @@ class ModelStep:
         with in_parts():  # layers gather them
             state = {name: [v.value for v in part] for name, part in variables.items()}
         with model_step() as is_kept:
-            out, after = self._call(list(state.values()), data)
+            step = getattr(self._trainer, f"{self._kind}_step")
+            out, after = step(tuple(map(list, state.values())), data)
+        if self._kind == "predict":  # changes no trainable variable, so Keras returns the others
+            after = state["trainable_variables"], after
         # Servers combine what workers assign; an optimizer has done so with the others. A step that
         # runs operation by operation assigns as any other Python code does.
-        agreed = {"trainable", "optimizer"} if self._on_servers else set(variables)
-        agreed = agreed if current_scope() is not None else set()
+        is_traced = current_scope() is not None
         for (name, part), new in zip(variables.items(), after, strict=True):
+            is_agreed = is_traced and (name in _OF_OPTIMIZER or not self._on_servers)
             changed = {
                 id(variable): (variable, value)  # a list may have a variable twice
                 for variable, old, value in zip(part, state[name], new, strict=True)
                 if value is not old and not is_kept(variable)
             }
             for variable, value in changed.values():
-                if name in agreed:
+                if is_agreed:
                     assign_agreed(variable, value)
                 else:
                     variable.assign(value)
         return out
 
-    def _call(self, state: list[list[Any]], data: Nest) -> tuple[Nest, tuple[Any, ...]]:
-        """Calls the method of the model; returns its output and the new state, see `PARTS`."""
-        out, new = getattr(self._trainer, f"{self._kind}_step")(tuple(map(list, state)), data)
-        # Predictions change no trainable variable, so Keras returns only the others.
-        return out, (state[0], new) if self._kind == "predict" else new
-
     def variables(self) -> list[list[Any]]:
         """Returns the variables of the model whose values make up the state, see `PARTS`."""
-        return [_variables(self._trainer, part) for part in PARTS[self._kind]]
+        return [list(attrgetter(part)(self._trainer)) for part in PARTS[self._kind]]
 
 
 def values_of_variables(results: Nest) -> Nest:
     """Returns results of a model with values in place of variables."""
     return jax.tree.map(lambda x: x.value if isinstance(x, keras.Variable) else x, results)
-
-
-def _variables(trainer: Any, part: str) -> list[Any]:
-    return list(
-        trainer.optimizer.variables
-        if part == "optimizer"
-        else getattr(trainer, f"{part}_variables")
-    )
 
 
 def takes_only_data(trainer: object, kind: Kind) -> bool:
