@@ -196,9 +196,10 @@ class DistributedDataset(DistributedInput):
     def _distribute(self, batch: Given) -> Nest:
         """Returns the values of a step."""
         num_replicas = self.share.replicas_per_worker
+        if self.share.num_replicas == 1:
+            rows = batch.rows if isinstance(batch, WorkerBatch) else batch[0]
+            return rows if self._placer is None else self._placer.place_alone(rows)
         if isinstance(batch, WorkerBatch):
-            if self.share.num_replicas == 1:
-                return self._alone(batch.rows)
             if batch.sizes[0] == batch.sizes[-1] and self._placer is not None:
                 size = batch.sizes[0]
                 place = self._placer.place_rows
@@ -209,8 +210,6 @@ class DistributedDataset(DistributedInput):
 
                 return jax.tree.map(placed, batch.rows)
             batch = split_rows(batch.rows, batch.sizes)
-        if self.share.num_replicas == 1:
-            return self._alone(batch[0])
         parts, tree = _flat(batch)
         columns = zip(*parts, strict=True)
         return jax.tree.unflatten(tree, [self._column(list(column)) for column in columns])
@@ -223,9 +222,6 @@ class DistributedDataset(DistributedInput):
         if stacked is None:
             return self._placer.place_components(value.values)
         return self._placer.place_rows(stacked)
-
-    def _alone(self, rows: Nest) -> Nest:
-        return rows if self._placer is None else self._placer.place_alone(rows)
 
 
 def _check_not_traced() -> None:
