@@ -133,13 +133,11 @@ class _MappedInThreads(Stream):
         self._upstream = upstream
         self._fn = fn
         self._num_threads = num_threads
-        self._executor: ThreadPoolExecutor | None = None
+        # Its threads end when it is garbage collected, together with this stream.
+        self._executor = ThreadPoolExecutor(num_threads, "distributary-map")
         self._running: list[Future[Any]] = []
 
     def __next__(self) -> Nest:
-        if self._executor is None:
-            # Its threads end when it is garbage collected, together with this stream.
-            self._executor = ThreadPoolExecutor(self._num_threads, "distributary-map")
         while len(self._running) <= self._num_threads:
             try:
                 element = next(self._upstream)
