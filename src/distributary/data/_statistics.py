@@ -224,26 +224,21 @@ class Loop:
             progress.begin_step(self._is_first)
 
     def _end_step(self, now: float, begin: float) -> None:
-        num_batches, wait, seconds = self._num_batches, self._idle, now - begin
-        self._idle = 0.0
+        num_batches, seconds = self._num_batches, now - begin
+        wait, self._idle = min(self._idle, seconds), 0.0
         if self._is_first:
             self._is_first = False
             return
-        if wait > seconds:
-            wait = seconds
         blocked = latest_program.blocked_seconds - self._blocked
         host = latest_program.dispatched_at - begin - blocked
-        if self._timer is not None:
-            self._end_sample(self._timer, host)
+        timer, self._timer = self._timer, None
+        # Otherwise another loop has begun, or there were too many programs.
+        if timer is not None and latest_program.timer is timer:
+            latest_program.timer = None
+            self._counts.add_sample(num_batches, timer.seconds, host)
         self._counts.add(num_batches, seconds, host, wait)
         self.num_steps += num_batches
         self.seconds += seconds
         self.wait_seconds += wait
         if wait:
             self._counts.warn_if_starved(self)
-
-    def _end_sample(self, timer: ProgramTimer, host: float) -> None:
-        self._timer = None
-        if latest_program.timer is timer:  # else another loop has begun, or there were too many
-            latest_program.timer = None
-            self._counts.add_sample(self._num_batches, timer.seconds, host)
