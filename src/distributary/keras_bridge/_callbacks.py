@@ -80,6 +80,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
     ) -> None:
         call = current_call.get()
         assert call is not None
+        self._call = call
         callbacks = keras.tree.flatten(callbacks) if callbacks else []
         for callback in callbacks:
             if isinstance(callback, type):
@@ -111,9 +112,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
     def on_train_begin(self, logs: object = None) -> None:
         """Takes note of it for those who watch."""
         progress.fit = Fit(int(self.params.get("epochs") or 1), self.params.get("steps"))
-        call = current_call.get()
-        assert call is not None
-        call.passes = 0  # to build the model may have taken one
+        self._call.passes = 0  # to build the model may have taken one
         self._model._initial_epoch = None  # Keras keeps that of an earlier call
         super().on_train_begin(logs)
 
@@ -141,9 +140,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
             progress.fit.begin_epoch(epoch)
         if get_strategy().extended.num_workers > 1:
             job_programs.begin(JobEvent(f"the begin of an epoch of {self._model.name}"))
-        call = current_call.get()
-        assert call is not None
-        call.epoch = epoch
+        self._call.epoch = epoch
         for callback in filter(is_backup, self.callbacks):
             callback._current_epoch = epoch  # Keras knows it only after the first one
         resume_metrics(self._model)
