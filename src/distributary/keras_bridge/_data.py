@@ -154,7 +154,7 @@ class Call:
         epochs = self._epochs()
         in_pass = steps or (epochs.steps_per_epoch and epochs._current_iterator)
         batches = epochs._steps_seen if in_pass else 0
-        seeds = self.data.seeds if isinstance(self.data, DatasetAdapter) else []
+        seeds = self.data.dataset.seeds if isinstance(self.data, DatasetAdapter) else []
         passes = self.passes - (batches > 0)
         return Position(steps, batches, passes, self._before, random_state(), seeds)
 
@@ -163,7 +163,7 @@ class Call:
         self.resumes = position
         set_random_state(position.now)
         if isinstance(self.data, DatasetAdapter):
-            self.data.go_on(position.passes, position.seeds)
+            self.data.dataset.go_on(position.passes, position.seeds)
         elif epoch_of(self.data) is not None:
             self.data._epoch += position.passes
 
@@ -394,21 +394,15 @@ class DatasetAdapter(UnknownSizes):
     """An adapter for global batches of a distributed dataset, which steps split in the same way."""
 
     def __init__(self, dataset: DistributedDataset, class_weight: object) -> None:
-        self._dataset = dataset
+        #: The dataset.
+        self.dataset = dataset
         self._class_weight = class_weight
 
     @property
-    def seeds(self) -> list[int]:
-        """Seeds that the dataset has drawn."""
-        return self._dataset.seeds
-
-    def go_on(self, passes: int, seeds: list[int]) -> None:
-        """Continues as if so many passes had been made, with seeds that were drawn then."""
-        self._dataset.go_on(passes, seeds)
-
-    def get_numpy_iterator(self) -> Iterator[Any]:
-        """Returns an iterator over global batches as NumPy arrays."""
-        return (jax.tree.map(np.asarray, batch) for batch in self.get_jax_iterator())
+    def num_batches(self) -> int | None:
+        """Number of steps, if it is known."""
+        count = self.dataset.cardinality
+        return count if count >= 0 else None
 
     def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
         """Returns an iterator over global batches, on the host unless the dataset moves them.
@@ -417,7 +411,7 @@ class DatasetAdapter(UnknownSizes):
             super_batch: How many batches Keras wants stacked. Only Keras 3.16 asks for this, and
                 only without a strategy.
         """
-        batches = DatasetBatches(self._batches, self._dataset.share)
+        batches = DatasetBatches(self._batches, self.dataset.share)
         if super_batch is None:
             return batches
         stacked = private(
@@ -426,7 +420,7 @@ class DatasetAdapter(UnknownSizes):
         return stacked(batches, super_batch)
 
     def _batches(self, skip: int) -> Iterator[Any]:
-        batches = self._dataset.global_batches(skip)
+        batches = self.dataset.global_batches(skip)
         return batches if self._class_weight is None else map(self._weighted, batches)
 
     def _weighted(self, batch: object) -> Any:
@@ -439,12 +433,6 @@ class DatasetAdapter(UnknownSizes):
             )
         x, y = batch
         return x, y, keras_private.class_weight_to_sample_weights(y, self._class_weight)
-
-    @property
-    def num_batches(self) -> int | None:
-        """Number of steps, if it is known."""
-        count = self._dataset.cardinality
-        return count if count >= 0 else None
 
 
 def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
