@@ -219,11 +219,11 @@ def get_data_adapter(original: Callable[..., Any], x: object, **arguments: Any) 
         x = x()
     if hasattr(x, "keras_adapter"):  # batches that are read elsewhere
         return x.keras_adapter(arguments)
+    call = current_call.get()
     if isinstance(x, Dataset) or is_hugging_face(x):
         extended = get_strategy().extended
         # Several workers read their own rows; with one worker, the step splits the batches.
         share = extended.worker_share() if extended.num_workers > 1 else WorkerShare()
-        call = current_call.get()
         if isinstance(x, Dataset) and call is not None and call.method == "predict":
             # Predictions come in the order of the dataset, not in the order of the workers'
             # files.
@@ -237,7 +237,15 @@ def get_data_adapter(original: Callable[..., Any], x: object, **arguments: Any) 
             InputOptions().experimental_per_replica_buffer_size,
             extended.step_counts,
         )
-    if not isinstance(x, DistributedDataset):
+    if isinstance(x, DistributedDataset):
+        check_given("dataset", arguments, "y", "sample_weight")
+        if x.cardinality == INFINITE_CARDINALITY and not arguments.get("steps_per_epoch"):
+            raise InvalidValueError(
+                "The dataset is infinite, so an epoch would never end. Give steps_per_epoch to fit,"
+                " steps to evaluate and predict, or a count to repeat."
+            )
+        adapter: Any = DatasetAdapter(x, arguments.get("class_weight"))
+    else:
         arrays = [x, arguments.get("y"), arguments.get("sample_weight")]
         require_numbers("fit, evaluate or predict", arrays)
         _check_arrays(x, arguments.get("y"), arguments.get("batch_size"))
@@ -245,14 +253,10 @@ def get_data_adapter(original: Callable[..., Any], x: object, **arguments: Any) 
             x = (kept(batch) for batch in x)  # Keras reads the first ones ahead
         if isinstance(x, keras.utils.PyDataset) and arguments.get("shuffle"):
             _share_order()
-        return _noted(original(x, **arguments))
-    check_given("dataset", arguments, "y", "sample_weight")
-    if x.cardinality == INFINITE_CARDINALITY and not arguments.get("steps_per_epoch"):
-        raise InvalidValueError(
-            "The dataset is infinite, so an epoch would never end. Give steps_per_epoch to fit,"
-            " steps to evaluate and predict, or a count to repeat."
-        )
-    return _noted(DatasetAdapter(x, arguments.get("class_weight")))
+        adapter = original(x, **arguments)
+    if call is not None and call.data is None:
+        call.data = adapter
+    return adapter
 
 
 def _check_arrays(x: object, y: object, batch_size: Any) -> None:
@@ -367,13 +371,6 @@ def _misfits(shape: Any, expected: Any) -> bool:
         return False
     sizes = zip(shape[1:], expected[1:], strict=False)
     return len(shape) == len(expected) and any(b not in (a, None) for a, b in sizes)
-
-
-def _noted(adapter: Any) -> Any:
-    call = current_call.get()
-    if call is not None and call.data is None:
-        call.data = adapter
-    return adapter
 
 
 class UnknownSizes(keras_private.DataAdapter):
