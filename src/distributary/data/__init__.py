@@ -9,7 +9,6 @@ from distributary.data._distributed_dataset import (
     PerReplicaSpec,
 )
 from distributary.data._foreign import foreign, is_hugging_face
-from distributary.data._generated import Drawn, Generated
 from distributary.data._iterables import RandomAccess
 from distributary.data._iterator import DatasetIterator, Optional
 from distributary.data._mapping import call
@@ -31,7 +30,7 @@ from distributary.data._record_files import (
 )
 from distributary.data._records import framed, read_file, records
 from distributary.data._replica_rows import WorkerBatch, WorkerShare, split_rows
-from distributary.data._several import common_spec
+from distributary.data._several import Drawn, Generated, common_spec
 from distributary.data._sharding import check_same_data
 from distributary.data._statistics import Loop, StepCounts, StepStatistics
 from distributary.data._step_data import Batches, Elements

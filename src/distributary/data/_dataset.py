@@ -14,7 +14,6 @@ from distributary.data._arrays import Range, Single, slices
 from distributary.data._batching import Batch, Unbatch
 from distributary.data._file_names import FileNames, FilePaths, matching_files
 from distributary.data._foreign import foreign
-from distributary.data._generated import Generated, windows
 from distributary.data._iterables import RandomAccess, generated, signature_of
 from distributary.data._iterator import DatasetIterator
 from distributary.data._mapping import Cache, Filter, Map, call
@@ -30,7 +29,7 @@ from distributary.data._order import (
     shard,
 )
 from distributary.data._prefetch import Prefetch
-from distributary.data._several import Concatenate, Interleave, Zip
+from distributary.data._several import Concatenate, Generated, Interleave, Zip, windows
 from distributary.data._streams import Stream
 from distributary.data._structure import columns_of, map_arrays
 from distributary.devices import Nest
