@@ -2,22 +2,26 @@
 
 This is before clipping, loss-scale checks, accumulation and averages. So all of these see the
 gradients of the whole batch, as on one device.
+
+An optimizer of Keras also takes a `distributary.Variable`. Keras reads attributes such as `value`
+and `path`. A `_View` has them for one variable of ours.
 """
 
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
+import jax.numpy as jnp
+import keras
 from jax import lax
 
 from distributary.checkpoint import settle
 from distributary.context import current_mode, get_strategy
 from distributary.devices import REPLICA_AXIS
-from distributary.errors import InvalidTypeError, shown
+from distributary.errors import InvalidTypeError, UnsupportedError, shown
 from distributary.keras_bridge._custom_loops import build_optimizer
 from distributary.keras_bridge._keras_private import signature_of
-from distributary.keras_bridge._optimizers import as_keras, dense
 from distributary.keras_bridge._replica import (
     in_optimizer,
     is_away_from_variables,
@@ -26,8 +30,9 @@ from distributary.keras_bridge._replica import (
     replica_context,
 )
 from distributary.keras_bridge._variables import in_parts
-from distributary.options import ReduceOp
+from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import current_scope, push
+from distributary.variables import IndexedSlices, ShardedVariable, Variable
 
 _log = logging.getLogger(__name__)
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
@@ -79,9 +84,9 @@ def combining(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                     f"An optimizer got {shown(variable)} in the place of a variable. Write"
                     " optimizer.apply_gradients(zip(gradients, variables))."
                 )
-        arguments["trainable_variables"] = [as_keras(variable) for variable in variables]
+        arguments["trainable_variables"] = [_as_keras(variable) for variable in variables]
         pairs = zip(arguments["grads"], arguments["trainable_variables"], strict=False)
-        arguments["grads"] = [dense(gradient, variable) for gradient, variable in pairs]
+        arguments["grads"] = [_dense(gradient, variable) for gradient, variable in pairs]
         if not is_for_servers():
             build_optimizer(args[0], arguments["trainable_variables"])
     if args[0].built:
@@ -93,3 +98,73 @@ def combining(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with optimizing():
             arguments["grads"] = _combined(arguments["grads"])
             return original(**arguments)
+
+
+@final
+class _View(keras.Variable):
+    """A Keras variable whose value is that of a `distributary.Variable`."""
+
+    def __init__(self, variable: Variable) -> None:
+        # Not that of the base class, which would create a variable.
+        self._variable = variable
+        self._name = self._path = variable.name.removesuffix(":0")
+        self._shape = variable.shape
+        self._ndim = variable.ndim
+        self._dtype = variable.dtype.name
+        self._trainable = variable.trainable
+        self._autocast = False
+        self._initializer = self._layout = None
+        self._regularizer = self._constraint = None
+        self._overwrite_with_gradient = False
+
+    @property
+    def value(self) -> Any:
+        """The value, traced in a step."""
+        return self._variable.value()
+
+    def assign(self, value: object) -> Any:
+        """Sets the value, which all replicas share."""
+        adds_up = self._variable.aggregation is VariableAggregation.SUM
+        if adds_up and replica_context() is not None:
+            raise UnsupportedError(
+                f"Variable {self.path!r} has aggregation SUM, so that what an optimizer of Keras"
+                " assigns in each replica would be added up. Create it without an aggregation: the"
+                " optimizer sums the gradients."
+            )
+        self._variable.assign(jnp.asarray(value, self._variable.dtype))
+        return value
+
+    def numpy(self) -> Any:
+        """Returns the value as a NumPy array."""
+        return self._variable.numpy()
+
+
+_views: weakref.WeakValueDictionary[int, _View] = weakref.WeakValueDictionary()
+
+
+def _as_keras(variable: object) -> Any:
+    """Returns what an optimizer of Keras can use for a variable: the same for the same variable.
+
+    Raises:
+        UnsupportedError: for a variable whose values servers keep.
+    """
+    if not isinstance(variable, (Variable, ShardedVariable)):
+        return variable
+    if isinstance(variable, ShardedVariable) or variable._layout.kind is not None:
+        raise UnsupportedError(
+            f"Variable {variable.name!r} is on parameter servers, where optimizers of Keras update"
+            " only variables of Keras. Create it in a layer by add_weight, or update it by"
+            " assign_sub."
+        )
+    view = _views.get(id(variable))
+    if view is None:
+        view = _views[id(variable)] = _View(variable)
+    return view
+
+
+def _dense(gradient: object, variable: object) -> Any:
+    """Returns the gradient of a view as one array."""
+    if isinstance(gradient, IndexedSlices) and isinstance(variable, _View):
+        zeros = jnp.zeros(variable.shape, gradient.values.dtype)
+        return zeros.at[gradient.indices].add(gradient.values)
+    return gradient
