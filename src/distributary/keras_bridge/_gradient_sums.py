@@ -165,6 +165,5 @@ def _as_keras(variable: object) -> Any:
 def _dense(gradient: object, variable: object) -> Any:
     """Returns the gradient of a view as one array."""
     if isinstance(gradient, IndexedSlices) and isinstance(variable, _View):
-        zeros = jnp.zeros(variable.shape, gradient.values.dtype)
-        return zeros.at[gradient.indices].add(gradient.values)
+        return IndexedSlices(gradient.values, gradient.indices, variable.shape).to_dense()
     return gradient
