@@ -136,14 +136,10 @@ def _expected_reading(num_workers, devices, worker):
     result["endless"] = _together([_chunks((5 * rows)[: 5 * size], size) for rows in own])
     result["global"] = []
     for batches_of_step in itertools.zip_longest(*batches, fillvalue=[]):
-        parts = [
-            [len(part) for part in np.array_split(batch, devices)] for batch in batches_of_step
-        ]
-        rows = list(itertools.chain(*batches_of_step))
-        sizes = list(itertools.chain(*parts))
+        sizes = [len(part) for batch in batches_of_step for part in np.array_split(batch, devices)]
         even = len(set(sizes)) == 1
-        mine = [batches_of_step[worker], parts[worker]]
-        result["global"].append(mine if even else [rows, sizes])
+        rows = batches_of_step[worker] if even else list(itertools.chain(*batches_of_step))
+        result["global"].append([rows, even])
     result["function"] = _function(num_workers, devices)
     result["generator"] = [
         [10 * w + i for w in range(num_workers) for i in replicas for _ in range(2)]

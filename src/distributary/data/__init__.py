@@ -29,7 +29,7 @@ from distributary.data._record_files import (
     TFRecordDataset,
 )
 from distributary.data._records import framed, read_file, records
-from distributary.data._replica_rows import WorkerBatch, WorkerShare, split_rows
+from distributary.data._replica_rows import OwnRows, WorkerShare, split_rows
 from distributary.data._several import Drawn, Generated, common_spec
 from distributary.data._sharding import check_same_data
 from distributary.data._statistics import Loop, StepCounts, StepStatistics

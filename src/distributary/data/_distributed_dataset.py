@@ -20,7 +20,7 @@ from distributary.data._iterator import PassIterator
 from distributary.data._nodes import Node
 from distributary.data._options import INFINITE_CARDINALITY
 from distributary.data._prefetch import Prefetched
-from distributary.data._replica_rows import WorkerBatch, WorkerShare, split_rows
+from distributary.data._replica_rows import OwnRows, WorkerBatch, WorkerShare, split_rows
 from distributary.data._statistics import Loop, StepCounts
 from distributary.data._step_data import StepData
 from distributary.data._structure import TensorSpec
@@ -167,14 +167,11 @@ class DistributedDataset(DistributedInput):
     def global_batches(self, skip: int = 0) -> "DistributedIterator":
         """Returns an iterator over global batches, which are nests of arrays.
 
-        With several workers, it yields a `WorkerBatch` with the parts of this worker's replicas if
-        all parts are equal, and with the parts of all replicas otherwise. The pass starts after
-        `skip` batches.
+        With several workers, it yields `OwnRows` if the parts of all replicas are equal. The pass
+        starts after `skip` batches.
         """
         self._num_passes += 1
-        is_alone = self.share.num_workers == 1
-        place = (lambda batch: _worker_batch(batch).rows) if is_alone else _worker_batch
-        batches = DistributedIterator(self, self._num_passes - 1, place, _worker_batch)
+        batches = DistributedIterator(self, self._num_passes - 1, self._rows, self._rows)
         if skip and len(self._source.nodes) == 1:
             batches.set_state({**batches.get_state(), "position": skip})
         elif skip:
@@ -213,6 +210,15 @@ class DistributedDataset(DistributedInput):
         parts, tree = _flat(batch)
         columns = zip(*parts, strict=True)
         return jax.tree.unflatten(tree, [self._column(list(column)) for column in columns])
+
+    def _rows(self, batch: Given) -> Nest:
+        """Returns the rows of a step: of all replicas, or `OwnRows`."""
+        if isinstance(batch, WorkerBatch):
+            rows, num_parts = batch.rows, len(batch.sizes)
+        else:
+            joined = lambda *parts: np.concatenate([local_copy(part) for part in parts])
+            rows, num_parts = jax.tree.map(joined, *batch), len(batch)
+        return rows if num_parts == self.share.num_replicas else OwnRows(rows)
 
     def _column(self, parts: list[Any]) -> PerReplica:
         value = PerReplica(parts)
@@ -273,14 +279,6 @@ def _ready(place: Callable[[Given], Any], batch: Given) -> Ready:
 def _per_replica(parts: list[Nest]) -> Nest:
     """Returns the values of an uneven step, from the parts of all replicas."""
     return jax.tree.map(lambda *components: PerReplica(components), *parts)
-
-
-def _worker_batch(batch: Given) -> WorkerBatch:
-    """Returns all replicas' rows of a step, and the sizes of their parts."""
-    if isinstance(batch, WorkerBatch):
-        return batch
-    rows = jax.tree.map(lambda *parts: np.concatenate([local_copy(part) for part in parts]), *batch)
-    return WorkerBatch(rows, tuple(len(jax.tree.leaves(part)[0]) for part in batch))
 
 
 _NEXT = JobEvent("the next step of a distributed dataset")

@@ -4,8 +4,9 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
+import jax
 import numpy as np
 
 from distributary.data._structure import some_rows
@@ -74,6 +75,15 @@ class WorkerBatch:
 
     rows: Nest
     sizes: tuple[int, ...]
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OwnRows:
+    """The rows of this worker's replicas, for a batch that all replicas split evenly."""
+
+    rows: Any
 
 
 def split_rows(rows: Nest, sizes: Sequence[int]) -> list[Nest]:

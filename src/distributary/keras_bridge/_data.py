@@ -28,7 +28,7 @@ from distributary.data import (
     DistributedInput,
     DistributedIterator,
     Options,
-    WorkerBatch,
+    OwnRows,
     WorkerShare,
     check_same_data,
     fingerprint,
@@ -408,7 +408,7 @@ class DatasetAdapter(UnknownSizes):
             super_batch: How many batches Keras wants stacked. Only Keras 3.16 asks for this, and
                 only without a strategy.
         """
-        batches = DatasetBatches(self._batches, self.dataset.share)
+        batches = DatasetBatches(self._batches)
         if super_batch is None:
             return batches
         stacked = private(
@@ -421,7 +421,7 @@ class DatasetAdapter(UnknownSizes):
         return batches if self._class_weight is None else map(self._weighted, batches)
 
     def _weighted(self, batch: object) -> Any:
-        if isinstance(batch, WorkerBatch):
+        if isinstance(batch, OwnRows):
             return dataclasses.replace(batch, rows=self._weighted(batch.rows))
         if not isinstance(batch, tuple) or len(batch) != 2:
             raise InvalidValueError(
@@ -468,15 +468,6 @@ def _with_dense(batch: object) -> Any:
     return jax.tree.map(dense, batch, is_leaf=is_sparse)
 
 
-@final
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class OwnRows:
-    """The rows of this worker's replicas, for a batch that all replicas split evenly."""
-
-    rows: Any
-
-
 class ReadAhead:
     """Batches, of which one can be read ahead to learn whether it is there.
 
@@ -494,18 +485,19 @@ class ReadAhead:
         return self
 
     def __next__(self) -> Any:
-        return self._next()
+        return self.next_own()
 
     def is_at_end(self) -> bool:
         """Returns whether there is no batch left."""
         if not self._ahead:
             try:
-                self._ahead.append(self._next())
+                self._ahead.append(self.next_own())
             except StopIteration:
                 self._batches = iter(())
         return not self._ahead
 
-    def _next(self) -> Any:
+    def next_own(self) -> Any:
+        """Returns the next batch; `OwnRows` if the replicas of several workers split it evenly."""
         if self._ahead:
             return self._ahead.pop()
         if self._batches is None:
@@ -515,28 +507,11 @@ class ReadAhead:
 
 @final
 class DatasetBatches(ReadAhead):
-    """The batches of a dataset, or the rows of them that a worker has read.
-
-    Args:
-        begin: See `ReadAhead`.
-        share: Number of replicas here and elsewhere.
-    """
-
-    def __init__(self, begin: Callable[[int], Iterator[Any]], share: WorkerShare) -> None:
-        super().__init__(begin)
-        self._num_own = share.replicas_per_worker
+    """The batches of a dataset, or the rows of them that a worker has read."""
 
     def __next__(self) -> Any:
-        batch = self._next()
-        return batch.rows if isinstance(batch, WorkerBatch) else batch
-
-    def next_own(self) -> Any:
-        """Returns the next batch; `OwnRows` if the replicas of several workers split it evenly."""
-        batch = self._next()
-        if not isinstance(batch, WorkerBatch):
-            return batch
-        # For an uneven batch, all workers have all rows.
-        return OwnRows(batch.rows) if len(batch.sizes) == self._num_own else batch.rows
+        batch = self.next_own()
+        return batch.rows if isinstance(batch, OwnRows) else batch
 
     def skip(self, count: int) -> None:
         """Begins the pass after so many batches."""

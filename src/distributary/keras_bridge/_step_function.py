@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.context import entered
-from distributary.data import Loop
+from distributary.data import Loop, OwnRows
 from distributary.devices import Nest, current_trial, latest_program, local_copy, progress
 from distributary.engine import Programs, StepKind, global_batch, mode_of, several_steps
 from distributary.errors import TracedValueError
-from distributary.keras_bridge._data import DatasetBatches, OwnRows, next_own, take
+from distributary.keras_bridge._data import DatasetBatches, next_own, take
 from distributary.keras_bridge._losses import warn_of_labels
 from distributary.keras_bridge._model_step import Kind, ModelStep, num_rows
 
