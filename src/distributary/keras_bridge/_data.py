@@ -448,17 +448,17 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
         if leaves and all(type(leaf) is slicing.NumpySliceable for leaf in leaves):
             return ArrayBatches([leaf.array for leaf in leaves], tree, adapter, extended)
     iterator: Iterator[Any] = iter(adapter.get_jax_iterator())
+    if isinstance(adapter, UnknownSizes):
+        return iterator
     of_keras = (keras_private.ArrayDataAdapter, keras_private.GeneratorDataAdapter)
-    if not isinstance(adapter, (*of_keras, UnknownSizes)):
+    if not isinstance(adapter, of_keras):
         iterator = map(kept, iterator)
-    if extended.num_replicas > 1 and not isinstance(adapter, UnknownSizes):
+    if extended.num_replicas > 1:
         # Arrays of nonzero elements do not have rows that could be split over the replicas.
         iterator = map(_with_dense, iterator)
-    if extended.num_workers > 1 and not isinstance(adapter, DatasetAdapter):
+    if extended.num_workers > 1:
         iterator = _same_everywhere(iterator)
-    if isinstance(adapter, UnknownSizes) or adapter.num_batches is not None:
-        return iterator
-    return ReadAhead(lambda skip: iterator)
+    return ReadAhead(lambda skip: iterator) if adapter.num_batches is None else iterator
 
 
 def _with_dense(batch: object) -> Any:
