@@ -251,21 +251,19 @@ class _ElementSteps(Stream):
     """Steps with one element per replica, as lists of arrays on the host."""
 
     def __init__(self, streams: list[Stream], num_replicas: int) -> None:
-        self._streams = streams if len(streams) > 1 else streams * num_replicas
-        self._shared = len(streams) == 1
+        self._streams = streams
+        self._per_stream = num_replicas // len(streams)
 
     def __next__(self) -> list[Nest]:
-        parts = [next(stream, _END) for stream in self._streams]
+        parts = [next(stream, _END) for stream in self._streams for _ in range(self._per_stream)]
         # A copy, because the source may use its arrays again.
         arrays = [part if part is _END else jax.tree.map(np.array, part) for part in parts]
         first = next(part for part in arrays if part is not _END)  # StopIteration at the end
         return [_without_rows(first) if part is _END else part for part in arrays]
 
     def advance(self, count: int) -> int:
-        if not self._shared:
-            return max(stream.advance(count) for stream in self._streams)
-        num_replicas = len(self._streams)
-        return -(-self._streams[0].advance(count * num_replicas) // num_replicas)
+        each = self._per_stream
+        return max(-(-stream.advance(count * each) // each) for stream in self._streams)
 
 
 def _without_rows(element: Nest) -> Nest:
