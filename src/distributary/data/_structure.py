@@ -158,11 +158,10 @@ def columns_of(elements: Sequence[Nest]) -> tuple[list[tuple[Any, ...]], PyTreeD
 
 
 def _stack_leaves(column: Sequence[Any]) -> np.ndarray:
-    first = column[0]
-    if type(first) in (int, float, bool) or isinstance(first, np.generic):
-        kind = type(first)
-        if all(type(value) is kind for value in column):
-            return np.asarray(column)
+    kind = type(column[0])
+    is_scalar = kind in (int, float, bool) or issubclass(kind, np.generic)
+    if is_scalar and all(type(value) is kind for value in column):
+        return np.asarray(column)
     arrays = [_on_host(leaf) for leaf in column]
     first = arrays[0]
     for number, array in enumerate(arrays):
