@@ -99,9 +99,7 @@ def reduce_weighted_values(
     if reduction not in _AVERAGING:
         return loss
     is_weighted = reduction == "mean_with_sample_weight"
-    weights: Any = None
-    if is_weighted:
-        weights = apply_mask(sample_weight, mask, losses.dtype, reduction)
+    weights = apply_mask(sample_weight, mask, losses.dtype, reduction) if is_weighted else None
     if weights is not None:
         divisor = total(context, jnp.sum(jnp.asarray(weights)).astype(loss.dtype))
     elif is_uneven():
