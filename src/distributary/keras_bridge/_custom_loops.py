@@ -58,16 +58,6 @@ class KerasVariable(ForeignVariable):
             parts=layout.spec if is_divided(layout) else P(),
         )
 
-    @property
-    def variable(self) -> Any:
-        """The Keras variable."""
-        return self.holder()
-
-    @property
-    def trainable(self) -> bool:
-        """True if `GradientTape` watches the variable automatically."""
-        return bool(self.variable.trainable)
-
     def begin_with(self, array: object) -> bool:
         """Makes an array the first value, if the variable was created in a trace."""
         variable = self.variable

@@ -26,12 +26,12 @@ class ForeignVariable:
     @property
     def variable(self) -> Any:
         """The variable of the other library."""
-        raise NotImplementedError
+        return self.holder()
 
     @property
     def trainable(self) -> bool:
         """True if `GradientTape` watches it automatically."""
-        raise NotImplementedError
+        return bool(self.variable.trainable)
 
     def begin_with(self, array: object) -> bool:
         """Makes an array the first value of a new variable; returns False if it has a value."""
