@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from distributary.context import get_replica_context, in_cross_replica_context
+from distributary.context import get_replica_context
 from distributary.errors import InvalidValueError, MissingPackageError
 
 
@@ -158,13 +158,10 @@ class Summaries:
                 getattr(writer.events, method)(name, convert(data), int(number), **options)
 
         values = [number, _value(data)]
-        if not any(isinstance(value, jax.core.Tracer) for value in values):
-            if in_cross_replica_context() or _replica() == 0:
-                write(*values)
-            return
-        if not in_cross_replica_context():
-            values.append(_replica())
-        jax.debug.callback(write, *values)
+        if any(isinstance(value, jax.core.Tracer) for value in values):
+            jax.debug.callback(write, *values, _replica())
+        elif _replica() == 0:
+            write(*values)
 
 
 def _value(value: object) -> Any:
@@ -195,7 +192,7 @@ class SummaryWriter:
     @contextmanager
     def as_default(self, step: object = None) -> Iterator[Self]:
         """Makes this the writer of what the block writes, with a step if you pass one."""
-        self._current.append((self, step))
+        self.set_as_default(step)
         try:
             yield self
         finally:
