@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import PartitionSpec as P
 
-from distributary.context import current_mode, get_strategy, in_default_context
+from distributary.context import ReplicaContext, get_strategy, in_default_context
 from distributary.devices import is_divided
 from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.keras_bridge import _keras_private as keras_private
@@ -139,9 +139,11 @@ class TracedVariables(keras.StatelessScope):
 
     def add_update(self, update: Any) -> None:
         variable, value = update
-        stand_in = _stand_in(variable)
-        if _is_replicas_own(variable, stand_in):
-            value = _agreed(variable, stand_in, jnp.asarray(value, stand_in.dtype))
+        stand_in, context = _stand_in(variable), replica_context()
+        # An optimizer assigns the same value everywhere: it gets gradients that are combined.
+        is_agreed = stand_in._handle.summed or in_optimizer() or variable.trainable
+        if context is not None and not is_agreed:
+            value = _agreed(context, stand_in, jnp.asarray(value, stand_in.dtype))
         assign_agreed(variable, value)
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -171,30 +173,16 @@ def build_optimizer(optimizer: Any, variables: list[Any]) -> None:
     trace.created.append(optimizer.name)
 
 
-def _is_replicas_own(variable: Any, stand_in: KerasVariable) -> bool:
-    """Returns whether a value that is assigned comes from only one of several replicas.
-
-    Gradients are combined before an optimizer applies them, so an optimizer assigns the same value
-    everywhere.
-    """
-    return replica_context() is not None and not (
-        stand_in._handle.summed or in_optimizer() or variable.trainable
-    )
-
-
-def _agreed(variable: object, stand_in: KerasVariable, value: Any) -> Any:
+def _agreed(context: ReplicaContext, stand_in: KerasVariable, value: Any) -> Any:
     """Returns the value to assign to a variable that has one value for all replicas.
 
     State that layers keep, such as moving averages, becomes the mean. If the replicas would assign
     different values to anything else, the trace ends with an error.
     """
-    context = current_mode().replica_context
-    assert context is not None
-    aggregation = aggregation_of_state(variable, value)
     is_float = jnp.issubdtype(value.dtype, jnp.inexact)
     combined = functools.partial(
         across_replicas,
-        aggregation=aggregation,
+        aggregation=aggregation_of_state(stand_in.variable, value),
         num_replicas=context.strategy.extended.num_replicas,
         replica_id=lambda: context.replica_id_in_sync_group,
     )
