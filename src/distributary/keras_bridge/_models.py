@@ -16,14 +16,7 @@ import keras
 import numpy as np
 
 from distributary._threads import bound
-from distributary.context import (
-    check_same_strategy,
-    current_mode,
-    entered,
-    get_strategy,
-    has_strategy,
-    in_default_context,
-)
+from distributary.context import check_same_strategy, entered, get_strategy, has_strategy
 from distributary.engine import mode_of
 from distributary.errors import ContextError, DistributaryWarning, InvalidTypeError, shown
 from distributary.keras_bridge import _keras_private as keras_private
@@ -39,6 +32,7 @@ from distributary.keras_bridge._data import (
 )
 from distributary.keras_bridge._losses import warn_of_labels
 from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data, values_of_variables
+from distributary.keras_bridge._replica import refuse_in_step
 from distributary.keras_bridge._roles import check_rules
 from distributary.keras_bridge._step_function import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place
@@ -212,15 +206,6 @@ def _give_one_device(model: Any) -> Any:
     _give(model, strategy := OneDeviceStrategy(jax.local_devices()[0]))
     model.train_function = model.test_function = model.predict_function = None
     return strategy
-
-
-def refuse_in_step(model: Any, what: str) -> None:
-    """Checks that a method is called outside of `Strategy.run`."""
-    if not in_default_context() and current_mode().role == "replica":
-        raise ContextError(
-            f"{model.name}.{what} was called inside Strategy.run. It works for all replicas, and"
-            " needs the values of variables: call it outside."
-        )
 
 
 def in_scope(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

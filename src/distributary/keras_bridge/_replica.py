@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from distributary._threads import bound
 from distributary.context import ReplicaContext, current_mode, in_default_context
-from distributary.errors import InvalidValueError
+from distributary.errors import ContextError, InvalidValueError
 from distributary.keras_bridge._variables import keeps_on_servers
 from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import current_scope
@@ -24,6 +24,15 @@ def replica_context() -> ReplicaContext | None:
     if mode.role != "replica" or mode.strategy.extended.num_replicas == 1:
         return None
     return mode.replica_context
+
+
+def refuse_in_step(model: Any, what: str) -> None:
+    """Checks that a method of a model is called outside of `Strategy.run`."""
+    if not in_default_context() and current_mode().role == "replica":
+        raise ContextError(
+            f"{model.name}.{what} was called inside Strategy.run. It works for all replicas, and"
+            " needs the values of variables: call it outside."
+        )
 
 
 def in_own_step() -> bool:

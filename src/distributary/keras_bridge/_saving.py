@@ -23,7 +23,8 @@ from distributary.devices import job_programs, progress
 from distributary.errors import CheckpointError, ClusterError
 from distributary.job import consensus
 from distributary.keras_bridge._keras_private import file_utils, sync_state
-from distributary.keras_bridge._models import refuse_in_step, strategy_of
+from distributary.keras_bridge._models import strategy_of
+from distributary.keras_bridge._replica import refuse_in_step
 from distributary.keras_bridge._turns import (
     in_turn,
     is_in_parts_of_workers,
