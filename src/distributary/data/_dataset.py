@@ -19,15 +19,7 @@ from distributary.data._iterator import DatasetIterator
 from distributary.data._mapping import Cache, Filter, Map, call
 from distributary.data._nodes import Node, drawn_seed
 from distributary.data._options import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
-from distributary.data._order import (
-    Repeat,
-    ShardHint,
-    Shuffle,
-    Slice,
-    WithOptions,
-    options_of,
-    shard,
-)
+from distributary.data._order import Repeat, ShardHint, Shuffle, Slice, WithOptions, options_of
 from distributary.data._prefetch import Prefetch
 from distributary.data._several import Concatenate, Generated, Interleave, Zip, windows
 from distributary.data._streams import Stream
@@ -229,7 +221,7 @@ class Dataset:
             raise InvalidValueError(
                 f"shard: index is {index}, expected 0 to {num_shards - 1} for {num_shards} shards."
             )
-        return self.of(shard(self._node, num_shards, index))
+        return self.of(Slice.shard(self._node, num_shards, index))
 
     def shuffle(
         self,

@@ -51,6 +51,11 @@ class Slice(Reordering):
     step: int = 1
     pattern = "{name}"
 
+    @classmethod
+    def shard(cls, node: Node, num_shards: int, index: int) -> "Slice":
+        """Makes it of every `num_shards`-th element."""
+        return cls(node, f"shard({num_shards}, {index})", index, step=num_shards)
+
     def cardinality(self) -> int:
         size = self.input.cardinality()
         if size == INFINITE_CARDINALITY and self.count < inf:
@@ -61,11 +66,6 @@ class Slice(Reordering):
 
     def apply(self, make: Callable[[Path], Stream], path: Path, numbers: bool) -> Stream:
         return _Sliced(make(path), numbers, self.start, self.count, self.step)
-
-
-def shard(node: Node, num_shards: int, index: int) -> Slice:
-    """Returns every `num_shards`-th element."""
-    return Slice(node, f"shard({num_shards}, {index})", index, step=num_shards)
 
 
 @final

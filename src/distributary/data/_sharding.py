@@ -8,7 +8,7 @@ from typing import final
 from distributary.data._batching import Batch
 from distributary.data._nodes import FileSource, Node
 from distributary.data._options import AutoShardPolicy
-from distributary.data._order import ShardHint, WithOptions, options_of, shard
+from distributary.data._order import ShardHint, Slice, WithOptions, options_of
 from distributary.data._prefetch import Prefetch
 from distributary.data._replica_rows import WorkerShare
 from distributary.data._several import Interleave
@@ -32,7 +32,7 @@ def worker_dataset(node: Node, share: WorkerShare) -> tuple[AutoShardPolicy, Nod
     if policy is AutoShardPolicy.FILE:
         node = _sharded_by_file(node, share)
     elif policy is AutoShardPolicy.HINT:
-        own_shard = lambda part: shard(part.input, share.num_workers, share.worker)
+        own_shard = lambda part: Slice.shard(part.input, share.num_workers, share.worker)
         node = node.rewrite(lambda part: own_shard(part) if isinstance(part, ShardHint) else part)
     if policy is not AutoShardPolicy.DATA:
         node = _with_batches_of_worker(node, share)
@@ -101,7 +101,9 @@ def _sharded_by_file(node: Node, share: WorkerShare) -> Node:
             f"AutoShardPolicy.FILE: the dataset {node.describe()} reads no files. Use"
             " AutoShardPolicy.DATA, which gives every worker its rows of each batch."
         )
-    sharded = interleave.replace(input=shard(interleave.input, share.num_workers, share.worker))
+    sharded = interleave.replace(
+        input=Slice.shard(interleave.input, share.num_workers, share.worker)
+    )
     return node.rewrite(lambda node: sharded if node is interleave else node)
 
 
