@@ -3,7 +3,6 @@
 import collections
 import functools
 import itertools
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -339,10 +338,7 @@ class DistributedIterator(PassIterator, DistributedInput):
         """Returns this worker's data for the next step."""
         if self._prefetched is not None:
             return self._prefetched.next_or_wait(self._loop.waiting)
-        begin = time.perf_counter()
-        values = next(self._steps)
-        self._loop.waiting(time.perf_counter() - begin)
-        return values
+        return self._loop.wait_for(next, self._steps)
 
     def _start(self, stream: Iterator[Given]) -> None:
         source, place = self._dataset._source, self._place

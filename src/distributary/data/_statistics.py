@@ -3,8 +3,9 @@
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from distributary.devices import ProgramTimer, latest_program, progress
 from distributary.errors import DistributaryWarning
@@ -207,6 +208,13 @@ class Loop:
         """
         if not latest_program.is_running():
             self._idle += seconds
+
+    def wait_for(self, get: Callable[..., Any], *args: Any) -> Any:
+        """Returns `get(*args)`, the next batch, and counts the time as a wait."""
+        begin = time.perf_counter()
+        batch = get(*args)
+        self.waiting(time.perf_counter() - begin)
+        return batch
 
     def batch_is_there(self) -> None:
         """Ends the step under way, because the next batch is handed out."""

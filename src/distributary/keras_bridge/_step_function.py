@@ -6,7 +6,6 @@ gives it with the model's step to the engine, which traces the step on the whole
 """
 
 import logging
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, final
@@ -122,9 +121,7 @@ class StepFunction:
         """Calls `get` for one or several batches, and counts the time as a wait of the devices."""
         if self._loop is None:
             return get(*args)
-        begin = time.perf_counter()
-        batch = get(*args)
-        self._loop.waiting(time.perf_counter() - begin)
+        batch = self._loop.wait_for(get, *args)
         self._loop.batch_is_there()
         return batch
 
