@@ -174,11 +174,13 @@ def _assign(original: Callable[..., Any], self: Any, value: Any) -> None:
     elif (strategy is not None or self._layout is not None) and not is_divided(self._layout):
         value = _copied(value)
     is_own = value is not argument
-    if strategy is not None:
-        value = _initial(self, strategy, value)
-    if isinstance(value, ON_SERVERS):
-        self._value = self._layout = value
+    if strategy is not None and keeps_on_servers(strategy):
+        self._distributary_strategy = strategy
+        self._value = self._layout = on_servers(self, value)
         return
+    if strategy is not None:
+        _lay_out(self, strategy)  # and the first value is the chief's
+        value = strategy.extended.variable_layout().initial(value, _description(self))
     current = getattr(self, "_value", None)
     if isinstance(current, ON_SERVERS):
         current.assign(value)
@@ -223,16 +225,8 @@ def _strategy_of_new(variable: Any) -> Any:
     return None if stand_in.strategy.extended.is_default else stand_in.strategy
 
 
-def _initial(variable: Any, strategy: Any, value: Any) -> Any:
-    """Lays out a variable created in a scope; returns its first value, which is the chief's."""
-    variable._distributary_strategy = strategy
-    if keeps_on_servers(strategy):
-        return on_servers(variable, value)
-    _lay_out(variable, strategy)
-    return strategy.extended.variable_layout().initial(value, _description(variable))
-
-
 def _lay_out(variable: Any, strategy: Any) -> None:
+    """Gives a variable that is created in a scope its layout."""
     variable._distributary_strategy = strategy
     planned = planned_layout(variable)
     if isinstance(planned, NamedSharding):
