@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from distributary._threads import bound
-from distributary.context import ReplicaContext, current_mode, in_default_context
+from distributary.context import Mode, ReplicaContext, current_mode, in_default_context
 from distributary.errors import ContextError, InvalidValueError
 from distributary.keras_bridge._variables import keeps_on_servers
 from distributary.options import ReduceOp, VariableAggregation
@@ -16,19 +16,23 @@ from distributary.tracing import current_scope
 _in_optimizer: ContextVar[bool] = ContextVar("in an optimizer", default=False)
 
 
+def _mode() -> Mode | None:
+    """Returns the mode of the code of a replica, in `run` or in a step of `fit`; None elsewhere."""
+    mode = None if in_default_context() else current_mode()
+    return mode if mode is not None and mode.role == "replica" else None
+
+
 def replica_context() -> ReplicaContext | None:
     """Returns the context of the replica that is being traced, if there are several replicas."""
-    if in_default_context():
-        return None
-    mode = current_mode()
-    if mode.role != "replica" or mode.strategy.extended.num_replicas == 1:
+    mode = _mode()
+    if mode is None or mode.strategy.extended.num_replicas == 1:
         return None
     return mode.replica_context
 
 
 def refuse_in_step(model: Any, what: str) -> None:
     """Checks that a method of a model is called outside of `Strategy.run`."""
-    if not in_default_context() and current_mode().role == "replica":
+    if _mode() is not None:
         raise ContextError(
             f"{model.name}.{what} was called inside Strategy.run. It works for all replicas, and"
             " needs the values of variables: call it outside."
@@ -37,10 +41,8 @@ def refuse_in_step(model: Any, what: str) -> None:
 
 def in_own_step() -> bool:
     """Returns whether a step of the user's own is being traced, not one of `fit`."""
-    if in_default_context() or is_for_servers():
-        return False
-    mode = current_mode()
-    return mode.role == "replica" and not mode.is_global
+    mode = _mode()
+    return mode is not None and not mode.is_global and not is_for_servers()
 
 
 def in_optimizer() -> bool:
@@ -50,11 +52,11 @@ def in_optimizer() -> bool:
 
 def is_away_from_variables() -> bool:
     """Returns whether the only replica computes on another device than that of the variables."""
-    if current_scope() is None or in_default_context():
+    mode = _mode()
+    if mode is None or current_scope() is None:
         return False
-    mode = current_mode()
-    is_only = mode.role == "replica" and mode.strategy.extended.num_replicas == 1
-    return is_only and mode.strategy.extended.placement.home is not None
+    extended = mode.strategy.extended
+    return extended.num_replicas == 1 and extended.placement.home is not None
 
 
 def is_for_servers() -> bool:
