@@ -4,7 +4,7 @@ import abc
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
@@ -202,13 +202,14 @@ class Generated(Node):
         text: Label.
         count: Returns the number of elements for the cardinalities of the datasets; without it, the
             number is unknown, unless the first dataset is empty.
+        in_memory: See `Node`; None if `generate` is no code of the user.
     """
 
     parts: tuple[Node, ...]
     generate: Callable[..., Iterator[Nest]]
     text: str
     count: Callable[..., int] | None = None
-    in_memory = False
+    in_memory: bool | None = field(default=False, kw_only=True)
     pattern = "{text}"
 
     def cardinality(self) -> int:

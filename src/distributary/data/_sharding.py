@@ -2,8 +2,6 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import final
 
 from distributary.data._batching import Batch
 from distributary.data._nodes import FileSource, Node
@@ -11,8 +9,8 @@ from distributary.data._options import AutoShardPolicy
 from distributary.data._order import ShardHint, Slice, WithOptions, options_of
 from distributary.data._prefetch import Prefetch
 from distributary.data._replica_rows import WorkerShare
-from distributary.data._several import Interleave
-from distributary.data._streams import IteratedStream, Path, Stream
+from distributary.data._several import Generated, Interleave
+from distributary.data._streams import Stream
 from distributary.data._structure import Block, num_rows, some_rows
 from distributary.errors import InvalidValueError
 
@@ -113,7 +111,7 @@ def _with_batches_of_worker(node: Node, share: WorkerShare) -> Node:
         return node.replace(input=_with_batches_of_worker(node.input, share))
     if isinstance(node, Batch):
         return node.replace(size=_share_of(node.size, share))
-    return _Cut(node, share)
+    return _cut(node, share)
 
 
 def _share_of(size: int, share: WorkerShare) -> int:
@@ -128,27 +126,15 @@ def _share_of(size: int, share: WorkerShare) -> int:
     return int(count)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class _Cut(Node):
-    """Batches of one worker's size, cut from global batches that other operations make."""
+def _cut(node: Node, share: WorkerShare) -> Node:
+    """Returns batches of one worker's size, cut from global batches that other operations make."""
 
-    input: Node
-    share: WorkerShare
-
-    def cardinality(self) -> int:
-        size = self.input.cardinality()
-        return size if size < 0 else size * self.share.num_workers
-
-    def elements(self, path: Path) -> Stream:
-        return IteratedStream(self._pieces(self.input.stream(path)))
-
-    def _pieces(self, batches: Stream) -> Iterator[Block]:
+    def pieces(batches: Stream) -> Iterator[Block]:
         for batch in batches:
             size = num_rows(batch)
-            step = max(1, -(-size // self.share.num_workers))
+            step = max(1, -(-size // share.num_workers))
             for start in range(0, size, step):
                 yield some_rows(batch, slice(start, start + step))
 
-    def label(self) -> str:
-        return f"cut({self.share.num_workers})"
+    count = lambda size: size if size < 0 else size * share.num_workers
+    return Generated((node,), pieces, f"cut({share.num_workers})", count, in_memory=None)
