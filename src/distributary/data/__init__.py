@@ -8,7 +8,7 @@ from distributary.data._distributed_dataset import (
     DistributedIterator,
     PerReplicaSpec,
 )
-from distributary.data._foreign import foreign, is_hugging_face
+from distributary.data._foreign import is_hugging_face
 from distributary.data._iterables import RandomAccess
 from distributary.data._iterator import DatasetIterator, Optional
 from distributary.data._mapping import call

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 from distributary.data._arrays import Range, Single, slices
 from distributary.data._batching import Batch, Unbatch
 from distributary.data._file_names import FileNames, FilePaths, matching_files
-from distributary.data._foreign import foreign
+from distributary.data._foreign import node_of
 from distributary.data._iterables import RandomAccess, generated, signature_of
 from distributary.data._iterator import DatasetIterator
 from distributary.data._mapping import Cache, Filter, Map, call
@@ -139,10 +139,7 @@ class Dataset:
                 it has `__len__` and `__getitem__`, rows are read as they are needed, so that
                 shuffling costs nothing.
         """
-        if isinstance(source, cls):
-            return source
-        is_ours = isinstance(source, Dataset)
-        return cls.of(source.node if is_ours else foreign(source, "from_source: got"))
+        return source if isinstance(source, cls) else cls.of(node_of(source, "from_source: got"))
 
     @classmethod
     def range(

@@ -13,16 +13,18 @@ from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, described
 
 
-def foreign(source: Any, what: str) -> Node:
-    """Returns a source of the elements of another library's dataset, or of a Python iterable.
+def node_of(source: Any, what: str) -> Node:
+    """Returns the node of a dataset of this or another library, or of any Python iterable.
 
     Args:
-        source: A tf.data, grain, torch, Hugging Face or Keras dataset, or any iterable.
+        source: A dataset of ours, tf.data, grain, torch, Hugging Face or Keras, or any iterable.
         what: Start of error messages about it: the function and the origin of `source`.
 
     Raises:
         InvalidTypeError: if it cannot be iterated over.
     """
+    if isinstance(getattr(source, "node", None), Node):
+        return source.node
     for package, names, convert in _LIBRARIES:
         if _is_of(source, package, *names):
             return convert(source)

@@ -9,8 +9,7 @@ import numpy as np
 
 from distributary.data._batching import Batch, BatchedStream
 from distributary.data._coworkers import Coworkers
-from distributary.data._dataset import Dataset
-from distributary.data._foreign import foreign
+from distributary.data._foreign import node_of
 from distributary.data._iterables import Once, OneShot, RandomAccess
 from distributary.data._nodes import Node, NumberedNode
 from distributary.data._options import AutoShardPolicy, combined
@@ -184,7 +183,7 @@ class Elements(StepData):
     ) -> None:
         def prepare() -> int:
             what = "distribute_datasets_from_function: dataset_fn returned"
-            nodes = [_without_prefetch(_as_node(dataset, what)) for dataset in make()]
+            nodes = [_without_prefetch(node_of(dataset, what)) for dataset in make()]
             self.nodes = [node for node, _ in nodes]
             self.prefetch_depth = max(depth for _, depth in nodes)
             return self._own_cardinality()
@@ -279,11 +278,6 @@ def _without_rows(element: Nest) -> Nest:
     return jax.tree.map(empty, element)
 
 
-def _as_node(dataset: object, what: str) -> Node:
-    """Returns the node of a dataset of this or another library, or of any iterable."""
-    return dataset.node if isinstance(dataset, Dataset) else foreign(dataset, what)
-
-
 def _without_prefetch(node: Node) -> tuple[Node, int]:
     """Returns a dataset without `prefetch` at its end, and the depth of that `prefetch`.
 
@@ -318,7 +312,7 @@ def _batches(dataset: object, what: str) -> Node:
             " Dataset.from_tensor_slices(data).batch(global_batch_size). If it is one batch, pass"
             " [data]; if dim 0 counts batches, list(data)."
         )
-    node = _as_node(dataset, what)
+    node = node_of(dataset, what)
     if node.trait("batched") is False:
         raise InvalidValueError(
             f"{what} the dataset {shown(dataset)}, which yields single examples; they would be"
