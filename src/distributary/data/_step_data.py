@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar, final
 import jax
 import numpy as np
 
-from distributary.data._batching import Batch, BatchedStream
+from distributary.data._batching import BatchedStream
 from distributary.data._coworkers import Coworkers
 from distributary.data._foreign import node_of
 from distributary.data._iterables import Once, OneShot, RandomAccess
@@ -150,15 +150,10 @@ class Batches(StepData):
         return self._read.cardinality()
 
     def stream(self, path: tuple[int, ...]) -> Stream:
-        node, share = self._read, self._share
+        share = self._share
         if self._policy is not AutoShardPolicy.DATA:
             share = WorkerShare(replicas_per_worker=share.replicas_per_worker)
-        last = node
-        while isinstance(last, WithOptions):
-            last = last.input
-        if share.num_workers > 1 and isinstance(last, Batch):
-            node = last  # it fetches only the rows of this worker
-        return _BatchSteps(node.stream(path), share, not node.trait("own_arrays"))
+        return _BatchSteps(self._read.stream(path), share, not self._read.trait("own_arrays"))
 
 
 @final
@@ -223,6 +218,7 @@ class _BatchSteps(Stream):
         share = self._share
         self._number += 1
         if share.num_workers > 1 and isinstance(self._stream, BatchedStream):
+            # It fetches only the rows of this worker.
             rows, size = self._stream.part(self._wanted)
             rows, _ = checked(rows, self._number, self._reused)
         else:
