@@ -7,7 +7,6 @@ from distributary.data._batching import Batch
 from distributary.data._nodes import FileSource, Node
 from distributary.data._options import AutoShardPolicy
 from distributary.data._order import ShardHint, Slice, WithOptions, options_of
-from distributary.data._prefetch import Prefetch
 from distributary.data._replica_rows import WorkerShare
 from distributary.data._several import Generated, Interleave
 from distributary.data._streams import Stream
@@ -107,7 +106,7 @@ def _sharded_by_file(node: Node, share: WorkerShare) -> Node:
 
 def _with_batches_of_worker(node: Node, share: WorkerShare) -> Node:
     """Returns the dataset with every global batch size replaced by this worker's share of it."""
-    if isinstance(node, (Prefetch, WithOptions)):
+    if isinstance(node, WithOptions):
         return node.replace(input=_with_batches_of_worker(node.input, share))
     if isinstance(node, Batch):
         return node.replace(size=_share_of(node.size, share))
