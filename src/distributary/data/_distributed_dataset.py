@@ -309,8 +309,7 @@ class DistributedIterator(PassIterator, DistributedInput):
         self._join = join
         self._agreed: AgreedSteps | None = None
         self._loop = Loop(dataset.counts)
-        self._steps: Any = None  # an iterator, once the pass has begun
-        self._prefetched: Prefetched | None = None
+        self._steps: Any = None  # an iterator, perhaps `Prefetched`, once the pass has begun
 
     def current_node(self) -> Node:
         return self._dataset._source.node()
@@ -336,8 +335,8 @@ class DistributedIterator(PassIterator, DistributedInput):
 
     def _take(self) -> Any:
         """Returns this worker's data for the next step."""
-        if self._prefetched is not None:
-            return self._prefetched.next_or_wait(self._loop.waiting)
+        if isinstance(self._steps, Prefetched):
+            return self._steps.next_or_wait(self._loop.waiting)
         return self._loop.wait_for(next, self._steps)
 
     def _start(self, stream: Iterator[Given]) -> None:
@@ -350,7 +349,7 @@ class DistributedIterator(PassIterator, DistributedInput):
         self._steps = map(place, stream)
         # One more batch is being made.
         depth = self._dataset._depth and self._dataset._depth + 1
-        once = self._dataset._source.once
+        once = source.once
         if once is not None:
             # Batches that its thread has read, and nobody has taken, are left for the next
             # iterator.
@@ -358,7 +357,7 @@ class DistributedIterator(PassIterator, DistributedInput):
                 once.read_ahead(depth)
         elif depth:
             in_memory = all(node.trait("in_memory") for node in source.nodes)
-            self._prefetched = Prefetched(self._steps, depth, in_memory)
+            self._steps = Prefetched(self._steps, depth, in_memory)
 
     def _pass_name(self) -> str:
         return f"pass {self._number + 1} of {self._dataset._source.place}"
@@ -396,7 +395,7 @@ class DistributedIterator(PassIterator, DistributedInput):
 
     def close(self) -> None:
         """Ends the thread that reads ahead, and puts the iterator at its end."""
-        self._steps = iter(())
+        steps, self._steps = self._steps, iter(())
         self._agreed = None
-        if self._prefetched is not None:
-            self._prefetched.close()
+        if isinstance(steps, Prefetched):
+            steps.close()
