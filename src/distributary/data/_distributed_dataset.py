@@ -46,8 +46,6 @@ class Placer(Protocol):
 
     def place_rows(self, value: PerReplica) -> PerReplica: ...
 
-    def place_components(self, values: Sequence[Any]) -> PerReplica: ...
-
     def place_alone(self, value: Nest) -> Nest: ...
 
 
@@ -225,7 +223,7 @@ class DistributedDataset(DistributedInput):
             return value
         stacked = stack_components(value)
         if stacked is None:
-            return self._placer.place_components(value.values)
+            return PerReplica(list(map(self._placer.place_alone, value.values)))
         return self._placer.place_rows(stacked)
 
 

@@ -191,7 +191,7 @@ class Engine:
             if stacked is not None:
                 return self._placement.place_rows(stacked) if place else stacked
             arrays = component_arrays(leaf)
-            return self._placement.place_components(arrays) if place else PerReplica(arrays)
+            return PerReplica(list(map(self._placement.place_alone, arrays)) if place else arrays)
 
         return map_leaves(even_out, tree)
 

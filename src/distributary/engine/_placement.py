@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import jax
@@ -85,14 +85,11 @@ class Placement:
             home: The device of the variables.
             in_host_memory: Whether the variables lie in the host memory of `home`.
         """
-        mesh = make_mesh([(device,) for device in devices])
-        of_values = mesh_of_values(mesh)
+        around = cls.on_each(devices)
         at_home = NamedSharding(make_mesh([home]), P())
-        return cls(
-            len(devices),
-            mesh,
-            NamedSharding(of_values, P()),
-            NamedSharding(of_values, P(REPLICA_AXIS)) if len(devices) > 1 else None,
+        return replace(
+            around,
+            stacked=around.stacked if len(devices) > 1 else None,
             home=at_home,
             storage=at_home.with_memory_kind(HOST_MEMORY) if in_host_memory else at_home,
         )
@@ -100,10 +97,8 @@ class Placement:
     @classmethod
     def on_workers(cls, device: jax.Device, workers_mesh: AbstractMesh) -> "Placement":
         """Returns the placement of replicas on other processes; `device` is that of this one."""
-        mesh = make_mesh([device])
-        replicated = NamedSharding(mesh_of_values(mesh), P())
-        stacked = NamedSharding(mesh_of_values(mesh), P(REPLICA_AXIS))
-        return cls(workers_mesh.size, mesh, replicated, stacked, workers_mesh=workers_mesh)
+        here = cls.on_each([device])
+        return replace(here, num_replicas=workers_mesh.size, workers_mesh=workers_mesh)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -161,14 +156,8 @@ class Placement:
         )
         return PerReplica.from_stacked(rows, self.num_replicas)
 
-    def place_components(self, values: Sequence[Nest]) -> PerReplica:
-        """Makes a `PerReplica` of components that differ in shape, each on every device."""
-        if self.replicated is not None:
-            return PerReplica(tuple(put_replicated(v, self.replicated) for v in values))
-        return PerReplica(tuple(values))
-
     def place_alone(self, value: Nest) -> Nest:
-        """Puts the nest of a batch on the device of the only replica."""
+        """Puts the nest of one replica, or of the only one, on every device."""
         return value if self.replicated is None else put_replicated(value, self.replicated)
 
 
