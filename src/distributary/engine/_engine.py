@@ -36,6 +36,7 @@ from distributary.variables import (
     Mirrored,
     PerReplica,
     component_arrays,
+    component_of_traced,
     map_leaves,
     same_structure,
     stack_components,
@@ -307,7 +308,7 @@ class Engine:
         self, function: Callable[..., Any], args: Any, kwargs: Any, kind: StepKind
     ) -> Any:
         """Runs the function in place: the trace in progress is already that of one replica."""
-        args, kwargs = map_leaves(_component_of_traced, (args, kwargs))
+        args, kwargs = map_leaves(component_of_traced, (args, kwargs))
         with in_role(kind.role):
             result = call_on_replica(self._strategy, function, args, kwargs, kind)
         arrays, rebuild = split_result(result, kind.caller)
@@ -320,11 +321,3 @@ class Engine:
             return wrapper(value, num_replicas)
 
         return rebuild(arrays, wrap)
-
-
-def _component_of_traced(leaf: Any) -> Any:
-    if isinstance(leaf, PerReplica) and leaf.form == "local":
-        return leaf.payload
-    if isinstance(leaf, Mirrored):
-        return leaf.value()
-    return leaf

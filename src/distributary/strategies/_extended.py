@@ -86,6 +86,7 @@ from distributary.variables import (
     check_destinations,
     check_pairs,
     colocated_with,
+    component_of_traced,
     default_cross_device_ops,
     local_results,
     map_leaves,
@@ -814,16 +815,11 @@ class StrategyExtended:
                 return PerReplica.from_local(leaf, num_replicas)
             return leaf
 
-        def component(leaf: Any) -> Any:
-            if isinstance(leaf, PerReplica) and leaf.form == "local":
-                return leaf.payload
-            return leaf.value() if isinstance(leaf, Mirrored) else leaf
-
         args, kwargs = map_leaves(merged, (args, kwargs))
         role = in_role("cross") if current_scope() is not None else nullcontext()
         with entered(Mode(self._strategy, "cross", is_global=in_global_view())), role:
             result = merge_fn(self._strategy, *args, **kwargs)
-        return map_leaves(component, result)
+        return map_leaves(component_of_traced, result)
 
     def _all_reduce(self, reduce_op: Any, value: Any, options: CommunicationOptions | None) -> Any:
         op = as_reduce_op(reduce_op, "all_reduce")

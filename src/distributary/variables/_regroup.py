@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from distributary.devices import Nest
-from distributary.variables._distributed import DistributedValues
+from distributary.variables._distributed import DistributedValues, Mirrored, PerReplica
 from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._key_order import in_order, key_order
 
@@ -19,6 +19,13 @@ def _is_distributed(value: object) -> bool:
 def map_leaves(function: Callable[[Any], Nest], tree: Nest) -> Nest:
     """Applies a function to a nest's leaves, including distributed values and `IndexedSlices`."""
     return jax.tree.map(function, tree, is_leaf=_is_distributed)
+
+
+def component_of_traced(leaf: Any) -> Any:
+    """Returns the component of the replica that is traced, and anything else unchanged."""
+    if isinstance(leaf, PerReplica) and leaf.form == "local":
+        return leaf.payload
+    return leaf.value() if isinstance(leaf, Mirrored) else leaf
 
 
 def local_results(value: Nest) -> tuple[Any, ...]:
