@@ -20,6 +20,7 @@ from distributary.devices import REPLICA_AXIS, Nest
 from distributary.tracing import current_scope
 
 Sum: TypeAlias = Callable[[list[jax.Array]], list[jax.Array]]
+Accumulate: TypeAlias = Callable[[list[jax.Array]], jax.Array]
 # The numbers of the arrays that travel together.
 Packs: TypeAlias = list[list[int]]
 # Groups of replica ids; every replica is in exactly one.
@@ -76,7 +77,7 @@ def _as_vector(arrays: list[jax.Array]) -> jax.Array:
     return vector
 
 
-def two_level(groups: Groups) -> Sum:
+def two_level(arrays: list[jax.Array], groups: Groups) -> list[jax.Array]:
     """Sums by reduce-scatter inside groups, all-reduce across them, all-gather inside.
 
     The groups have equal size. Two groups exchange as much data as if each were one replica. There
@@ -95,7 +96,7 @@ def two_level(groups: Groups) -> Sum:
         whole = lax.all_gather(part, REPLICA_AXIS, axis_index_groups=inside, tiled=True)
         return whole[: vector.size]
 
-    return lambda arrays: _as_vectors(arrays, lambda vectors: [one(v) for v in vectors])
+    return _as_vectors(arrays, lambda vectors: [one(vector) for vector in vectors])
 
 
 def neighbors(num_replicas: int) -> Groups:
@@ -107,56 +108,36 @@ def neighbors(num_replicas: int) -> Groups:
     return tuple(tuple(range(start, start + size)) for start in range(0, num_replicas, size))
 
 
-def ring(num_replicas: int) -> Sum:
+def ring(array: jax.Array, num_replicas: int) -> jax.Array:
     """Sums by reduce-scatter, then all-gather: the two halves of a ring all-reduce."""
-
-    def one(array: jax.Array) -> jax.Array:
-        if array.size < num_replicas:
-            return lax.psum(array, REPLICA_AXIS)
-        padding = -array.size % num_replicas
-        flat = jnp.pad(array.reshape(-1), (0, padding))
-        part = lax.psum_scatter(flat, REPLICA_AXIS, tiled=True)
-        whole = lax.all_gather(part, REPLICA_AXIS, tiled=True)
-        return whole[: array.size].reshape(array.shape)
-
-    return lambda arrays: [one(array) for array in arrays]
+    if array.size < num_replicas:
+        return lax.psum(array, REPLICA_AXIS)
+    padding = -array.size % num_replicas
+    flat = jnp.pad(array.reshape(-1), (0, padding))
+    part = lax.psum_scatter(flat, REPLICA_AXIS, tiled=True)
+    whole = lax.all_gather(part, REPLICA_AXIS, tiled=True)
+    return whole[: array.size].reshape(array.shape)
 
 
-def gather_and_add(accumulate: Callable[[list[jax.Array]], jax.Array] | None = None) -> Sum:
-    """Sums by all-gather; every replica adds in replica order, so all get the same bits."""
-
-    def one(array: jax.Array) -> jax.Array:
-        return add_rows(lax.all_gather(array, REPLICA_AXIS), accumulate)
-
-    return lambda arrays: [one(array) for array in arrays]
-
-
-def add_rows(
-    rows: jax.Array, accumulate: Callable[[list[jax.Array]], jax.Array] | None = None
-) -> jax.Array:
+def add_rows(rows: jax.Array, accumulate: Accumulate | None) -> jax.Array:
     """Returns the sum of `[replica, *shape]` over the replicas, in replica order."""
     parts = [rows[i] for i in range(rows.shape[0])]
     return functools.reduce(operator.add, parts) if accumulate is None else accumulate(parts)
 
 
-def in_packs(sum_pack: Sum, packs_of: Callable[[Sequence[jax.Array]], Packs]) -> Sum:
+def sum_in_packs(arrays: Sequence[jax.Array], sum_pack: Sum, packs: Packs) -> list[jax.Array]:
     """Sums packs of arrays one after the other, each by a collective of its own."""
-
-    def run(arrays: list[jax.Array]) -> list[jax.Array]:
-        results: dict[int, jax.Array] = {}
-        previous: list[jax.Array] = []
-        for pack in packs_of(arrays):
-            operands = [arrays[i] for i in pack]
-            if previous and previous[0].size:
-                # A dependency, because XLA merges collectives that do not depend on each other.
-                zero = _zero_depending_on(previous[0])
-                operands = [operand + zero.astype(operand.dtype) for operand in operands]
-            previous = sum_pack(operands)
-            for i, result in zip(pack, previous, strict=True):
-                results[i] = result
-        return [results[i] for i in range(len(arrays))]
-
-    return run
+    results: dict[int, jax.Array] = {}
+    previous: list[jax.Array] = []
+    for pack in packs:
+        operands = [arrays[i] for i in pack]
+        if previous and previous[0].size:
+            # A dependency, because XLA merges collectives that do not depend on each other.
+            zero = _zero_depending_on(previous[0])
+            operands = [operand + zero.astype(operand.dtype) for operand in operands]
+        previous = sum_pack(operands)
+        results.update(zip(pack, previous, strict=True))
+    return [results[i] for i in range(len(arrays))]
 
 
 def _zero_depending_on(array: jax.Array) -> jax.Array:
@@ -170,40 +151,32 @@ def _zero_depending_on(array: jax.Array) -> jax.Array:
     return lax.shift_right_logical(sign, jnp.ones((), bits.dtype))
 
 
-def packs_by_count(num_packs: int) -> Callable[[Sequence[jax.Array]], Packs]:
+def packs_by_count(arrays: Sequence[jax.Array], num_packs: int) -> Packs:
     """Divides arrays into `num_packs` equal packs, the last with the rest; 0: one pack each.
 
     The last pack comes first, because the last gradients are ready first and packs wait for each
     other.
     """
-
-    def packs(arrays: Sequence[jax.Array]) -> Packs:
-        count = len(arrays) if num_packs == 0 else min(num_packs, len(arrays))
-        size = len(arrays) // max(count, 1)
-        starts = [i * size for i in range(count)] + [len(arrays)]
-        return [list(range(a, b)) for a, b in itertools.pairwise(starts)][::-1]
-
-    return packs
+    count = len(arrays) if num_packs == 0 else min(num_packs, len(arrays))
+    size = len(arrays) // max(count, 1)
+    starts = [i * size for i in range(count)] + [len(arrays)]
+    return [list(range(a, b)) for a, b in itertools.pairwise(starts)][::-1]
 
 
-def packs_by_bytes(bytes_per_pack: int) -> Callable[[Sequence[jax.Array]], Packs]:
+def packs_by_bytes(arrays: Sequence[jax.Array], bytes_per_pack: int) -> Packs:
     """Divides arrays into packs of consecutive ones; a pack is full once it holds `bytes_per_pack`.
 
     The order is reversed, as in tf.distribute, because the last gradients are ready first.
     """
-
-    def packs(arrays: Sequence[jax.Array]) -> Packs:
-        result: Packs = []
-        size = bytes_per_pack
-        for i in reversed(range(len(arrays))):
-            if size >= bytes_per_pack:
-                result.append([])
-                size = 0
-            result[-1].append(i)
-            size += arrays[i].size * arrays[i].dtype.itemsize
-        return result
-
-    return packs
+    result: Packs = []
+    size = bytes_per_pack
+    for i in reversed(range(len(arrays))):
+        if size >= bytes_per_pack:
+            result.append([])
+            size = 0
+        result[-1].append(i)
+        size += arrays[i].size * arrays[i].dtype.itemsize
+    return result
 
 
 def over_replicas(

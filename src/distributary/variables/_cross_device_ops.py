@@ -2,12 +2,13 @@
 
 import abc
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from distributary.devices import (
@@ -277,6 +278,8 @@ class _Summing(CrossDeviceOps):
     _pattern = "{collectives} over {transport}, {packs}"
     # Name of its collectives without options, for people.
     _without_options = "XLA all-reduce"
+    # Adds the arrays of all replicas where they are gathered; None adds them one by one.
+    _accumulate: algorithms.Accumulate | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
         if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
@@ -296,23 +299,29 @@ class _Summing(CrossDeviceOps):
         bound._are_slices = bool(hosts) and devices[0].platform == "tpu"
         return bound
 
-    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
-        """Returns the way to sum over this many replicas."""
-        if options.implementation is CommunicationImplementation.RING:
-            add = algorithms.ring(num_replicas)
-        elif groups := self._levels(options):
-            add = algorithms.two_level(groups)
-        else:
-            add = self._collective(num_replicas)
-        if options.bytes_per_pack:
-            return algorithms.in_packs(add, algorithms.packs_by_bytes(options.bytes_per_pack))
-        if self.num_packs == 1:
-            return add
-        return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
+    def _sum(
+        self, arrays: list[jax.Array], num_replicas: int, options: CommunicationOptions
+    ) -> list[jax.Array]:
+        """Sums arrays over the replicas."""
 
-    @abc.abstractmethod
-    def _collective(self, num_replicas: int) -> algorithms.Sum:
-        """Returns the way to sum unless options choose another."""
+        def add(arrays: list[jax.Array]) -> list[jax.Array]:
+            if options.implementation is CommunicationImplementation.RING:
+                return [algorithms.ring(array, num_replicas) for array in arrays]
+            if groups := self._levels(options):
+                return algorithms.two_level(arrays, groups)
+            return self._collective(arrays, num_replicas)
+
+        if options.bytes_per_pack:
+            packs = algorithms.packs_by_bytes(arrays, options.bytes_per_pack)
+        elif self.num_packs != 1:
+            packs = algorithms.packs_by_count(arrays, self.num_packs)
+        else:
+            return add(arrays)
+        return algorithms.sum_in_packs(arrays, add, packs)
+
+    def _collective(self, arrays: list[jax.Array], num_replicas: int) -> list[jax.Array]:
+        """Sums arrays unless options choose another way."""
+        return algorithms.all_reduce(arrays)
 
     def reduce_implementation(
         self,
@@ -337,18 +346,16 @@ class _Summing(CrossDeviceOps):
         scope = current_scope()
         # An uneven batch joins collectives by hand, so the algorithm would change nothing.
         uneven = scope is not None and scope.uneven is not None
-        add = algorithms.all_reduce if uneven else self._sum(num_replicas, options)
-        return reduce_arrays(reduce_op, arrays, num_replicas, add)
+        add = lambda parts: self._sum(parts, num_replicas, options)
+        return reduce_arrays(
+            reduce_op, arrays, num_replicas, algorithms.all_reduce if uneven else add
+        )
 
     def _reduce_rows(
         self, op: ReduceOp, rows: list[jax.Array], options: CommunicationOptions
     ) -> list[jax.Array]:
-        return reduce_arrays(
-            op, rows, rows[0].shape[0], lambda parts: [self._add_rows(part) for part in parts]
-        )
-
-    def _add_rows(self, rows: jax.Array) -> jax.Array:
-        return algorithms.add_rows(rows)
+        add = lambda parts: [algorithms.add_rows(part, self._accumulate) for part in parts]
+        return reduce_arrays(op, rows, rows[0].shape[0], add)
 
     def _levels(self, options: CommunicationOptions) -> algorithms.Groups:
         """Returns the groups that reduce first among themselves; () if there are none."""
@@ -393,9 +400,6 @@ class NcclAllReduce(_Summing):
     Source: `tf.distribute.NcclAllReduce`.
     """
 
-    def _collective(self, num_replicas: int) -> algorithms.Sum:
-        return algorithms.all_reduce
-
 
 @final
 class CollectiveAllReduce(_Summing):
@@ -411,8 +415,8 @@ class CollectiveAllReduce(_Summing):
     _pattern = "{collectives} over gloo, one vector per dtype"
     _without_options = "exchanges between pairs, or XLA all-reduce,"
 
-    def _collective(self, num_replicas: int) -> algorithms.Sum:
-        return algorithms.all_reduce_of_vectors
+    def _collective(self, arrays: list[jax.Array], num_replicas: int) -> list[jax.Array]:
+        return algorithms.all_reduce_of_vectors(arrays)
 
 
 @final
@@ -432,9 +436,9 @@ class HierarchicalCopyAllReduce(_Summing):
 
     _pattern = "hierarchical XLA all-reduce, inside groups and across them, on {platform}"
 
-    def _collective(self, num_replicas: int) -> algorithms.Sum:
+    def _collective(self, arrays: list[jax.Array], num_replicas: int) -> list[jax.Array]:
         groups = self._hosts or algorithms.neighbors(num_replicas)
-        return algorithms.two_level(groups) if groups else algorithms.all_reduce
+        return algorithms.two_level(arrays, groups) if groups else algorithms.all_reduce(arrays)
 
 
 @final
@@ -457,7 +461,7 @@ class ReductionToOneDevice(_Summing):
     def __init__(
         self,
         reduce_to_device: object = None,
-        accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
+        accumulation_fn: algorithms.Accumulate | None = None,
     ) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise InvalidTypeError(
@@ -466,16 +470,16 @@ class ReductionToOneDevice(_Summing):
             )
         super().__init__()
         self.reduce_to_device = reduce_to_device
-        self.accumulation_fn = accumulation_fn
+        self.accumulation_fn = self._accumulate = accumulation_fn
 
-    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
-        return self._collective(num_replicas)  # options have no effect: the order is the point
-
-    def _collective(self, num_replicas: int) -> algorithms.Sum:
-        return algorithms.gather_and_add(self.accumulation_fn)
-
-    def _add_rows(self, rows: jax.Array) -> jax.Array:
-        return algorithms.add_rows(rows, self.accumulation_fn)
+    def _sum(
+        self, arrays: list[jax.Array], num_replicas: int, options: CommunicationOptions
+    ) -> list[jax.Array]:
+        # Options have no effect: the order is the point.
+        return [
+            algorithms.add_rows(lax.all_gather(array, REPLICA_AXIS), self._accumulate)
+            for array in arrays
+        ]
 
 
 def default_cross_device_ops(platform: str, num_workers: int) -> CrossDeviceOps:
