@@ -2,7 +2,6 @@
 
 import enum
 import math
-import operator
 from collections.abc import Sequence
 from typing import SupportsIndex, TypeVar, final
 
@@ -10,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distributary.devices._tpu_topology import Topology, checked_sizes
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidValueError, checked_int
 
 _BUILD = "DeviceAssignment.build"
 
@@ -107,7 +106,7 @@ class DeviceAssignment:
                 f" topology has the size {mesh.tolist()}."
             )
         mode = DeviceOrderMode(device_order_mode)
-        count = _whole_number(num_replicas, "num_replicas")
+        count = checked_int(f"{_BUILD}: num_replicas", num_replicas, minimum=1)
         room = mesh // footprint * stride  # number of replicas that fit along each dim
         num_missing = len(topology.missing_devices)
         most = (mesh.prod() - num_missing) // shape.prod() if num_missing else room.prod()
@@ -266,13 +265,3 @@ def _checked_topology(topology: object) -> Topology:
             " initialize_tpu_system returns it."
         )
     return topology
-
-
-def _whole_number(value: SupportsIndex, what: str) -> int:
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        raise InvalidTypeError(f"{_BUILD}: {what} is {value!r}, expected an int.") from None
-    if number < 1:
-        raise InvalidValueError(f"{_BUILD}: {what} is {value!r}, expected a number >= 1.")
-    return number

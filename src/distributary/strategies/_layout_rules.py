@@ -2,7 +2,6 @@
 
 import difflib
 import logging
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -11,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, spec_of_axes
-from distributary.errors import DeviceError, InvalidTypeError, InvalidValueError, check_type
+from distributary.errors import DeviceError, InvalidValueError, check_type, checked_int
 
 _log = logging.getLogger(__name__)
 _AXES = ("batch", "model")
@@ -137,7 +136,8 @@ class LayoutRules:
             InvalidValueError: if several rules fit, or the one that fits has too many axes, or
                 divides a dim whose size is not a multiple of the number of devices.
         """
-        rules = [path] if path in self._rules else self._fitting(path)
+        fitting = [pattern for pattern in self._rules if re.fullmatch(pattern, path)]
+        rules = [path] if path in self._rules else fitting
         if len(rules) > 1:
             raise InvalidValueError(
                 f"{self._what}: the rules {rules!r} all fit the variable {path!r}; expected one."
@@ -160,9 +160,6 @@ class LayoutRules:
         names = tuple(axes_of_devices)
         device_axes = None if not names else names[0] if len(names) == 1 else names
         return spec_of_axes([device_axes if axis == "model" else axis for axis in axes])
-
-    def _fitting(self, path: str) -> list[str]:
-        return [pattern for pattern in self._rules if re.fullmatch(pattern, path)]
 
     @property
     def is_settled(self) -> bool:
@@ -212,12 +209,9 @@ def _checked_number(who: str, value: Any, mesh_shape: Sequence[int] | None) -> i
     in_map = 1 if mesh_shape is None else mesh_shape[1]
     if value is None:
         return in_map
-    what = f"{who}: experimental_model_parallel is {value!r}"
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        raise InvalidTypeError(f"{what}, expected an int.") from None
-    if number < 1 or (mesh_shape is not None and number != in_map):
-        expected = "a number >= 1" if mesh_shape is None else f"{in_map} as in the layout map"
-        raise InvalidValueError(f"{what}, expected {expected}.")
-    return number
+    what = f"{who}: experimental_model_parallel"
+    if mesh_shape is None:
+        return checked_int(what, value, minimum=1)
+    if checked_int(what, value) != in_map:
+        raise InvalidValueError(f"{what} is {value!r}, expected {in_map} as in the layout map.")
+    return in_map
