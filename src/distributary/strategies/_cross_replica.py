@@ -124,11 +124,7 @@ class CrossReplica:
         return self._at_home(map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value))
 
     def _gather_leaf(self, leaf: object, axis: int) -> Any:
-        if isinstance(leaf, IndexedSlices):
-            raise UnsupportedError(
-                "gather: IndexedSlices cannot be gathered. Use strategy.reduce, which concatenates"
-                " their rows, or gather .values and .indices."
-            )
+        _refuse_slices(leaf, "gather", "strategy.reduce")
         rows = self._rows(leaf)
         if rows is None:
             if isinstance(leaf, (Mirrored, MirroredVariable)) and self._num_replicas > 1:
@@ -323,6 +319,14 @@ def check_gather_axis(array: Any, axis: int) -> int:
     return axis % array.ndim
 
 
+def _refuse_slices(leaf: object, who: str, other: str) -> None:
+    if isinstance(leaf, IndexedSlices):
+        raise UnsupportedError(
+            f"{who}: IndexedSlices cannot be gathered. Use {other}, which concatenates their rows,"
+            " or gather .values and .indices."
+        )
+
+
 def _check_gather_shapes(parts: list[Any], axis: int) -> None:
     def others(shape: Any) -> Any:
         return (*shape[:axis], *shape[axis + 1 :])
@@ -339,11 +343,7 @@ def gather_nest(tree: object, axis: int, num_replicas: int) -> Any:
     """Concatenates every array of a nest over the replicas; call in a replica program."""
 
     def gather(leaf: object) -> Any:
-        if isinstance(leaf, IndexedSlices):
-            raise UnsupportedError(
-                "all_gather: IndexedSlices cannot be gathered. Use all_reduce, which concatenates"
-                " their rows, or gather .values and .indices."
-            )
+        _refuse_slices(leaf, "all_gather", "all_reduce")
         array = jnp.asarray(leaf)
         return all_gather(array, check_gather_axis(array, axis), num_replicas)
 
