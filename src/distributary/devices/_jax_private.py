@@ -214,7 +214,9 @@ class _Recording(_Trace or object):  # type: ignore[misc]
 
         key = None
         if _is_of_library(functions[0]):
-            key = (_identity(functions[0]), *map(jax.typeof, operands))
+            function = functions[0]
+            identity = function.f, function.transforms, function.params
+            key = (identity, *map(jax.typeof, operands))
         held = [] if key is None else _held(key)
         with _set_trace(self._around):
             if held:
@@ -237,10 +239,6 @@ def _is_of_library(function: Any) -> bool:
 def _held(key: Any) -> list[Any]:
     """Returns a list for the function that is made once for a key."""
     return []
-
-
-def _identity(function: Any) -> Any:
-    return function.f, function.transforms, function.params
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ class Executable:
         self._outside: list[tuple[int, int, Handle]] = []
         self._has_own_variables = any(isinstance(h.cell(), Variable) for h in program.written)
         # The list in which the written variables keep their arrays together, if they do.
-        self._states: Callable[[], StateList | None] = _no_states
+        self._states: Callable[[], StateList | None] = lambda: None
         self._num_single_runs = 0
         # Held while the program is compiled, before its first run; None from then on.
         self._compiling: threading.Lock | None = None
@@ -406,10 +406,6 @@ def _is_number(arg: object) -> bool:
     if isinstance(arg, (np.ndarray, np.generic)):
         return arg.ndim == 0
     return isinstance(arg, (int, float, complex))
-
-
-def _no_states() -> None:
-    return None
 
 
 def _holder_of(handle: Handle) -> Callable[[], Any]:

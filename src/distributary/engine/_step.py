@@ -251,8 +251,7 @@ class Step:
 
     def release(self) -> None:
         """Drops the function and its arguments, so that a cached program keeps neither alive."""
-        self.function = _released
-        self._slots = []
+        del self.function, self._slots
 
     def merger(self, program: ReplicaProgram | GlobalProgram) -> Callable[[Sequence[Any]], Any]:
         """Returns a function from the outputs of the program to the result of the run."""
@@ -297,10 +296,6 @@ def _or_text(value: object) -> object:
 def _joined(values: Sequence[Any]) -> Any:
     """Returns the Python value of all replicas, as one if it is the same."""
     return values[0] if all(value == values[0] for value in values) else PerReplica(values)
-
-
-def _released(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a released step was traced")
 
 
 def _slot_of(leaf: object, num_leaves: int, tree: object, num_replicas: int) -> _Slot:

@@ -34,7 +34,6 @@ from distributary.variables._foreign import ForeignVariable, as_variable
 from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._key_order import in_order, key_order
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
-from distributary.variables._operators import ArrayOperators
 from distributary.variables._reduce_op import as_reduce_op, check_reducible, reduce_arrays
 from distributary.variables._regroup import component_of_traced, local_results, map_leaves
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup

@@ -13,15 +13,11 @@ def key_order(nest: Nest) -> Any:
     if type(nest) is dict:
         orders = {key: key_order(part) for key, part in nest.items()}
         is_sorted = len(nest) < 2 or [*nest] == sorted(nest)
-        return None if is_sorted and not any(map(_is_order, orders.values())) else orders
+        return orders if not is_sorted or any(o is not None for o in orders.values()) else None
     if isinstance(nest, (tuple, list)):
         parts = [key_order(part) for part in nest]
-        return parts if any(map(_is_order, parts)) else None
+        return parts if any(part is not None for part in parts) else None
     return None
-
-
-def _is_order(order: object) -> bool:
-    return order is not None
 
 
 def in_order(nest: Nest, order: Any) -> Any:
