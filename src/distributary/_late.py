@@ -5,6 +5,7 @@ meet them without importing them. `distributary/__init__` says which packages re
 runs it before any module of the package, whichever a program imports first.
 """
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -120,7 +121,7 @@ class Library:
 
 
 _libraries: list[Library] = []
-_assemble: Callable[[], None] | None = None
+_assemble: Callable[[], None] = lambda: None
 
 
 def register(library: Library) -> None:
@@ -131,16 +132,7 @@ def register(library: Library) -> None:
 def assemble_with(imports: Callable[[], None]) -> None:
     """Sets the function that imports the packages that register."""
     global _assemble
-    _assemble = imports
-
-
-def assemble() -> None:
-    """Imports the packages that register, the first time."""
-    global _assemble
-    imports = _assemble
-    if imports is not None:
-        imports()
-        _assemble = None  # only now: another thread waits for the imports as well
+    _assemble = functools.cache(imports)
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,6 +142,6 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def libraries() -> Sequence[Library]:
-    """Returns the libraries that are registered."""
-    assemble()
+    """Returns the libraries that are registered; the first time, imports the packages of them."""
+    _assemble()  # another thread that comes meanwhile waits for the imports as well
     return _libraries

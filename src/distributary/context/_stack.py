@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from distributary._late import Library, assemble, libraries
+from distributary._late import Library, libraries
 from distributary.errors import ContextError, InvalidTypeError, shown
 from distributary.tracing import advise
 
@@ -58,7 +58,7 @@ def default_mode() -> Mode:
     """Returns the mode of a thread outside every scope."""
     global _default_mode
     if _default_mode is None:
-        assemble()
+        libraries()  # imports the package that registers the mode
         with _default_lock:
             if _default_mode is None:
                 assert _make_default_mode is not None
