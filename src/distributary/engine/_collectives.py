@@ -211,11 +211,6 @@ def names_in(text: str) -> list[str]:
     return _NAME.findall(text)
 
 
-def collective_bytes(hlo: str) -> int:
-    """Returns the size of the arrays that one run of a program sends through collectives."""
-    return total_bytes(Program(hlo).collectives.values())
-
-
 def total_bytes(collectives: Iterable[Collective]) -> int:
     """Returns the size of the arrays that one run of a program sends through some collectives.
 

@@ -30,7 +30,7 @@ from distributary.devices import (
     whole_shards,
 )
 from distributary.engine._arguments import inside_jax, placed_struct_of, traced
-from distributary.engine._collectives import collective_bytes
+from distributary.engine._collectives import Program, total_bytes
 from distributary.engine._placement import Placement
 from distributary.engine._staged import StagedProgram
 from distributary.errors import ContextError
@@ -210,7 +210,8 @@ class Executable:
         """Returns the size of the arrays that one run sends through collectives."""
         if not self._has_collectives:
             return 0
-        return collective_bytes(self.lowered(self._avals).compile().as_text())
+        hlo = self.lowered(self._avals).compile().as_text()
+        return total_bytes(Program(hlo).collectives.values())
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """Runs the program once and returns the result of the function.
