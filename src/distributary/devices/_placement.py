@@ -50,20 +50,16 @@ def in_device_memory(value: object) -> Any:
     return jax.device_put(value, in_device_memory(sharding)) if in_host_memory(sharding) else value
 
 
+@functools.lru_cache(maxsize=64)
 def local_devices(sharding: NamedSharding) -> list[jax.Device]:
     """Returns the devices of a mesh that belong to this process, in the order of the mesh."""
-    return _local_devices_of(sharding.mesh)
+    this_process = jax.process_index()
+    return [d for d in sharding.mesh.devices.flat if d.process_index == this_process]
 
 
 def num_local_replicas(sharding: NamedSharding) -> int:
     """Returns the number of replicas of a mesh that belong to this process."""
     return len(local_devices(sharding)) // num_logical_devices(sharding.mesh)
-
-
-@functools.lru_cache(maxsize=32)
-def _local_devices_of(mesh: jax.sharding.Mesh) -> list[jax.Device]:
-    this_process = jax.process_index()
-    return [d for d in mesh.devices.flat if d.process_index == this_process]
 
 
 def own_copies(arrays: list[jax.Array]) -> list[jax.Array]:
