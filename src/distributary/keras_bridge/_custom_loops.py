@@ -72,22 +72,6 @@ class KerasVariable(ForeignVariable):
         return True
 
     @property
-    def _value(self) -> Any:
-        return self.holder()._value
-
-    @_value.setter
-    def _value(self, value: object) -> None:
-        self.holder()._value = value
-
-    @property
-    def _shared(self) -> bool:
-        return getattr(self.holder(), "_shared", False)
-
-    @_shared.setter
-    def _shared(self, value: bool) -> None:
-        self.holder()._shared = value
-
-    @property
     def _shards(self) -> list[Any]:
         """Variables on servers that keep the value."""
         return list(getattr(self._value, "_shards", []))

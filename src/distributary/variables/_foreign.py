@@ -19,9 +19,7 @@ class ForeignVariable:
     holder: Callable[[], Any]
     _handle: Handle
     _layout: VariableLayout
-    _value: Any
     _stores_array = False
-    _shared: bool
 
     @property
     def variable(self) -> Any:
@@ -32,6 +30,22 @@ class ForeignVariable:
     def trainable(self) -> bool:
         """True if `GradientTape` watches it automatically."""
         return bool(self.variable.trainable)
+
+    @property
+    def _value(self) -> Any:
+        return self.holder()._value
+
+    @_value.setter
+    def _value(self, value: object) -> None:
+        self.holder()._value = value
+
+    @property
+    def _shared(self) -> bool:
+        return getattr(self.holder(), "_shared", False)
+
+    @_shared.setter
+    def _shared(self, value: bool) -> None:
+        self.holder()._shared = value
 
     def begin_with(self, array: object) -> bool:
         """Makes an array the first value of a new variable; returns False if it has a value."""
