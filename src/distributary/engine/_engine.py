@@ -158,7 +158,7 @@ class Engine:
         """
         if self._placement.home is not None:
             return False
-        if not self._placement.is_on_cpus:
+        if self._placement.mesh is None or not is_for_cpus(self._placement.mesh):
             return True
         args, kwargs = self._even_out(((element,), {}), place=True)
         step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
@@ -263,7 +263,7 @@ class Engine:
         body = step
         if mesh is None or num_logical_devices(mesh) == 1:  # these are left to XLA
             body = with_sparse_gradients(step, [closed.jaxpr], 1, placement.adds_in_any_order, mesh)
-            if divided is not None and placement.is_on_cpus:
+            if divided is not None and is_for_cpus(mesh):
                 body = with_partial_sums(body, dims, divided)  # rewrites what each device computes
         return with_gathers(body) if gathers(closed.jaxpr) else body
 

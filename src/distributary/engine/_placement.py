@@ -119,11 +119,6 @@ class Placement:
         return self.replicated is not None and not self.replicated.is_fully_addressable
 
     @property
-    def is_on_cpus(self) -> bool:
-        """True if programs run on CPU devices of this machine or of other ones."""
-        return self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
-
-    @property
     def adds_in_any_order(self) -> bool:
         """True if a scatter may add rows that go to the same place in a different order each time.
 
