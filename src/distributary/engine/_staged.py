@@ -214,15 +214,16 @@ class StagedProgram:
     _tree: Any = field(default=None, init=False)
 
     def __call__(
-        self,
-        captures: Sequence[Sequence[Array]],
-        written: Sequence[Array],
-        read_only: Sequence[Array],
-        args: Sequence[Any],
+        self, captures: Sequence[Sequence[Array]], *values: Sequence[Any]
     ) -> tuple[list[Array], list[Any], Any]:
-        """Runs the program; returns new state, results and a token, see `Staged`."""
-        staged = self._staged or self._build(captures, written, read_only, args)
-        outs, token = staged([*written, *read_only, *jax.tree.leaves(args)])
+        """Runs the program; returns new state, results and a token, see `Staged`.
+
+        Args:
+            captures: As for a `TracedProgram`.
+            *values: The written and the other variables, and the arguments.
+        """
+        staged = self._staged or self._build(captures, *values)
+        outs, token = staged(jax.tree.leaves(values))
         new, results = jax.tree.unflatten(self._tree, outs)
         return new, results, token
 
