@@ -20,7 +20,7 @@ def _mirrored(num_replicas):
 def _run(strategy, step, batch, dim=0):
     extended = strategy.extended
     rows = global_batch(batch, extended.placement, dim, is_own=False)
-    return extended.engine.execute({}, step, (rows,), {}, _KIND)
+    return extended.engine.execute({}, step, ((rows,), {}), _KIND)
 
 
 @pytest.mark.parametrize(("num_rows", "num_replicas"), [(8, 4), (6, 4), (1, 4)])
@@ -34,7 +34,7 @@ def test_every_device_computes_only_its_rows(num_rows, num_replicas):
         return jnp.sum(jnp.tanh(x @ w) ** 2)
 
     rows = global_batch(x, strategy.extended.placement, 0, is_own=False)
-    text = strategy.extended.engine.lower(step, (rows,), {}, _KIND).compile().as_text()
+    text = strategy.extended.engine.lower(step, ((rows,), {}), _KIND).compile().as_text()
 
     each = -(-num_rows // num_replicas)
     shapes = set(re.findall(r"f32\[(\d+),32\]", text))

@@ -14,7 +14,15 @@ from distributary.engine._arguments import argument_error, own_arrays, signature
 from distributary.engine._cache import ByIdentity, ProgramCache
 from distributary.engine._executable import Executable, VariableGoneError
 from distributary.engine._placement import Placement
-from distributary.engine._step import RUN, Step, StepKind, call_on_replica, picked, several_steps
+from distributary.engine._step import (
+    RUN,
+    Arguments,
+    Step,
+    StepKind,
+    call_on_replica,
+    picked,
+    several_steps,
+)
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
 from distributary.programs import (
     GlobalProgram,
@@ -68,39 +76,31 @@ class Engine:
         self.cache = ProgramCache("Strategy.run")
         self._fusible: ByIdentity[list[bool]] = ByIdentity(list)
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, kind: StepKind
-    ) -> Any:
+    def run(self, function: Callable[..., Any], arguments: Arguments, kind: StepKind) -> Any:
         """Runs `function` once per replica and merges the results.
 
         Source: `tf.distribute.Strategy.run`.
         """
         scope = current_scope()
         if scope is not None and scope.kind == "replica":
-            return self._run_inside_replica(function, args, kwargs, kind)
+            return self._run_inside_replica(function, arguments, kind)
         if scope is not None:
-            return self._run_inside_function(scope, function, args, kwargs, kind)
-        return self.execute(self.cache.programs_of(function), function, args, kwargs, kind)
+            return self._run_inside_function(scope, function, arguments, kind)
+        return self.execute(self.cache.programs_of(function), function, arguments, kind)
 
     def execute(
-        self,
-        programs: Programs,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Any,
-        kind: StepKind,
+        self, programs: Programs, function: Callable[..., Any], arguments: Arguments, kind: StepKind
     ) -> Any:
         """Runs the program for these arguments; traces and compiles it if there is none yet.
 
         Args:
             programs: The programs of `function`, which get the new one.
             function: The step.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
+            arguments: Its arguments.
             kind: Describes the step.
         """
         # The function behind `jax.tree.flatten`; calling it directly saves two frames.
-        leaves, tree = jax.tree_util.default_registry.flatten((args, kwargs))
+        leaves, tree = jax.tree_util.default_registry.flatten(arguments)
         try:
             key = (tree, tuple(map(signature_of, leaves, repeat(kind.caller))), kind)
         except InvalidTypeError as error:
@@ -114,13 +114,13 @@ class Engine:
                 return executable(leaves if picks is None else picked(leaves, picks))
             except VariableGoneError:
                 del programs[key]
-        args, kwargs = self._even_out(jax.tree.unflatten(tree, leaves), place=True)
-        leaves, tree_after = jax.tree.flatten((args, kwargs))
+        arguments = self._even_out(jax.tree.unflatten(tree, leaves), place=True)
+        leaves, tree_after = jax.tree.flatten(arguments)
         if not same_structure(tree_after, tree):
             # Components of equal shape were stacked, so this is now an ordinary call.
-            return self.execute(programs, function, args, kwargs, kind)
+            return self.execute(programs, function, arguments, kind)
         with progress.doing("compilation"):
-            executable = self._build(function, args, kwargs, kind)
+            executable = self._build(function, arguments, kind)
             if kind.role != "update":  # each variable needs a trace of its own
                 self._strategy.extended.step_counts.num_retraces += bool(programs)
                 if kind.name is None:
@@ -144,10 +144,10 @@ class Engine:
             programs = self.cache.programs_of(function)
             steps = several_steps(function)
             stacked = lambda nests: steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *nests))
-            return self.execute(programs, stacked, (list(elements),), {}, _STEPS)
+            return self.execute(programs, stacked, ((list(elements),), {}), _STEPS)
         result = None
         for element in elements:
-            result = self.run(function, (element,), {}, RUN)
+            result = self.run(function, ((element,), {}), RUN)
         return result
 
     def fuses(self, function: Callable[[Nest], Nest], element: Nest, kind: StepKind = RUN) -> bool:
@@ -160,18 +160,16 @@ class Engine:
             return False
         if self._placement.mesh is None or not is_for_cpus(self._placement.mesh):
             return True
-        args, kwargs = self._even_out(((element,), {}), place=True)
-        step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
+        arguments = self._even_out(((element,), {}), place=True)
+        step = Step(self._strategy, self._num_replicas, function, arguments, kind)
         eqns = walk(self._program(step, False).jaxpr.eqns)
         return not any(eqn.primitive is lax.conv_general_dilated_p for eqn in eqns)
 
-    def lower(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, kind: StepKind
-    ) -> Any:
+    def lower(self, function: Callable[..., Any], arguments: Arguments, kind: StepKind) -> Any:
         """Returns the program of a step, lowered but not run."""
-        args, kwargs = self._even_out((args, kwargs), place=True)
-        executable = self._build(function, args, kwargs, kind)
-        return executable.lowered(picked(jax.tree.leaves((args, kwargs)), executable.picks))
+        arguments = self._even_out(arguments, place=True)
+        executable = self._build(function, arguments, kind)
+        return executable.lowered(picked(jax.tree.leaves(arguments), executable.picks))
 
     def _even_out(self, tree: Nest, place: bool) -> Nest:
         """Replaces `PerReplica` components of equal shape by one stacked array."""
@@ -197,9 +195,9 @@ class Engine:
         return map_leaves(even_out, tree)
 
     def _build(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, kind: StepKind
+        self, function: Callable[..., Any], arguments: Arguments, kind: StepKind
     ) -> Executable:
-        step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
+        step = Step(self._strategy, self._num_replicas, function, arguments, kind)
         program = self._program(step, False)
         placement = self._placement
         name = str(getattr(function, "__name__", repr(function)))
@@ -282,35 +280,30 @@ class Engine:
         return with_exchanged_sums(replica, mesh)
 
     def _run_inside_function(
-        self,
-        scope: TraceScope,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        kind: StepKind,
+        self, scope: TraceScope, function: Callable[..., Any], arguments: Arguments, kind: StepKind
     ) -> Any:
         """Inlines the program into the `distributary.function` that is being traced."""
-        args, kwargs = self._even_out((args, kwargs), place=False)
-        step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
+        arguments = self._even_out(arguments, place=False)
+        step = Step(self._strategy, self._num_replicas, function, arguments, kind)
         program = self._program(step, scope.is_for_workers)
         scope.strategies.append(self._strategy)
         new, outs = program(
             program.captures,
             [scope.read(handle) for handle in program.written],
             [scope.read(handle) for handle in program.read_only],
-            picked(jax.tree.leaves((args, kwargs)), step.picks),
+            picked(jax.tree.leaves(arguments), step.picks),
         )
         for handle, value in zip(program.written, new, strict=True):
             scope.write(handle, value)
         return step.merger(program)(outs)
 
     def _run_inside_replica(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, kind: StepKind
+        self, function: Callable[..., Any], arguments: Arguments, kind: StepKind
     ) -> Any:
         """Runs the function in place: the trace in progress is already that of one replica."""
-        args, kwargs = map_leaves(component_of_traced, (args, kwargs))
+        arguments = map_leaves(component_of_traced, arguments)
         with in_role(kind.role):
-            result = call_on_replica(self._strategy, function, args, kwargs, kind)
+            result = call_on_replica(self._strategy, function, arguments, kind)
         arrays, rebuild = split_result(result, kind.caller)
         num_replicas = self._strategy.extended.num_replicas
         if num_replicas == 1:

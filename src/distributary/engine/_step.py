@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
 from distributary.programs import GlobalProgram, ReplicaProgram, Results
 from distributary.tracing import Subject, current_scope
 from distributary.variables import Mirrored, PerReplica, in_order, key_order
+
+# Positional and keyword arguments.
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @final
@@ -71,7 +74,7 @@ class _Slot:
 
 
 def call_on_replica(
-    strategy: Any, function: Callable[..., Any], args: Any, kwargs: Any, kind: StepKind
+    strategy: Any, function: Callable[..., Any], arguments: Arguments, kind: StepKind
 ) -> Any:
     """Calls `function` as the code of the replica that is being traced."""
     mode = mode_of(strategy, kind.role)
@@ -81,6 +84,7 @@ def call_on_replica(
         converts = scope is not None and scope.converts and kind.name is None
     if converts:
         function = converted(function)
+    args, kwargs = arguments
     with entered(mode):
         return function(*args, **kwargs)
 
@@ -124,8 +128,7 @@ class Step:
         strategy: Any,
         num_replicas: int,
         function: Callable[..., Any],
-        args: object,
-        kwargs: object,
+        arguments: Arguments,
         kind: StepKind,
     ) -> None:
         self.kind = kind
@@ -135,7 +138,7 @@ class Step:
         self._rebuild: Callable[..., Any] | None = None
         self._constants: dict[int, list[Any]] = {}  # by replica, if each is traced
         outer, self._tree = jax.tree.flatten(
-            (args, kwargs), is_leaf=lambda x: isinstance(x, _CONTAINERS)
+            arguments, is_leaf=lambda x: isinstance(x, _CONTAINERS)
         )
         subject = Subject(function, self._tree, kind.name)
         #: Name of the step in messages.
@@ -146,7 +149,7 @@ class Step:
         self._slots: list[_Slot] = []
         self.varying: list[bool] = []
         self.dims: list[int | None] = []
-        leaves = jax.tree.leaves((args, kwargs))
+        leaves = jax.tree.leaves(arguments)
         picks: list[Any] = []
         columns: list[list[Any]] = []  # for every array, its shape on one or all replicas
         position = 0
@@ -201,9 +204,9 @@ class Step:
             else:
                 leaves = [next(remaining) for _ in range(slot.count)]
                 parts.append(jax.tree.unflatten(slot.content, leaves))
-        args, kwargs = jax.tree.unflatten(self._tree, parts)
-        with changes_refused((args, kwargs), self.title):
-            result = call_on_replica(self._strategy, self.function, args, kwargs, self.kind)
+        arguments = jax.tree.unflatten(self._tree, parts)
+        with changes_refused(arguments, self.title):
+            result = call_on_replica(self._strategy, self.function, arguments, self.kind)
         scope = current_scope()
         if scope is not None and scope.replica is not None and self._num_replicas > 1:
             # Replicas that Python code tells apart can return other numbers.

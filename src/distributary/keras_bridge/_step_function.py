@@ -135,8 +135,7 @@ class StepFunction:
             out = self._engine.execute(
                 self._programs.setdefault(count, {}),
                 step if count == 1 else several_steps(step, keep_all=self._kind == "predict"),
-                (data,),
-                {},
+                ((data,), {}),
                 self._kind_of_step,
             )
         except TracedValueError:

@@ -249,7 +249,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
             )
         try:
             kind = RUNS[None if options is None else options.autograph]
-            return self._extended.engine.run(fn, tuple(args), dict(kwargs) if kwargs else {}, kind)
+            arguments = tuple(args), dict(kwargs) if kwargs else {}
+            return self._extended.engine.run(fn, arguments, kind)
         except Exception as error:
             shorten(error)
             raise

@@ -523,13 +523,12 @@ class StrategyExtended:
                 f"extended.update: {shown(var)} is not a variable of {shown(self._strategy)}."
                 " Create it inside `with strategy.scope():`."
             )
-        call_args = (var, *args)
-        call_kwargs = dict(kwargs or {})
+        arguments = (var, *args), dict(kwargs or {})
         if not in_default_context() and current_mode().role == "replica":
             return self._merge_call(
-                lambda _, *a, **k: self.engine.run(fn, a, k, UPDATE), call_args, call_kwargs
+                lambda _, *a, **k: self.engine.run(fn, (a, k), UPDATE), *arguments
             )
-        result = self.engine.run(fn, call_args, call_kwargs, UPDATE)
+        result = self.engine.run(fn, arguments, UPDATE)
         return result if group else map_leaves(local_results, result)
 
     # Running and combining
@@ -542,7 +541,7 @@ class StrategyExtended:
     ) -> Any:
         """Does the same as `Strategy.run`."""
         require_cross_replica(self._strategy, "call_for_each_replica")
-        return self.engine.run(fn, tuple(args), dict(kwargs or {}), RUN)
+        return self.engine.run(fn, (tuple(args), dict(kwargs or {})), RUN)
 
     def run_steps(self, fn: Callable[[Any], Any], iterator: Iterator[Any], num_steps: int) -> Any:
         """Runs `fn(element)` for the next elements of a distributed iterator, in one program.
@@ -585,7 +584,7 @@ class StrategyExtended:
         `strategy.extended.lower(step, args).compile().as_text()` shows the collectives.
         """
         require_cross_replica(self._strategy, "lower")
-        return self.engine.lower(fn, tuple(args), dict(kwargs or {}), RUN)
+        return self.engine.lower(fn, (tuple(args), dict(kwargs or {})), RUN)
 
     def reduce_to(
         self,
