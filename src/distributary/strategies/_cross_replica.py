@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,9 @@ from distributary.variables import (
     reduce_nest,
     stack_components,
 )
+
+# The dims within each component that are reduced as well.
+_Axes: TypeAlias = tuple[int, ...] | None
 
 
 @final
@@ -96,9 +99,7 @@ class CrossReplica:
             key = ("reduce", op, axes, merged)
             reduced = self._on_replicas(
                 key,
-                lambda trees: [
-                    _reduce_tree(self._ops, op, axes, t, self._num_replicas, merged) for t in trees
-                ],
+                lambda nests: [self._reduce_nest(op, axes, nest, merged) for nest in nests],
                 list(together.values()),
             )
             results = dict(zip(together, reduced, strict=True))
@@ -191,7 +192,25 @@ class CrossReplica:
         )
         return jax.tree.map(local_copy, result)
 
-    def _reduce_uneven(self, op: ReduceOp, axes: tuple[int, ...] | None, row: PerReplica) -> Any:
+    def _reduce_nest(
+        self, op: ReduceOp, axes: _Axes, nest: object, options: CommunicationOptions
+    ) -> Any:
+        """Reduces this replica's nest over `axes` and the replicas; call in a replica program."""
+        ops, num_replicas = self._ops, self._num_replicas
+        if axes is None:
+            return reduce_nest(ops, op, nest, num_replicas, options)
+
+        def reduce_leaf(leaf: object) -> Any:
+            part, num_elements, dtype = _summed(op, axes, leaf)
+            if op is ReduceOp.SUM:
+                return ops.all_reduce(op, [part], num_replicas, options)[0]
+            parts = [part, jnp.int32(num_elements)]
+            total, count = ops.all_reduce(ReduceOp.SUM, parts, num_replicas, options)
+            return _divide(total, count, dtype)
+
+        return jax.tree.map(reduce_leaf, nest)
+
+    def _reduce_uneven(self, op: ReduceOp, axes: _Axes, row: PerReplica) -> Any:
         components = [jax.tree.map(local_copy, part) for part in component_arrays(row)]
         if axes is None and all(isinstance(c, IndexedSlices) for c in components):
             values = jnp.concatenate([c.values for c in components])
@@ -214,7 +233,7 @@ class CrossReplica:
 
         return jax.tree.map(total, *components)
 
-    def _reduce_whole(self, op: ReduceOp, axes: tuple[int, ...] | None, leaf: object) -> Any:
+    def _reduce_whole(self, op: ReduceOp, axes: _Axes, leaf: object) -> Any:
         """Reduces a value that is not distributed, or that is the same on all replicas."""
         num_replicas = self._num_replicas
         same_everywhere = isinstance(leaf, (Mirrored, MirroredVariable))
@@ -244,7 +263,7 @@ def _event(name: str, options: str, tree: object, leaves: tuple[Any, ...]) -> Jo
     return JobEvent(name, lambda: [(f"{name} of {values} with {options}, as {tree}", "")])
 
 
-def _check_axis(axis: object) -> tuple[int, ...] | None:
+def _check_axis(axis: object) -> _Axes:
     if axis is None:
         return None
     axes = axis if isinstance(axis, tuple) else (axis,)
@@ -280,29 +299,6 @@ def _divide(total: Any, count: Any, dtype: Any) -> Any:
     """Returns the mean of values of `dtype`; float32 for integers."""
     mean = total / jnp.asarray(count, total.dtype)
     return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
-
-
-def _reduce_tree(
-    ops: CrossDeviceOps,
-    op: ReduceOp,
-    axes: tuple[int, ...] | None,
-    tree: object,
-    num_replicas: int,
-    options: CommunicationOptions,
-) -> Any:
-    """Reduces this replica's tree over `axes` and the replicas; call in a replica program."""
-    if axes is None:
-        return reduce_nest(ops, op, tree, num_replicas, options)
-
-    def reduce_leaf(leaf: object) -> Any:
-        part, num_elements, dtype = _summed(op, axes, leaf)
-        if op is ReduceOp.SUM:
-            return ops.all_reduce(op, [part], num_replicas, options)[0]
-        parts = [part, jnp.int32(num_elements)]
-        total, count = ops.all_reduce(ReduceOp.SUM, parts, num_replicas, options)
-        return _divide(total, count, dtype)
-
-    return jax.tree.map(reduce_leaf, tree)
 
 
 def check_gather_axis(array: Any, axis: int) -> int:
