@@ -5,7 +5,6 @@ it. While a function is traced, our scope passes both on to the trace. There, a 
 like any other variable: its value goes in and out of the compiled program.
 """
 
-import functools
 import weakref
 from typing import Any, final
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import PartitionSpec as P
 
-from distributary.context import ReplicaContext, get_strategy, in_default_context
+from distributary.context import get_strategy, in_default_context
 from distributary.devices import is_divided
 from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.keras_bridge import _keras_private as keras_private
@@ -123,11 +122,11 @@ class TracedVariables(keras.StatelessScope):
 
     def add_update(self, update: Any) -> None:
         variable, value = update
-        stand_in, context = _stand_in(variable), replica_context()
+        stand_in = _stand_in(variable)
         # An optimizer assigns the same value everywhere: it gets gradients that are combined.
         is_agreed = stand_in._handle.summed or in_optimizer() or variable.trainable
-        if context is not None and not is_agreed:
-            value = _agreed(context, stand_in, jnp.asarray(value, stand_in.dtype))
+        if replica_context() is not None and not is_agreed:
+            value = _agreed(stand_in, jnp.asarray(value, stand_in.dtype))
         assign_agreed(variable, value)
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -157,22 +156,18 @@ def build_optimizer(optimizer: Any, variables: list[Any]) -> None:
     trace.created.append(optimizer.name)
 
 
-def _agreed(context: ReplicaContext, stand_in: KerasVariable, value: Any) -> Any:
+def _agreed(stand_in: KerasVariable, value: Any) -> Any:
     """Returns the value to assign to a variable that has one value for all replicas.
 
     State that layers keep, such as moving averages, becomes the mean. If the replicas would assign
     different values to anything else, the trace ends with an error.
     """
-    is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-    combined = functools.partial(
-        across_replicas,
-        aggregation=aggregation_of_state(stand_in.variable, value),
-        num_replicas=context.strategy.extended.num_replicas,
-        replica_id=lambda: context.replica_id_in_sync_group,
-    )
     scope = current_scope()
-    if scope is None or not is_float or not keeps_on_servers(stand_in.strategy):
-        return combined(value)
+    assert scope is not None
+    aggregation = aggregation_of_state(stand_in.variable, value)
+    is_float = jnp.issubdtype(value.dtype, jnp.inexact)
+    if not is_float or not keeps_on_servers(stand_in.strategy):
+        return across_replicas(value, aggregation, scope)
     # Servers add the change of a step, so that the steps of all workers count.
     before = scope.read(stand_in._handle)
-    return before + combined(value - before)
+    return before + across_replicas(value - before, aggregation, scope)

@@ -1,13 +1,13 @@
 """The aggregations of variables, applied to arrays."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from distributary.errors import InvalidValueError
 from distributary.options import CommunicationOptions, ReduceOp, VariableAggregation
+from distributary.tracing import TraceScope
 from distributary.variables._conversion import Change
 from distributary.variables._cross_device_ops import NcclAllReduce
 from distributary.variables._reduce_op import reduce_arrays
@@ -15,25 +15,20 @@ from distributary.variables._reduce_op import reduce_arrays
 _Change = TypeVar("_Change", bound=Change)
 
 
-def across_replicas(
-    value: _Change,
-    aggregation: VariableAggregation,
-    num_replicas: int,
-    replica_id: Callable[[], Any],
-) -> _Change:
+def across_replicas(value: _Change, aggregation: VariableAggregation, scope: TraceScope) -> _Change:
     """Combines the replicas' values or rows in a replica program; every replica gets the result."""
-    if aggregation is VariableAggregation.NONE or num_replicas == 1:
+    if aggregation is VariableAggregation.NONE or scope.num_replicas == 1:
         return value
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return jax.tree.map(lambda part: _of_first(part, num_replicas, replica_id), value)
-    return _reduce(ReduceOp.from_variable_aggregation(aggregation), value, num_replicas)
+        return jax.tree.map(lambda part: _of_first(part, scope), value)
+    return _reduce(ReduceOp.from_variable_aggregation(aggregation), value, scope.num_replicas)
 
 
-def _of_first(value: jax.Array, num_replicas: int, replica_id: Callable[[], Any]) -> jax.Array:
+def _of_first(value: jax.Array, scope: TraceScope) -> jax.Array:
     """Returns replica 0's value on every replica: a sum of this value and zeros."""
     number = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
-    summand = jnp.where(replica_id() == 0, number, jnp.zeros_like(number))
-    return _reduce(ReduceOp.SUM, summand, num_replicas).astype(value.dtype)
+    summand = jnp.where(scope.replica_id() == 0, number, jnp.zeros_like(number))
+    return _reduce(ReduceOp.SUM, summand, scope.num_replicas).astype(value.dtype)
 
 
 def _reduce(op: ReduceOp, value: _Change, num_replicas: int) -> _Change:

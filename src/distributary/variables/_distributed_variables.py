@@ -51,9 +51,7 @@ class AggregatedVariable(Variable):
     def _combined(self, scope: TraceScope, value: Change) -> Change:
         if not _is_in_replica(scope):
             return value
-        return aggregation_rules.across_replicas(
-            value, self._aggregation, scope.num_replicas, scope.replica_id
-        )
+        return aggregation_rules.across_replicas(value, self._aggregation, scope)
 
     def _check_scatter(self, kind: str) -> None:
         aggregated = self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
@@ -160,9 +158,7 @@ class SyncOnReadVariable(DistributedVariable):
             return self._of_rows(value)
         if current_mode().role == "cross":
             aggregation_rules.check_readable(self._aggregation, self._name)
-            return aggregation_rules.across_replicas(
-                value, self._aggregation, scope.num_replicas, scope.replica_id
-            )
+            return aggregation_rules.across_replicas(value, self._aggregation, scope)
         return value
 
     def _read_eager(self) -> jax.Array:
