@@ -11,10 +11,11 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from distributary._threads import start_thread
 from distributary.devices import progress
+from distributary.errors import InvalidValueError
 from distributary.launch._numbers import numbers_of
 from distributary.launch._status import REFUSED_EXIT_CODE, REFUSED_PREFIX, STATUS_VARIABLE
 
@@ -58,12 +59,17 @@ def report(
     _write(os.environ if environ is None else environ, said)
 
 
-def refuse_job(reason: str) -> None:
-    """Ends this process if a launcher has started it; the launcher ends the job for this reason."""
+def refuse_job(reason: str) -> NoReturn:
+    """Ends this process if a launcher has started it; the launcher ends the job for this reason.
+
+    Raises:
+        InvalidValueError: without a launcher.
+    """
     if _launcher_fd(os.environ) is not None:
         sys.stderr.write(f"{REFUSED_PREFIX}{reason}\n")
         sys.stderr.flush()
         raise SystemExit(REFUSED_EXIT_CODE)
+    raise InvalidValueError(reason)
 
 
 def size_of_job(environ: Mapping[str, str] | None = None) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any, final
 from distributary.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from distributary.context import get_replica_context
 from distributary.devices import devices_of_all_hosts, replica_devices
-from distributary.errors import InvalidValueError, check_type
+from distributary.errors import check_type
 from distributary.launch import refuse_job
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
@@ -94,14 +94,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices = devices_of_all_hosts()  # of the machine for which the program is compiled
         spec = self._cluster_resolver.cluster_spec() if devices is None else None
         if spec and "ps" in spec.jobs:
-            reason = (
+            refuse_job(
                 f"MultiWorkerMirroredStrategy: the cluster has {spec.num_tasks('ps')} parameter"
                 " server(s), which this strategy does not use: every worker keeps the"
                 " variables itself. Start the job without them (`distributary launch` without"
                 " --ps), or use ParameterServerStrategy."
             )
-            refuse_job(reason)
-            raise InvalidValueError(reason)
         place = connect_workers(self._cluster_resolver, options)
         if devices is None:
             devices = replica_devices(None) if place is None else devices_of_all(place)
