@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import jax
 
 from distributary.errors import InvalidTypeError
+from distributary.variables._conversion import GivenChange
 from distributary.variables._distributed import ArrayInput
 from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._operators import ArrayOperators
@@ -165,6 +166,6 @@ class Assignable(ArrayOperators):
         """Returns `shape`."""
         return self._shape
 
-    def _change(self, kind: str, value: ArrayInput | IndexedSlices, read_value: bool) -> Any:
+    def _change(self, kind: str, value: GivenChange, read_value: bool) -> Any:
         """Carries out the method `kind`, one of those above."""
         raise NotImplementedError

@@ -15,7 +15,8 @@ from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._layout import array_of
 from distributary.variables._operators import ArrayOperators
 
-# The operand of an assignment or of a scatter method.
+# The operand of an assignment or of a scatter method, as it is given and converted.
+GivenChange: TypeAlias = ArrayInput | IndexedSlices
 Change: TypeAlias = jax.Array | IndexedSlices
 # For each method, a function from `array.at[ids]` and the rows to the new array.
 SCATTER: dict[str, Callable[[Any, jax.Array], jax.Array]] = {

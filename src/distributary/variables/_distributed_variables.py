@@ -13,14 +13,8 @@ from distributary.errors import InvalidValueError, UnsupportedError, shown
 from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import TraceScope, check_not_frozen, current_scope
 from distributary.variables import _aggregation as aggregation_rules
-from distributary.variables._conversion import NOT_LINEAR, Change, combine
-from distributary.variables._distributed import (
-    Array,
-    ArrayInput,
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-)
+from distributary.variables._conversion import NOT_LINEAR, Change, GivenChange, combine
+from distributary.variables._distributed import Array, DistributedValues, Mirrored, PerReplica
 from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._operators import ArrayOperators
 from distributary.variables._variable import Variable
@@ -29,9 +23,7 @@ from distributary.variables._variable import Variable
 class AggregatedVariable(Variable):
     """A variable with one value for all replicas. Values that they assign are combined."""
 
-    def _change_traced(
-        self, scope: TraceScope, kind: str, value: ArrayInput | IndexedSlices
-    ) -> jax.Array:
+    def _change_traced(self, scope: TraceScope, kind: str, value: GivenChange) -> jax.Array:
         num_replicas = scope.num_replicas
         if (
             _is_in_replica(scope)
@@ -196,9 +188,7 @@ class SyncOnReadVariable(DistributedVariable):
                 self._value = combine(kind, self._value, value)
             self._shared = False
 
-    def _change_traced(
-        self, scope: TraceScope, kind: str, value: ArrayInput | IndexedSlices
-    ) -> jax.Array:
+    def _change_traced(self, scope: TraceScope, kind: str, value: GivenChange) -> jax.Array:
         if scope.kind == "replica" and current_mode().role != "cross":
             return super()._change_traced(scope, kind, value)
         self._check_cross_change(kind)

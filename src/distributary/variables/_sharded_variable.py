@@ -11,8 +11,7 @@ from jax.typing import ArrayLike
 from distributary.errors import InvalidTypeError, InvalidValueError, check_type
 from distributary.tracing import current_scope
 from distributary.variables._assignable import Assignable
-from distributary.variables._conversion import SCATTER, checked_slices
-from distributary.variables._distributed import ArrayInput
+from distributary.variables._conversion import SCATTER, GivenChange, checked_slices
 from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._operators import ArrayOperators
 from distributary.variables._variable import Variable
@@ -118,9 +117,7 @@ class ShardedVariable(Assignable):
 
     # Assigning
 
-    def _change(
-        self, kind: str, value: ArrayInput | IndexedSlices, read_value: bool
-    ) -> "ShardedVariable":
+    def _change(self, kind: str, value: GivenChange, read_value: bool) -> "ShardedVariable":
         if kind in SCATTER:
             return self._scatter(kind, value)
         if isinstance(value, ArrayOperators):

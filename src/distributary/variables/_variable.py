@@ -52,6 +52,7 @@ from distributary.variables._assignable import Assignable
 from distributary.variables._conversion import (
     SCATTER,
     Change,
+    GivenChange,
     check_member,
     checked_slices,
     combine,
@@ -466,7 +467,7 @@ class Variable(Assignable):
 
     # Assigning
 
-    def _change(self, kind: str, value: ArrayInput | IndexedSlices, read_value: bool) -> Any:
+    def _change(self, kind: str, value: GivenChange, read_value: bool) -> Any:
         self._check_assignable(kind)
         if kind in SCATTER:
             self._check_scatter(kind)
@@ -529,9 +530,7 @@ class Variable(Assignable):
             new = self._layout.place(new, self._dtype)
         self._value = jax.device_put(new, sharding) if in_host_memory(sharding) else new
 
-    def _change_traced(
-        self, scope: TraceScope, kind: str, value: ArrayInput | IndexedSlices
-    ) -> jax.Array:
+    def _change_traced(self, scope: TraceScope, kind: str, value: GivenChange) -> jax.Array:
         converted = self._convert(kind, value)
         if not isinstance(converted, IndexedSlices):
             converted = jnp.asarray(converted, self._dtype)
@@ -545,7 +544,7 @@ class Variable(Assignable):
         """Returns what all replicas together assign, given what the traced replica assigns."""
         return value
 
-    def _convert(self, kind: str, value: ArrayInput | IndexedSlices) -> Array | IndexedSlices:
+    def _convert(self, kind: str, value: GivenChange) -> Array | IndexedSlices:
         """Returns the assigned value as an array of the right shape and kind of dtype."""
         what = f"Variable {self._name!r}: {kind}"
         if kind in SCATTER:
