@@ -13,16 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
-__all__ = [
-    "SHARE_VARIABLE",
-    "bound",
-    "call_after",
-    "call_when_collected",
-    "num_cores",
-    "start_thread",
-    "threads_needed",
-]
-
 _EXIT_SECONDS = 5.0
 # XLA:CPU runs every device of every dispatched program on one thread pool, and a device that waits
 # in a collective holds its thread. With fewer than two threads per device, the devices of the next

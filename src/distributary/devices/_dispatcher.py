@@ -15,8 +15,6 @@ from distributary.devices._latest import latest_program
 from distributary.devices._nest import Nest
 from distributary.devices._thread_pool import cpu_threads_suffice
 
-__all__ = ["Dispatcher", "dispatcher_for"]
-
 _T = TypeVar("_T")
 
 # With two threads per device in the pool, no number of programs in flight was seen to starve one.

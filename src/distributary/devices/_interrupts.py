@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeAlias, final
 
-__all__ = ["interrupts"]
-
 _Handler: TypeAlias = Callable[[int, FrameType | None], Any]
 
 

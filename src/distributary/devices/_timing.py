@@ -6,8 +6,6 @@ from typing import TypeAlias, final
 
 import jax
 
-__all__ = ["Output", "ProgramTimer", "wait_for_output"]
-
 _MAX_PROGRAMS = 16
 
 Output: TypeAlias = jax.Array | list[jax.Array] | None
