@@ -13,7 +13,7 @@ import jax
 
 from distributary._late import no_attribute
 from distributary.context import StrategyScope, require_cross_replica
-from distributary.data import InputContext, StepStatistics, ValueContext
+from distributary.data import DistributedDataset, InputContext, StepStatistics, ValueContext
 from distributary.devices import current_trial
 from distributary.engine import RUNS
 from distributary.errors import (
@@ -34,7 +34,6 @@ from distributary.variables import as_reduce_op, in_order, key_order
 
 if TYPE_CHECKING:
     from distributary.cluster_resolver import ClusterResolver
-    from distributary.data import DistributedDataset
 
 
 _P = ParamSpec("_P")
@@ -329,7 +328,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
     @_short
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
-    ) -> "DistributedDataset":
+    ) -> DistributedDataset:
         """Splits global batches over the replicas.
 
         Args:
@@ -357,7 +356,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         self,
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None = None,
-    ) -> "DistributedDataset":
+    ) -> DistributedDataset:
         """Distributes a dataset whose elements are batches of one replica.
 
         Args:
