@@ -50,7 +50,7 @@ from distributary.devices._placement import (
     local_box,
     local_copy,
     local_devices,
-    num_local_replicas,
+    local_replicas,
     own_copies,
     padded,
     put_replicated,

@@ -57,9 +57,12 @@ def local_devices(sharding: NamedSharding) -> list[jax.Device]:
     return [d for d in sharding.mesh.devices.flat if d.process_index == this_process]
 
 
-def num_local_replicas(sharding: NamedSharding) -> int:
-    """Returns the number of replicas of a mesh that belong to this process."""
-    return len(local_devices(sharding)) // num_logical_devices(sharding.mesh)
+@functools.lru_cache(maxsize=64)
+def local_replicas(sharding: NamedSharding) -> range:
+    """Returns the numbers of the replicas of a mesh that belong to this process."""
+    devices, size = local_devices(sharding), num_logical_devices(sharding.mesh)
+    first = list(sharding.mesh.devices.flat).index(devices[0]) // size
+    return range(first, first + len(devices) // size)
 
 
 def own_copies(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -130,25 +133,24 @@ def put_replicated(value: Nest, sharding: Sharding) -> Nest:
     return jax.tree.map(put, value)
 
 
-def put_stacked(rows: jax.Array | np.ndarray, sharding: NamedSharding, first: int = 0) -> jax.Array:
+def put_stacked(rows: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
     """Makes an array `[replica, ...]`, with every row on the devices of its replica.
 
     Args:
         rows: The rows of this process's replicas, or of all replicas.
         sharding: Sharding with one replica per row.
-        first: Number of the first replica of this process.
     """
     if isinstance(rows, np.ndarray):
-        count = num_local_replicas(sharding)
-        whole = sharding.is_fully_addressable or len(rows) == count
-        local_rows = rows if whole else rows[first : first + count]
-        return put_rows(local_rows, sharding, local_devices(sharding))
+        own = local_replicas(sharding)
+        if not sharding.is_fully_addressable and len(rows) > len(own):
+            rows = rows[own.start : own.stop]
+        return put_rows(rows, sharding, local_devices(sharding))
     if sharding.is_fully_addressable:
         placed: jax.Array = jax.device_put(rows, sharding)
         return placed
     if rows.sharding == sharding:
         return rows
-    return put_stacked(np.asarray(local_copy(rows)), sharding, first)
+    return put_stacked(np.asarray(local_copy(rows)), sharding)
 
 
 def local_copy(value: object) -> Any:

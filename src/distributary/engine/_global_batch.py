@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.devices import Nest, local_copy, local_devices, num_local_replicas, put_rows
+from distributary.devices import Nest, local_copy, local_devices, local_replicas, put_rows
 from distributary.engine._placement import Placement
 
 
@@ -45,8 +45,7 @@ def global_batch(batch: Nest, placement: Placement, dim: int, is_own: bool) -> G
     """
     num_replicas, stacked = placement.num_replicas, placement.stacked
     assert stacked is not None
-    num_own = num_local_replicas(stacked) if placement.is_of_job else num_replicas
-    first = placement.first_replica
+    own = local_replicas(stacked) if placement.is_of_job else range(num_replicas)
     leaves, tree = jax.tree.flatten(batch)
     num_rows: list[int | None] = []
     for i, leaf in enumerate(leaves):
@@ -56,16 +55,16 @@ def global_batch(batch: Nest, placement: Placement, dim: int, is_own: bool) -> G
             continue
         size = leaf.shape[dim]
         if is_own:
-            num_rows.append(size // num_own * num_replicas)
+            num_rows.append(size // len(own) * num_replicas)
         else:
             num_rows.append(size)
             missing = -size % num_replicas
             if missing:
                 pad = jnp.pad if isinstance(leaf, jax.Array) else np.pad
                 leaf = pad(leaf, [(0, missing if k == dim else 0) for k in range(leaf.ndim)])
-            if num_own < num_replicas:
+            if len(own) < num_replicas:
                 each = leaf.shape[dim] // num_replicas
-                rows = slice(first * each, (first + num_own) * each)
+                rows = slice(own.start * each, own.stop * each)
                 leaf = np.asarray(local_copy(leaf))[(*[slice(None)] * dim, rows)]
         leaves[i] = _placed(leaf, placement, dim)
     return GlobalBatch(jax.tree.unflatten(tree, leaves), tuple(num_rows), dim)

@@ -32,7 +32,6 @@ class Placement:
         mesh: Mesh with the axis `"replica"` on which programs run; None for JAX's default device.
         replicated: Sharding of values that all replicas share; None for JAX's default device.
         stacked: Sharding of `[replica, *shape]`; None on one device.
-        first_replica: Number of the first replica of this process.
         home: Sharding of the device of the variables; None if they lie where the replicas compute.
         storage: Sharding of the variables on that device.
         workers_mesh: Mesh of the replicas of functions that are traced for other processes. Other
@@ -43,7 +42,6 @@ class Placement:
     mesh: Mesh | None = None
     replicated: Sharding | None = None
     stacked: NamedSharding | None = None
-    first_replica: int = 0
     home: NamedSharding | None = None
     storage: NamedSharding | None = None
     workers_mesh: AbstractMesh | None = None
@@ -57,22 +55,19 @@ class Placement:
 
     @classmethod
     def on_each(
-        cls,
-        replicas: Sequence[jax.Device] | Sequence[Sequence[jax.Device]],
-        first_replica: int = 0,
+        cls, replicas: Sequence[jax.Device] | Sequence[Sequence[jax.Device]]
     ) -> "Placement":
         """Returns the placement of replicas that each have a copy of the variables.
 
         Args:
             replicas: The device of each replica, or its logical devices, in replica order, of all
                 processes.
-            first_replica: Number of the first replica of this process.
         """
         mesh = make_mesh(replicas)
         of_values = mesh_of_values(mesh)
         replicated = NamedSharding(of_values, P())
         stacked = NamedSharding(of_values, P(REPLICA_AXIS))
-        return cls(len(replicas), mesh, replicated, stacked, first_replica)
+        return cls(len(replicas), mesh, replicated, stacked)
 
     @classmethod
     def around_home(
@@ -146,9 +141,7 @@ class Placement:
         stacked = self.stacked
         if stacked is None:
             return value
-        rows = jax.tree.map(
-            lambda leaf: put_stacked(leaf, stacked, self.first_replica), value.payload
-        )
+        rows = jax.tree.map(lambda leaf: put_stacked(leaf, stacked), value.payload)
         return PerReplica.from_stacked(rows, self.num_replicas)
 
     def place_alone(self, value: Nest) -> Nest:

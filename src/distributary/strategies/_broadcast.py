@@ -11,7 +11,7 @@ from distributary.devices import (
     JobEvent,
     dispatcher_for,
     job_programs,
-    num_local_replicas,
+    local_replicas,
     put_stacked,
 )
 from distributary.job import consensus
@@ -88,7 +88,7 @@ def _sum(data: np.ndarray, num_bytes: int, sharding: Any) -> np.ndarray:
     """Sums bytes over workers, of which only the chief has any; returns at least `num_bytes`."""
     # A power of two of words, so that only a few sizes are compiled.
     num_words = 1 << max(4, (max(1, -(-num_bytes // 4)) - 1).bit_length())
-    rows = np.zeros((num_local_replicas(sharding), num_words), np.uint32)
+    rows = np.zeros((len(local_replicas(sharding)), num_words), np.uint32)
     rows[0].view(np.uint8)[: data.size] = data
     total = dispatcher_for(tuple(sharding.mesh.devices.flat)).run(
         lambda: np.asarray(_sum_of_rows(sharding)(put_stacked(rows, sharding)).addressable_data(0)),

@@ -212,7 +212,7 @@ class StrategyExtended:
         self.num_workers = 1 if workers is None else workers.num_workers
         self.worker_number = 0 if workers is None else workers.worker_number or 0
         self._replicas_per_worker = placement.num_replicas // self.num_workers
-        first_replica = placement.first_replica
+        first_replica = self.worker_number * self._replicas_per_worker
         self._local_replicas = range(first_replica, first_replica + self._replicas_per_worker)
         self.step_counts = StepCounts()
         self._sharded = sharded
@@ -236,7 +236,6 @@ class StrategyExtended:
             placement.stacked is not None,
             placement.of_variables,
             placement.stacked,
-            first_replica,
             self.from_chief if self.num_workers > 1 else None,
             kind_of_variables,
         )

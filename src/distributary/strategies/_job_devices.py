@@ -53,10 +53,9 @@ def extended_of_job(
         sharded: Like `sharded` of `StrategyExtended`.
         layout_rules: Like `layout_rules` of `StrategyExtended`.
     """
-    first = 0 if place is None else len(devices) // place.num_workers * (place.worker_number or 0)
     extended = StrategyExtended(
         strategy,
-        Placement.on_each(devices, first),
+        Placement.on_each(devices),
         options=options,
         workers=place,
         sharded=sharded,

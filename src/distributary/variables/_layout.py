@@ -44,7 +44,6 @@ class VariableLayout:
             devices, or on one device for all of them, possibly in host memory. None leaves it to
             JAX.
         stacked: Sharding of values `[replica, *shape]`, one row per replica.
-        first_replica: Number of the first replica of this process.
         from_chief: Returns the chief's arrays on all workers. None with one worker.
         kind: Class of the variables. None if they hold their values themselves.
         parts: Sharding of a variable of which every device holds a part; None for others.
@@ -55,7 +54,6 @@ class VariableLayout:
     mirrored: bool
     replicated: Any
     stacked: Any
-    first_replica: int = 0
     from_chief: Callable[[list[np.ndarray], str], list[np.ndarray]] | None = None
     kind: Any = None
     parts: Any = None
@@ -121,7 +119,7 @@ class VariableLayout:
             # All processes pass the same value, and JAX must do the same with it on each.
             host = np.array(holding(local_copy(value), dtype), dtype)
             if stacked:
-                return put_stacked(host, sharding, self.first_replica)
+                return put_stacked(host, sharding)
             return put_replicated(host, sharding)
         if isinstance(value, jax.Array):
             if in_host_memory(sharding):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.devices import REPLICA_AXIS, local_devices, num_local_replicas, put_stacked
+from distributary.devices import REPLICA_AXIS, local_replicas, put_stacked
 from distributary.engine import format_bytes
 from distributary.tools.diagnosis._check import Check, Json
 
@@ -98,8 +98,7 @@ def copy_bytes_per_second() -> float:
 def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float], bool]:
     """Returns the seconds of every repetition, and whether the sums are right."""
     replicas = NamedSharding(mesh, P(REPLICA_AXIS))
-    first = list(mesh.devices.flat).index(local_devices(replicas)[0])
-    values = np.arange(first + 1, first + num_local_replicas(replicas) + 1, dtype=np.float32)
+    values = np.array(local_replicas(replicas), np.float32) + 1
     arrays = [
         put_stacked(np.repeat(values[:, None], max(1, size // 4), axis=1), replicas)
         for size in sizes
