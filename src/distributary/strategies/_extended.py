@@ -272,15 +272,8 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """Canonical names of the devices that hold the variables; see `worker_devices`."""
-        if self._parameter_device is not None:
-            return (canonical_name(self._parameter_device),)
-        return self.worker_devices
-
-    @property
-    def _parameter_device(self) -> jax.Device | None:
-        """Device of the variables; None if they lie where the replicas compute."""
         home = self.placement.home
-        return None if home is None else next(iter(home.device_set))
+        return self.worker_devices if home is None else tuple(map(canonical_name, home.device_set))
 
     @property
     def num_logical_devices(self) -> int:
@@ -295,9 +288,7 @@ class StrategyExtended:
 
     def variable_device(self) -> str:
         """Returns the canonical name of the device from which a variable is read."""
-        if self._parameter_device is not None:
-            return canonical_name(self._parameter_device)
-        return self.device_names()[0]
+        return (self.device_names() if self.placement.home is None else self.parameter_devices)[0]
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -348,10 +339,11 @@ class StrategyExtended:
         """Describes the devices and the reduction in one line, for people."""
         devices = self._local_devices()
         names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
-        if self._parameter_device is not None:
-            in_host_memory = self.placement.storage is not self.placement.home
-            place = "in the host memory of" if in_host_memory else "on"
-            names += f", variables {place} {short_name(self._parameter_device)}"
+        home = self.placement.home
+        if home is not None:
+            (device,) = home.device_set
+            place = "on" if self.placement.storage is home else "in the host memory of"
+            names += f", variables {place} {short_name(device)}"
         if self.num_replicas == 1:
             return f"1 replica on {names}{self._cores_text()}"
         platform = devices[0].platform
