@@ -8,7 +8,7 @@ import sys
 
 _PROGRAM = """
 import ctypes, os, signal, sys
-from distributary.job._relay import relay_to
+from distributary.job._connection import relay_to
 
 address = relay_to(("127.0.0.1", int(sys.argv[1])))
 child = os.fork()  # which keeps open what it inherits

@@ -7,9 +7,11 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
+from distributary.jaxprs import (
+    walk,
+)
 from distributary.programs import with_sparse_gradients
 from distributary.tools.compilation import collectives_of
-from distributary.tracing import walk
 
 _ROWS, _WIDTH, _NUM_IDS = 4096, 16, 24
 _TABLE_BYTES = 4 * _ROWS * _WIDTH

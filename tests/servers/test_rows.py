@@ -9,7 +9,9 @@ import distributary as dist
 from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy, local_cluster
 from distributary.errors import DistributaryWarning
 from distributary.experimental.partitioners import FixedShardsPartitioner
-from distributary.tracing import push
+from distributary.tracing import (
+    push,
+)
 from tests.servers.message_faults import spy
 
 RNG = np.random.default_rng(0)

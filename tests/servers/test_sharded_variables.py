@@ -11,7 +11,9 @@ from distributary.coordinator import ClusterCoordinator
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import FixedShardsPartitioner, MinSizePartitioner
-from distributary.tracing import push
+from distributary.tracing import (
+    push,
+)
 from tests.servers.message_faults import spy, spy_on_bytes
 
 RNG = np.random.default_rng(0)

@@ -10,9 +10,9 @@ from distributary.servers._certificates import ROLES, Credentials, make_certific
 from distributary.servers._grpc import GrpcLink, GrpcServer
 from distributary.servers._links import InProcessLink
 from distributary.servers._messages import Assembly, Message, WireError, decode, encode, split
-from distributary.servers._plans import Update
-from distributary.servers._programs import (
+from distributary.servers._plans import (
     ProgramCache,
+    Update,
     export_divided,
     export_function,
     export_per_device,

@@ -14,7 +14,7 @@ import distributary as dist
 from distributary.errors import DeviceError
 
 SIZE = 64
-PART_BYTES = "distributary.engine._host_memory._PART_BYTES"
+PART_BYTES = "distributary.engine._staged._PART_BYTES"
 COMPUTE = ["CPU:1", "CPU:2", "CPU:3"]
 ON_READ = dist.VariableSynchronization.ON_READ
 SUM = dist.VariableAggregation.SUM

@@ -12,8 +12,10 @@ from jax.sharding import AbstractMesh
 
 import distributary as dist
 from distributary.devices import watch_programs
-from distributary.programs.xla_cpu import rewritten_for_cpus, with_cpu_rewrites
-from distributary.tracing import walk
+from distributary.jaxprs import (
+    walk,
+)
+from distributary.xla_cpu import rewritten_for_cpus, with_cpu_rewrites
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((4, 6, 8)).astype(np.float32)  # [batch, length, features]

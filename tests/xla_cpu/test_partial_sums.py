@@ -9,8 +9,10 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.programs.xla_cpu import with_partial_sums
-from distributary.tracing import walk
+from distributary.jaxprs import (
+    walk,
+)
+from distributary.xla_cpu import with_partial_sums
 
 RNG = np.random.default_rng(0)
 

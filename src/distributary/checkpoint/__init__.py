@@ -15,11 +15,10 @@ from distributary.checkpoint._checkpoint import (
     load_variable,
 )
 from distributary.checkpoint._commit import not_of_keras, numbered, read, read_arrays
-from distributary.checkpoint._compiled import keep_programs, remove_programs
 from distributary.checkpoint._deferred import settle
-from distributary.checkpoint._manager import CheckpointManager
+from distributary.checkpoint._leaves import RemoteStore, SavedVariable
+from distributary.checkpoint._manager import CheckpointManager, keep_programs, remove_programs
 from distributary.checkpoint._preemption import PreemptionCheckpointHandler, TerminationConfig
-from distributary.checkpoint._remote_store import RemoteStore, SavedVariable
 from distributary.checkpoint._save_locks import hold, release
 
 __all__ = [  # for users

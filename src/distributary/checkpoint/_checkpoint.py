@@ -21,11 +21,17 @@ from distributary.checkpoint._commit import (
     whole_box,
 )
 from distributary.checkpoint._deferred import Deferred, differences, forget
-from distributary.checkpoint._leaves import Entry, Group, Leaf, VariableLeaf, by_store, find_leaves
-from distributary.checkpoint._remote_store import RemoteCopy
-from distributary.checkpoint._save_locks import wait_for_writers
+from distributary.checkpoint._leaves import (
+    Entry,
+    Group,
+    Leaf,
+    RemoteCopy,
+    VariableLeaf,
+    by_store,
+    find_leaves,
+)
+from distributary.checkpoint._save_locks import agree, this_worker, wait_for_writers
 from distributary.checkpoint._saving import Save, check_outside
-from distributary.checkpoint._workers import agree, this_worker
 from distributary.devices import latest_program, progress
 from distributary.errors import InvalidValueError
 

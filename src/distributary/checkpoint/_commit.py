@@ -40,8 +40,7 @@ from distributary.checkpoint._array_files import (
     unreadable,
     write_arrays,
 )
-from distributary.checkpoint._leaves import Entry
-from distributary.checkpoint._remote_store import RemoteCopy
+from distributary.checkpoint._leaves import Entry, RemoteCopy
 from distributary.checkpoint._save_locks import check_free, name_and_number
 from distributary.errors import CheckpointError
 

@@ -5,7 +5,9 @@ import functools
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
 
 import jax
@@ -13,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary._late import libraries
-from distributary.checkpoint._array_files import Box
-from distributary.checkpoint._remote_store import RemoteStore, SavedVariable
+from distributary.checkpoint._array_files import Box, SavedPart
 from distributary.devices import is_divided, local_box, local_copy, put_sharded
 from distributary.errors import (
     InvalidTypeError,
@@ -32,6 +33,50 @@ from distributary.variables import (
     as_variable,
     of_rows,
 )
+
+# Other processes that store variables, as checkpoints see them.
+
+SavedVariable: TypeAlias = Variable | ForeignVariable | ShardedVariable
+
+
+class RemoteStore(Protocol):
+    """Other processes that store variables, and save and restore their values themselves."""
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Returns a context in which nobody changes the variables; raises why training failed."""
+
+    def copy(self, variables: Mapping[str, SavedVariable]) -> "RemoteCopy":
+        """Copies the current values of variables, which are given under any names."""
+
+    def load(
+        self,
+        path: Path,
+        variables: Mapping[str, SavedVariable],
+        parts: Mapping[str, Sequence[SavedPart]],
+    ) -> "RemoteCopy":
+        """Loads values for variables from a checkpoint, without assigning them.
+
+        Args:
+            path: Path of the checkpoint.
+            variables: The variables, by any names.
+            parts: All parts that the values consist of, by the same names.
+        """
+
+
+class RemoteCopy(Protocol):
+    """A second set of values for variables, kept beside their current values."""
+
+    def save(self, path: Path) -> Mapping[str, Sequence[SavedPart]]:
+        """Writes the values to files in a folder, and returns the places of their parts."""
+
+    def adopt(self) -> None:
+        """Assigns the values to the variables."""
+
+    def drop(self) -> None:
+        """Frees the memory. It is called once, at the end."""
+
+
+# The named leaves of a checkpoint, found in the objects that a user passes.
 
 #: The description of a leaf without its array, which is saved as JSON.
 Entry = dict[str, Any]

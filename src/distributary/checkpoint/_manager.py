@@ -1,24 +1,57 @@
 """The manager of a series of checkpoints, which are written while training goes on."""
 
-import concurrent.futures.thread  # noqa: F401  (see `_wait_for_all`)
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
+import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from distributary.checkpoint._checkpoint import Checkpoint
 from distributary.checkpoint._commit import numbered, remove
-from distributary.checkpoint._compiled import keep_programs
-from distributary.checkpoint._save_locks import wait_for_writers
+from distributary.checkpoint._save_locks import agree, wait_for_writers
 from distributary.checkpoint._saving import Save
-from distributary.checkpoint._workers import agree
 from distributary.devices import progress
 from distributary.errors import InvalidValueError, check_type
+
+# Keeps compiled programs beside checkpoints: a training that starts again computes sooner.
+
+_NAME = ".compiled"
+
+
+def keep_programs(directory: Path) -> None:
+    """Lets JAX keep the programs of this process in a folder of a checkpoint directory.
+
+    The directory that comes first counts. A folder that the user has chosen
+    (`JAX_COMPILATION_CACHE_DIR`) stays. A directory of another user has none: programs are machine
+    code. JAX keeps programs that took a second or more to compile, and finds them by all that they
+    depend on, the features of the processor included.
+    """
+    if _folder() is None and not (directory.exists() and directory.stat().st_uid != os.getuid()):
+        jax.config.update("jax_compilation_cache_dir", str(directory / _NAME))
+
+
+def remove_programs(directory: Path) -> None:
+    """Removes the programs that this process keeps in a checkpoint directory, and keeps no more."""
+    folder = directory / _NAME
+    if _folder() == str(folder):
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()  # JAX reads its configuration only once
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder() -> str | None:
+    folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return folder
+
+
+# The manager of a series of checkpoints, which are written while training goes on.
 
 _log = logging.getLogger(__name__)
 

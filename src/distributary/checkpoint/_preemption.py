@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from distributary.checkpoint._checkpoint import Checkpoint
 from distributary.checkpoint._manager import CheckpointManager
-from distributary.checkpoint._workers import agree
+from distributary.checkpoint._save_locks import agree
 from distributary.devices import coordination_client
 from distributary.errors import (
     ContextError,

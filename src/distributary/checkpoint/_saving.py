@@ -24,10 +24,15 @@ from distributary.checkpoint._commit import (
     stored_shape,
     write_parts,
 )
-from distributary.checkpoint._leaves import ArrayLeaf, Entry, VariableLeaf, by_store, find_leaves
-from distributary.checkpoint._remote_store import SavedVariable
-from distributary.checkpoint._save_locks import SaveLock
-from distributary.checkpoint._workers import this_worker
+from distributary.checkpoint._leaves import (
+    ArrayLeaf,
+    Entry,
+    SavedVariable,
+    VariableLeaf,
+    by_store,
+    find_leaves,
+)
+from distributary.checkpoint._save_locks import SaveLock, this_worker
 from distributary.devices import fetch_whole, latest_program
 from distributary.errors import CheckpointError, ContextError, DistributaryError, InvalidValueError
 from distributary.job import copies

@@ -3,16 +3,16 @@
 Importing it does not import JAX: the command line checks its options without.
 """
 
-from distributary.cluster_resolver._addresses import (
+from distributary.cluster_resolver._cluster_spec import (
+    TOKEN_VARIABLE,
+    ClusterSpec,
     is_ip,
     is_loopback,
     join_address,
     parse_address,
     split_port,
 )
-from distributary.cluster_resolver._cluster_spec import TOKEN_VARIABLE, ClusterSpec
 from distributary.cluster_resolver._gce import GCEClusterResolver
-from distributary.cluster_resolver._gpus import visible_gpus
 from distributary.cluster_resolver._kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
@@ -20,11 +20,10 @@ from distributary.cluster_resolver._kubernetes import (
 from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
 from distributary.cluster_resolver._multi_worker import MultiWorker, Peer, multi_worker, place_of
 from distributary.cluster_resolver._resolver import ClusterResolver
-from distributary.cluster_resolver._simple import SimpleClusterResolver
-from distributary.cluster_resolver._slurm import SlurmClusterResolver
+from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
+from distributary.cluster_resolver._slurm import SlurmClusterResolver, visible_gpus
 from distributary.cluster_resolver._tf_config import TFConfigClusterResolver
 from distributary.cluster_resolver._tpu import TPUClusterResolver
-from distributary.cluster_resolver._union import UnionResolver
 
 __all__ = [  # for users
     "ClusterResolver",

@@ -1,12 +1,139 @@
 """The tasks of a job, and their addresses."""
 
+import ipaddress
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
-from distributary.cluster_resolver._addresses import parse_address
-from distributary.cluster_resolver._checks import checked_task_id
-from distributary.errors import InvalidTypeError, InvalidValueError, check_type
+from distributary.errors import InvalidTypeError, InvalidValueError, check_type, checked_int, shown
+
+# Checks of what the user wrote, with errors that say where it is.
+
+
+def checked_counts(counts: Mapping[str, int], field: str, expected: str) -> dict[str, int]:
+    """Returns a dict from names to numbers, after checking it.
+
+    Raises:
+        InvalidTypeError: if it is not a dict to ints.
+        InvalidValueError: if a number is negative.
+    """
+    check_type(field, counts, Mapping, f"a dict {expected}")
+    return {
+        name: checked_int(f'{field}["{name}"]', count, minimum=0) for name, count in counts.items()
+    }
+
+
+def checked_strs(value: Sequence[str], field: str, expected: str) -> list[str]:
+    """Returns a list of strings, after checking it.
+
+    Raises:
+        InvalidTypeError: if it is not a list or tuple of strings, or is empty.
+    """
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    if not is_list or not all(isinstance(item, str) for item in value):
+        raise InvalidTypeError(f"{field} is {shown(value)}, expected {expected}.")
+    return list(value)
+
+
+def checked_task_id(task_id: object, field: str) -> int:
+    """Returns the number of a task from an int, or from a string of digits as in TensorFlow.
+
+    Raises:
+        InvalidTypeError: if it is neither.
+        InvalidValueError: if it is negative.
+    """
+    number = number_in(task_id)
+    if number is not None:
+        return number
+    return checked_int(field, task_id, "the number of a task; they count from 0", minimum=0)
+
+
+def number_in(text: object) -> int | None:
+    """Returns the number that a string of ASCII digits stands for; None for anything else."""
+    return int(text) if isinstance(text, str) and text.isascii() and text.isdecimal() else None
+
+
+# Addresses of tasks, `host:port`, and errors that say what is wrong with an address.
+
+_MAX_PORT = 65535
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\]]*:[^\]]*)\]|(?P<host>[^:]*))(?::(?P<port>[^:]*))?")
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+
+
+class Address(NamedTuple):
+    """The host and port on which a task listens.
+
+    Args:
+        host: Name or IP address. An IPv6 address has no brackets, as sockets expect it.
+        port: A number from 1 to 65535.
+    """
+
+    host: str
+    port: int
+
+
+def parse_address(text: str, field: str) -> Address:
+    """Returns the host and the port of `"host:port"` or `"[ipv6]:port"`.
+
+    Args:
+        text: The address as the user wrote it.
+        field: Where the user wrote it, for messages: `'TF_CONFIG["cluster"]["worker"][1]'`.
+
+    Raises:
+        InvalidTypeError: if `text` is not a string.
+        InvalidValueError: if it is not an address, or its port is missing or out of range.
+    """
+    check_type(field, text, str, 'the address of a task as a string, such as "10.0.0.1:2222"')
+    host, port = split_port(text)
+    number = number_in(port)
+    if not host:
+        reason = "expected a host and one colon; an IPv6 address must be in brackets"
+    elif not (is_ip(host) if ":" in host else _HOST.fullmatch(host)):
+        reason = f"{host!r} is neither a host name nor an IP address"
+    elif not port:
+        reason = "the port is missing"
+    elif not number or number > _MAX_PORT:
+        reason = f"{port!r} is not a port from 1 to {_MAX_PORT}"
+    else:
+        return Address(host, number)
+    raise InvalidValueError(
+        f"{field} is {text!r}: {reason}. Write host:port, the address at which the other tasks"
+        ' reach this one, such as "10.0.0.1:2222" or "[fd00::1]:2222".'
+    )
+
+
+def split_port(text: str) -> tuple[str, str | None]:
+    """Splits `"host:port"` or `"[ipv6]:port"`; None stands for a missing port.
+
+    An IPv6 address without brackets has no port. The host is `""` if it is missing or malformed.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        return text if is_ip(text) else "", None
+    return match["ipv6"] or match["host"], match["port"]
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns `"host:port"`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a host is this machine for all processes, without asking a name server."""
+    return ipaddress.ip_address(host).is_loopback if is_ip(host) else host == "localhost"
+
+
+def is_ip(text: str) -> bool:
+    """Returns whether a text is an IP address, without brackets."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+# The tasks of a job, and their addresses.
 
 TOKEN_VARIABLE: Final = "DISTRIBUTARY_TOKEN"  # holds the secret that the tasks of a job share
 

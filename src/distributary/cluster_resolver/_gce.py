@@ -2,10 +2,8 @@
 
 from typing import Any, final
 
-from distributary.cluster_resolver._addresses import join_address
-from distributary.cluster_resolver._apis import ask, imported
-from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._resolver import ClusterResolver
+from distributary.cluster_resolver._cluster_spec import ClusterSpec, join_address
+from distributary.cluster_resolver._resolver import ClusterResolver, ask, imported
 from distributary.errors import ClusterError
 
 _WHO = "GCEClusterResolver"

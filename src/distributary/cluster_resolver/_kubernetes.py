@@ -6,11 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from distributary.cluster_resolver._addresses import join_address
-from distributary.cluster_resolver._apis import ask, imported
-from distributary.cluster_resolver._checks import checked_strs
-from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._resolver import ClusterResolver
+from distributary.cluster_resolver._cluster_spec import ClusterSpec, checked_strs, join_address
+from distributary.cluster_resolver._resolver import ClusterResolver, ask, imported
 from distributary.errors import ClusterError, check_type
 
 _WHO = "KubernetesClusterResolver"

@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from distributary.cluster_resolver._checks import checked_strs
-from distributary.cluster_resolver._ranks import RankClusterResolver, int_variable
+from distributary.cluster_resolver._cluster_spec import checked_strs
+from distributary.cluster_resolver._resolver import RankClusterResolver, int_variable
 from distributary.errors import ClusterError
 
 _WHO = "OpenMPIClusterResolver"

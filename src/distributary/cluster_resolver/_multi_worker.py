@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from distributary.cluster_resolver._addresses import parse_address
-from distributary.cluster_resolver._checks import checked_task_id
-from distributary.cluster_resolver._cluster_spec import ClusterSpec
+from distributary.cluster_resolver._cluster_spec import ClusterSpec, checked_task_id, parse_address
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import InvalidValueError, check_type
 

@@ -1,11 +1,19 @@
-"""The abstract interface of cluster resolvers."""
+"""The abstract interface of cluster resolvers, and what several of them share."""
 
 import abc
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distributary.cluster_resolver._checks import checked_task_id
-from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.errors import check_type
+from distributary.cluster_resolver._cluster_spec import (
+    ClusterSpec,
+    checked_counts,
+    checked_task_id,
+    join_address,
+    number_in,
+)
+from distributary.errors import ClusterError, MissingPackageError, check_type, checked_int
 
 
 class ClusterResolver(abc.ABC):
@@ -130,3 +138,127 @@ class ClusterResolver(abc.ABC):
     def _field(self, name: str) -> str:
         """Returns the name of an argument or a property, for messages."""
         return f"{type(self).__name__}: {name}"
+
+
+# Asks APIs through clients of optional packages.
+
+
+def imported(module: str, package: str, field: str) -> Any:
+    """Imports a module of an optional package.
+
+    Args:
+        module: Name of the module.
+        package: Name with which pip installs it.
+        field: The argument with which the user can do without the package: `"Resolver: client"`.
+
+    Raises:
+        MissingPackageError: if the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        who, _, argument = field.partition(": ")
+        raise MissingPackageError(
+            f"{who} needs the package {package}, which cannot be imported ({error}). Run pip"
+            f" install {package}, or pass {argument}."
+        ) from error
+
+
+def ask(request: Callable[[], Any], what: str, cure: str) -> Any:
+    """Returns the answer to a request.
+
+    Args:
+        request: Sends the request.
+        what: Description of the request, for messages: `"Resolver: listing the pods"`.
+        cure: Advice for messages.
+
+    Raises:
+        ClusterError: if the request fails.
+    """
+    try:
+        return request()
+    except Exception as error:  # its classes are unknown, because the packages are optional
+        raise ClusterError(f"{what} failed with {type(error).__name__}: {error}. {cure}") from error
+
+
+# Turns the ranks that a launcher gives to processes on hosts into tasks with addresses.
+
+
+class RankClusterResolver(ClusterResolver):
+    """Base class of resolvers for launchers that number the processes of a job.
+
+    Args:
+        places: For each rank, the host of the process and its number on that host.
+        rank: Rank of this process.
+        jobs: Number of tasks of each type, as the user passed it; None for workers only. Types take
+            the ranks in alphabetical order.
+        port_base: Port of the first process on each host; the others count up from it.
+        rpc_layer: Protocol to put in front of addresses.
+
+    Raises:
+        InvalidTypeError: if `jobs` is not a dict to ints, or `port_base` is not an int.
+        InvalidValueError: if a number in `jobs` is negative, or a port is out of range.
+        ClusterError: if the numbers in `jobs` do not add up to the number of processes.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[tuple[str, int]],
+        rank: int,
+        jobs: Mapping[str, int] | None,
+        port_base: int,
+        rpc_layer: str,
+    ) -> None:
+        checked_int(self._field("port_base"), port_base, minimum=1)
+        field = self._field("jobs")
+        expected = 'from task types to numbers of tasks, such as {"chief": 1, "worker": 3}'
+        jobs = checked_counts({"worker": len(places)} if jobs is None else jobs, field, expected)
+        tasks = [(job, number) for job in sorted(jobs) for number in range(jobs[job])]
+        if len(tasks) != len(places):
+            raise ClusterError(
+                f"{field} is {jobs!r}, which is {len(tasks)} tasks, but the launcher has started"
+                f" {len(places)} processes. Make the numbers add up to {len(places)}, or start as"
+                " many processes as there are tasks."
+            )
+        cluster: dict[str, list[str]] = {}
+        for (job, _), (host, local_rank) in zip(tasks, places, strict=True):
+            cluster.setdefault(job, []).append(join_address(host, port_base + local_rank))
+        self._cluster_spec = ClusterSpec(cluster)
+        self.task_type, self.task_id = tasks[rank]
+        self.rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the processes that the launcher has started."""
+        return self._cluster_spec
+
+
+def variable(name: str, cure: str) -> str:
+    """Returns the text of an environment variable.
+
+    Args:
+        name: Name of the variable.
+        cure: Advice for when it is not set, for messages.
+
+    Raises:
+        ClusterError: if the variable is not set.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        raise ClusterError(f"The environment variable {name} is not set. {cure}")
+    return text
+
+
+def int_variable(name: str, cure: str, maximum: int | None = None) -> int:
+    """Returns the number in an environment variable, from 0 to `maximum`.
+
+    Raises:
+        ClusterError: if the variable is not set or has another value.
+    """
+    text = variable(name, cure)
+    number = number_in(text)
+    if number is None or (maximum is not None and number > maximum):
+        bounds = ">= 0" if maximum is None else f"from 0 to {maximum}"
+        raise ClusterError(
+            f"The environment variable {name} is {text!r}, expected a number {bounds}. {cure}"
+        )
+    return number

@@ -4,11 +4,14 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from distributary.cluster_resolver._addresses import join_address, split_port
-from distributary.cluster_resolver._checks import checked_strs, number_in
-from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._ranks import int_variable
-from distributary.cluster_resolver._resolver import ClusterResolver
+from distributary.cluster_resolver._cluster_spec import (
+    ClusterSpec,
+    checked_strs,
+    join_address,
+    number_in,
+    split_port,
+)
+from distributary.cluster_resolver._resolver import ClusterResolver, int_variable
 from distributary.errors import ClusterError, UnsupportedError
 
 if TYPE_CHECKING:

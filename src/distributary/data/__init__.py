@@ -1,6 +1,5 @@
 """Datasets with the method names of tf.data, in NumPy, and their batches for replicas."""
 
-from distributary.data._contexts import DistributedInput, InputContext, ValueContext
 from distributary.data._coworkers import Coworkers, spec_of
 from distributary.data._dataset import SHARD_HINT, Dataset
 from distributary.data._distributed_dataset import (
@@ -9,29 +8,41 @@ from distributary.data._distributed_dataset import (
     PerReplicaSpec,
 )
 from distributary.data._foreign import is_hugging_face
-from distributary.data._iterables import RandomAccess
 from distributary.data._iterator import DatasetIterator, Optional
 from distributary.data._mapping import call
-from distributary.data._nodes import FileSource, Node, SameElements, drawn_seed
-from distributary.data._options import (
+from distributary.data._nodes import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     AutoShardPolicy,
     DistributeOptions,
+    FileSource,
+    Node,
     Options,
+    SameElements,
     combined,
+    drawn_seed,
 )
 from distributary.data._prefetch import Prefetched
 from distributary.data._record_files import (
     FixedLengthRecordDataset,
     TextLineDataset,
     TFRecordDataset,
+    framed,
+    read_file,
+    records,
 )
-from distributary.data._records import framed, read_file, records
-from distributary.data._replica_rows import OwnRows, WorkerShare, split_rows
+from distributary.data._replica_rows import (
+    DistributedInput,
+    InputContext,
+    OwnRows,
+    ValueContext,
+    WorkerShare,
+    split_rows,
+)
 from distributary.data._several import Drawn, Generated, common_spec
 from distributary.data._sharding import check_same_data
+from distributary.data._sources import RandomAccess
 from distributary.data._statistics import Loop, StepCounts, StepStatistics
 from distributary.data._step_data import Batches, Elements
 from distributary.data._streams import IteratedStream, Path, Stream, is_peek

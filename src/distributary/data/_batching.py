@@ -10,8 +10,7 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from distributary.data._nodes import Node
-from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
+from distributary.data._nodes import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Node
 from distributary.data._streams import Path, Picked, Pieces, Stream
 from distributary.data._structure import (
     Block,

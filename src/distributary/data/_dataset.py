@@ -10,18 +10,32 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from distributary.data._arrays import Range, Single, slices
 from distributary.data._batching import Batch, Unbatch
-from distributary.data._file_names import FileNames, FilePaths, matching_files
 from distributary.data._foreign import node_of
-from distributary.data._iterables import RandomAccess, generated, signature_of
 from distributary.data._iterator import DatasetIterator
 from distributary.data._mapping import Cache, Filter, Map, call
-from distributary.data._nodes import Node, drawn_seed
-from distributary.data._options import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
+from distributary.data._nodes import (
+    AUTOTUNE,
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Node,
+    Options,
+    drawn_seed,
+)
 from distributary.data._order import Repeat, ShardHint, Shuffle, Slice, WithOptions, options_of
 from distributary.data._prefetch import Prefetch
 from distributary.data._several import Concatenate, Generated, Interleave, Zip, windows
+from distributary.data._sources import (
+    FileNames,
+    FilePaths,
+    RandomAccess,
+    Range,
+    Single,
+    generated,
+    matching_files,
+    signature_of,
+    slices,
+)
 from distributary.data._streams import Stream
 from distributary.data._structure import columns_of, map_arrays
 from distributary.devices import Nest

@@ -13,13 +13,17 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from distributary._late import no_attribute
-from distributary.data._contexts import DistributedInput
 from distributary.data._coworkers import AgreedSteps, Ready, signature
 from distributary.data._iterator import PassIterator
-from distributary.data._nodes import Node
-from distributary.data._options import INFINITE_CARDINALITY
+from distributary.data._nodes import INFINITE_CARDINALITY, Node
 from distributary.data._prefetch import Prefetched
-from distributary.data._replica_rows import OwnRows, WorkerBatch, WorkerShare, split_rows
+from distributary.data._replica_rows import (
+    DistributedInput,
+    OwnRows,
+    WorkerBatch,
+    WorkerShare,
+    split_rows,
+)
 from distributary.data._statistics import Loop, StepCounts
 from distributary.data._step_data import StepData
 from distributary.data._structure import TensorSpec

@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 
-from distributary.data._iterables import Iterated, Once, OneShot, RandomAccess
-from distributary.data._nodes import Node
-from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
+from distributary.data._nodes import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Node
+from distributary.data._sources import Iterated, Once, OneShot, RandomAccess
 from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, described
 

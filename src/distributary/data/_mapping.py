@@ -9,9 +9,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from distributary.data._iterables import RandomAccess
-from distributary.data._nodes import Node, SameElements
-from distributary.data._options import UNKNOWN_CARDINALITY
+from distributary.data._nodes import UNKNOWN_CARDINALITY, Node, SameElements
+from distributary.data._sources import RandomAccess
 from distributary.data._streams import IteratedStream, MadeRows, Path, Rows, Stream, is_peek
 from distributary.data._structure import TensorSpec, flatten, num_rows, spec_of
 from distributary.devices import Nest

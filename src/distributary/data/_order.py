@@ -8,8 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from distributary.data._nodes import Node, Random, SameElements
-from distributary.data._options import INFINITE_CARDINALITY, Options
+from distributary.data._nodes import INFINITE_CARDINALITY, Node, Options, Random, SameElements
 from distributary.data._streams import Chained, Path, Pieces, Rows, Stream, as_array
 from distributary.data._structure import Block, stack
 from distributary.devices import Nest

@@ -10,8 +10,14 @@ from typing import final
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from distributary.data._nodes import Node, Random, Trait
-from distributary.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, combined
+from distributary.data._nodes import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Node,
+    Random,
+    Trait,
+    combined,
+)
 from distributary.data._prefetch import Prefetched
 from distributary.data._streams import (
     Chained,

@@ -4,8 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from distributary.data._batching import Batch
-from distributary.data._nodes import FileSource, Node
-from distributary.data._options import AutoShardPolicy
+from distributary.data._nodes import AutoShardPolicy, FileSource, Node
 from distributary.data._order import ShardHint, Slice, WithOptions, options_of
 from distributary.data._replica_rows import WorkerShare
 from distributary.data._several import Generated, Interleave

@@ -18,8 +18,15 @@ from distributary.devices._discovery import (
     replica_devices,
     sharding_on,
 )
-from distributary.devices._dispatcher import Dispatcher, dispatcher_for
-from distributary.devices._gathering import fetch_whole
+from distributary.devices._dispatcher import (
+    Dispatcher,
+    JobEvent,
+    Nest,
+    ProgramTimer,
+    dispatcher_for,
+    job_programs,
+    latest_program,
+)
 from distributary.devices._interrupts import interrupts
 from distributary.devices._jax_private import (
     alias_of,
@@ -37,11 +44,9 @@ from distributary.devices._jax_private import (
     uncommitted,
     without_high_primitives,
 )
-from distributary.devices._job_events import JobEvent, job_programs
-from distributary.devices._latest import latest_program
-from distributary.devices._nest import Nest
 from distributary.devices._placement import (
     HOST_MEMORY,
+    fetch_whole,
     has_host_memory,
     in_device_memory,
     in_host_memory,
@@ -85,7 +90,6 @@ from distributary.devices._thread_pool import (
     requested_cpu_devices,
     set_logical_cpu_devices,
 )
-from distributary.devices._timing import ProgramTimer
 from distributary.devices._tpu_topology import Topology, TPUSystemMetadata
 from distributary.devices._versions import (
     TESTED,

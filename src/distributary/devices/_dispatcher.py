@@ -1,19 +1,231 @@
 """The order in which replica-wide programs reach their devices, and how many are in flight."""
 
+import contextlib
+import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import starmap
-from typing import TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import jax
 
-from distributary.devices._job_events import job_programs
-from distributary.devices._latest import latest_program
-from distributary.devices._nest import Nest
 from distributary.devices._thread_pool import cpu_threads_suffice
+
+Nest: TypeAlias = Any
+"""A nest of tuples, lists and dictionaries with arrays or numbers as leaves: a pytree of JAX."""
+
+
+# Timing of programs on devices.
+
+_MAX_PROGRAMS = 16
+
+Output: TypeAlias = jax.Array | list[jax.Array] | None
+"""An array that a program makes, a list with one per replica, or None."""
+
+
+@final
+class ProgramTimer:
+    """A timer for a number of programs, each of which runs with nothing else in flight.
+
+    Attributes:
+        seconds: Time of all programs together, each from its dispatch until its results are there.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._num_left = _MAX_PROGRAMS
+        self._begin: float | None = None  # set while a program is in flight
+
+    @property
+    def is_over(self) -> bool:
+        """True after too many programs: the loop has ended without taking its timer away."""
+        return not self._num_left
+
+    def start(self, before: Output) -> float:
+        """Waits for the output of an earlier program; returns the seconds that this took."""
+        begin = time.perf_counter()
+        wait_for_output(before)
+        self._begin = now = time.perf_counter()
+        return now - begin
+
+    def stop(self, output: Output) -> float:
+        """Waits for the output of the program dispatched since `start`; returns the seconds."""
+        begin = time.perf_counter()
+        wait_for_output(output)
+        end = time.perf_counter()
+        if self._begin is not None:  # `start` was called before the program was dispatched
+            self.seconds += end - self._begin
+            self._num_left -= 1
+        self._begin = None
+        return end - begin
+
+
+def wait_for_output(output: Output) -> None:
+    """Waits for an array or for all arrays of a list; does nothing for None."""
+    # If a program has failed, the error is raised where its output is read.
+    with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError, ValueError):
+        for array in output if isinstance(output, list) else [output]:
+            if array is not None and not array.is_deleted():
+                array.block_until_ready()
+
+
+# The program that this process has dispatched last.
+
+
+@final
+@dataclass(eq=False)
+class LatestProgram:
+    """The program that was dispatched last in this process.
+
+    Attributes:
+        count: Number of programs dispatched so far.
+        output: An array that the program makes, a list with one per replica, or None.
+        lock: Held while a program that may consume that array is dispatched.
+        dispatched_at: Time at which it had been dispatched, by `time.perf_counter`.
+        blocked_seconds: Time that dispatches have waited for earlier programs so far.
+        timer: Timer of programs, while a step is a sample.
+    """
+
+    count: int = 0
+    output: Output = None
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    dispatched_at: float = 0.0
+    blocked_seconds: float = 0.0
+    timer: ProgramTimer | None = None
+
+    def wait(self) -> None:
+        """Waits until the devices have finished it."""
+        with self.lock:
+            wait_for_output(self.output)
+
+    def begin(self) -> None:
+        """Starts the timer if there is one; call it before a program is dispatched."""
+        timer = self.timer
+        if timer is not None and timer.is_over:
+            self.timer = None
+        elif timer is not None:
+            self.blocked_seconds += timer.start(self.output)
+
+    def end(self, output: Output, result: Output) -> None:
+        """Records a program; call it after the program was dispatched.
+
+        Args:
+            output: An array that the program makes, a list with one per replica, or None.
+            result: The same, but of outputs that no later program consumes, if there are any.
+        """
+        self.count += 1
+        self.output = output
+        timer = self.timer
+        if timer is not None:
+            self.blocked_seconds += timer.stop(output if result is None else result)
+        self.dispatched_at = time.perf_counter()
+
+    def is_running(self) -> bool:
+        """Returns whether the devices are still at work on it."""
+        # jaxlib 0.10.2 ends the process if you ask a deleted array whether it is ready.
+        with self.lock:
+            output: Any = self.output[0] if isinstance(self.output, list) else self.output
+            if not hasattr(output, "is_ready"):  # nothing, or a random key
+                return False
+            return not output.is_deleted() and not output.is_ready()
+
+
+latest_program = LatestProgram()
+
+
+# The events of a job, which all its processes begin in the same order.
+
+
+@final
+class JobEvent:
+    """An event of a job: all workers do it together, such as a program, an assignment, a new epoch.
+
+    Args:
+        name: Name of the event, for people.
+        describe: Returns the parts of the event as texts, which have to be the same on every
+            worker. Each comes with the place in the script that it comes from, or "".
+
+    Attributes:
+        key: Hash of the name and the texts, the same on every worker.
+    """
+
+    def __init__(
+        self, name: str, describe: Callable[[], Sequence[tuple[str, str]]] = lambda: ()
+    ) -> None:
+        self.name = name
+        self.describe = describe
+        digest = hashlib.blake2b(name.encode(), digest_size=8)
+        for text, _ in describe():
+            digest.update(b"\n" + text.encode())
+        self.key = int.from_bytes(digest.digest(), "little")
+
+
+@final
+@dataclass(eq=False)
+class JobPrograms:
+    """The events of a job, which all workers begin in the same order.
+
+    Attributes:
+        position: Number of events that this process has begun; the same on every worker that has
+            come as far.
+        num_meetings: Number of events at which this process has waited for the others.
+        error: Reason why no further event can begin.
+        explain: Turns an error of a program into the one to raise, while a job is watched.
+        enter: Makes sure that the other workers do the same, as long as there are any.
+        latest: The last event that was begun, with its values.
+    """
+
+    position: int = 0
+    num_meetings: int = 0
+    error: Exception | None = None
+    explain: Callable[[Exception], Exception] | None = None
+    enter: Callable[[JobEvent, tuple[Any, ...]], bool] | None = None
+    latest: tuple[str, tuple[Any, ...]] = "the start", ()
+    _is_alone: bool = False
+
+    def explained(self, error: Exception) -> Exception:
+        """Returns the error to raise for `error`; if another worker caused it, that reason."""
+        return error if self.explain is None else self.explain(error)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets this process do something that others do not, such as reading a file for all."""
+        self._is_alone, before = True, self._is_alone
+        try:
+            yield
+        finally:
+            self._is_alone = before
+
+    def begin(self, event: JobEvent, values: tuple[Any, ...] = ()) -> bool:
+        """Announces what this process and all others do next; call it before doing it.
+
+        Args:
+            event: The event.
+            values: Python numbers that belong to it, which may be others next time.
+
+        Returns:
+            Whether it waited for the others here; if so, each of them did.
+
+        Raises:
+            WorkerMismatchError: if the others do something else.
+            Exception: `error`.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.enter is not None and not self._is_alone:
+            self.latest = event.name, values
+            return self.enter(event, values)
+        return False
+
+
+job_programs = JobPrograms()
+
+
+# The order in which replica-wide programs reach their devices, and how many are in flight.
 
 _T = TypeVar("_T")
 

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding
 
 from distributary.devices._discovery import LOCAL_AXIS, REPLICA_AXIS, num_logical_devices
+from distributary.devices._dispatcher import JobEvent, Nest, dispatcher_for, job_programs
 from distributary.devices._jax_private import put_rows
-from distributary.devices._nest import Nest
 
 _CALLS_BEFORE_COMPILING = 3  # shapes that come rarely are not worth a program
 
@@ -286,3 +286,30 @@ def put_sharded(
 def unpadded(stored: _Array, shape: Sequence[int]) -> _Array:
     """Returns a stored array without the padding at its end."""
     return stored[tuple([slice(size) for size in shape])]
+
+
+# Reads arrays that are stored in parts, as a whole.
+
+
+def fetch_whole(stored: jax.Array, shape: Sequence[int]) -> np.ndarray:
+    """Returns the whole value, of shape `shape`, of an array that is stored in parts.
+
+    This is a collective: with several processes, all of them have to call it at the same point.
+    """
+    if not stored.is_fully_addressable and not stored.is_fully_replicated:
+        # No other program may be in flight on the devices when this one meets its collectives.
+        stored.block_until_ready()
+        mesh = stored.sharding.mesh  # type: ignore[attr-defined]
+        job_programs.begin(JobEvent(f"reading an array in parts, {stored.dtype}{list(shape)}"))
+        dispatcher = dispatcher_for(tuple(mesh.devices.flat))
+        stored = dispatcher.run(_gather_on(mesh), lambda out: out, stored)
+    # Of another array of the same parts, because JAX keeps what NumPy gets as long as the array.
+    parts = [shard.data for shard in stored.addressable_shards]
+    again = jax.make_array_from_single_device_arrays(stored.shape, stored.sharding, parts)
+    whole: np.ndarray = unpadded(np.asarray(local_copy(again)), shape)
+    return whole
+
+
+@functools.lru_cache(maxsize=32)
+def _gather_on(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda value: value, out_shardings=NamedSharding(mesh, P()))

@@ -21,6 +21,14 @@ from distributary.engine._collectives import (
 )
 from distributary.engine._engine import Engine, Programs
 from distributary.engine._function import Function, function
-from distributary.engine._global_batch import GlobalBatch, global_batch
 from distributary.engine._placement import Placement
-from distributary.engine._step import RUN, RUNS, UPDATE, StepKind, mode_of, several_steps
+from distributary.engine._step import (
+    RUN,
+    RUNS,
+    UPDATE,
+    GlobalBatch,
+    StepKind,
+    global_batch,
+    mode_of,
+    several_steps,
+)

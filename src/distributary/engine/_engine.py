@@ -24,6 +24,7 @@ from distributary.engine._step import (
     several_steps,
 )
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
+from distributary.jaxprs import walk
 from distributary.programs import (
     GlobalProgram,
     ReplicaProgram,
@@ -32,14 +33,7 @@ from distributary.programs import (
     with_gathers,
     with_sparse_gradients,
 )
-from distributary.programs.xla_cpu import (
-    is_for_cpus,
-    rewritten_for_cpus,
-    rewritten_for_partitioner,
-    with_exchanged_sums,
-    with_partial_sums,
-)
-from distributary.tracing import Subject, TraceScope, current_scope, in_role, walk
+from distributary.tracing import Subject, TraceScope, current_scope, in_role
 from distributary.variables import (
     Mirrored,
     PerReplica,
@@ -48,6 +42,13 @@ from distributary.variables import (
     map_leaves,
     same_structure,
     stack_components,
+)
+from distributary.xla_cpu import (
+    is_for_cpus,
+    rewritten_for_cpus,
+    rewritten_for_partitioner,
+    with_exchanged_sums,
+    with_partial_sums,
 )
 
 # Several steps in one program; they get a list of elements.

@@ -34,11 +34,12 @@ from distributary.engine._collectives import Program, total_bytes
 from distributary.engine._placement import Placement
 from distributary.engine._staged import StagedProgram
 from distributary.errors import ContextError
+from distributary.jaxprs import aval_of
 from distributary.job import compiled_once, copies
 from distributary.programs import TracedProgram
-from distributary.programs.xla_cpu import with_cpu_rewrites
-from distributary.tracing import Handle, aval_of, describe_value
+from distributary.tracing import Handle, describe_value
 from distributary.variables import ForeignVariable, StateList, Variable, joined
+from distributary.xla_cpu import with_cpu_rewrites
 
 
 class VariableGoneError(ContextError):

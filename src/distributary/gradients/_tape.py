@@ -20,13 +20,7 @@ from distributary.errors import (
     described,
     shown,
 )
-from distributary.tracing import (
-    EagerRecord,
-    TapeRecord,
-    TraceScope,
-    current_scope,
-    infers_shapes,
-)
+from distributary.tracing import EagerRecord, TapeRecord, TraceScope, current_scope, infers_shapes
 from distributary.variables import ForeignVariable, IndexedSlices, Variable, as_variable
 
 _logger = logging.getLogger(__name__)

@@ -14,21 +14,23 @@ from distributary.job._channel import (
     Message,
     bound_address,
     connected,
+    is_proof,
     listening,
+    new_challenge,
+    proof,
 )
-from distributary.job._proofs import is_proof, new_challenge, proof
 
 if TYPE_CHECKING:
-    from distributary.job._compilation import compiled_once, share_compilation
     from distributary.job._connection import connect
     from distributary.job._consensus import Consensus, consensus
     from distributary.job._copies import copies
+    from distributary.job._programs import compiled_once, share_compilation
     from distributary.job._rendezvous import package_versions
 else:  # imported on first use: the launcher talks on channels without JAX
     __getattr__ = late_names(
         __name__,
         {
-            "_compilation": "compiled_once share_compilation",
+            "_programs": "compiled_once share_compilation",
             "_connection": "connect",
             "_consensus": "Consensus consensus",
             "_copies": "copies",

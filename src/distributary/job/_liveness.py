@@ -20,12 +20,14 @@ Source: the health checks of `tf.distribute.MultiWorkerMirroredStrategy`, which 
 import atexit
 import contextlib
 import itertools
+import linecache
 import logging
 import os
 import re
 import select
 import selectors
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -38,8 +40,38 @@ from distributary.devices import job_programs
 from distributary.errors import WorkerLostError, WorkerMismatchError
 from distributary.job._channel import Channel, ChannelClosedError, NotAMessageError
 from distributary.job._consensus import consensus
-from distributary.job._stacks import stack_of_script
 from distributary.options import CommunicationOptions
+
+# The stack of the script, as others are told when they wait for this process.
+
+_MAX_FRAMES = 8
+_OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_LIBRARIES = (
+    _OWN_FOLDER,
+    "<frozen ",
+    *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib")),
+)
+
+
+def stack_of_script() -> list[str]:
+    """Returns the stack of the main thread.
+
+    There is a line per frame, the innermost last: `train.py:40 in load: batch = queue.get()`. If
+    there are frames of the script, frames of libraries are left out.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = [(frame.f_code, line) for frame, line in traceback.walk_stack(frame)]
+    of_script = [one for one in stack if not one[0].co_filename.startswith(_LIBRARIES)]
+    # Not `traceback.extract_stack`, which looks at every file again: a disk that hangs must not
+    # silence this process, which is called once a second.
+    return [
+        f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}:"
+        f" {linecache.getline(code.co_filename, line).strip()}"
+        for code, line in reversed((of_script or stack)[:_MAX_FRAMES])
+    ]
+
+
+# Liveness: the workers of a job watch each other, and end with a message when they cannot go on.
 
 _BEAT_SECONDS = 1.0
 # From the news of a lost worker to the end of this process, which may still clean up.

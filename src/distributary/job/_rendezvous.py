@@ -28,8 +28,9 @@ from distributary.job._channel import (
     Message,
     bound_address,
     connected,
+    is_proof,
+    proof,
 )
-from distributary.job._proofs import is_proof, proof
 
 _log = logging.getLogger(__name__)
 

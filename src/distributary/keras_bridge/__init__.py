@@ -34,7 +34,7 @@ __getattr__ = late_names(
     {
         "_data": "UnknownSizes check_given current_call",
         "_keras_private": "lazy_tensorflow replace_shape_inference",
-        "_model_step": "ModelStep num_rows",
+        "_step_function": "ModelStep num_rows",
         "_summaries": "Summaries SummaryWriter has_tensorflow",
     },
 )

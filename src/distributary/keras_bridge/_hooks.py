@@ -28,7 +28,7 @@ from distributary.keras_bridge import (
     _variables,
 )
 from distributary.keras_bridge._keras_private import find
-from distributary.keras_bridge._model_step import PARTS
+from distributary.keras_bridge._step_function import PARTS
 
 #: Module or class (see `find`) and name of each function to replace, and what runs in its place: it
 #: gets the original first, then its arguments. For a property, it makes the new one.

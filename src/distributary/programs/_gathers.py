@@ -50,24 +50,23 @@ from jax.lax import GatherScatterMode
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, Nest
-from distributary.programs._row_wise import are_few_rows, takes_rows
-from distributary.programs._stages import flattened
-from distributary.tracing import (
+from distributary.jaxprs import (
     CONTROL_FLOW,
     Atom,
     Equation,
     aval_of,
     evaluate_one,
-    gather_p,
     jaxpr_of,
     opened,
-    scatter_p,
     shape_of,
     variables_of,
     walk,
     with_bodies,
     with_pass,
 )
+from distributary.programs._row_wise import are_few_rows, takes_rows
+from distributary.programs._stages import flattened
+from distributary.tracing import gather_p, scatter_p
 
 # These make other forms of the same numbers, which are made again rather than kept.
 _FORMS = frozenset(

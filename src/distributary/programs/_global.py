@@ -22,20 +22,11 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, num_logical_devices, shard_dim, shard_spec
+from distributary.jaxprs import Array, computed_from, variables_of, walk
 from distributary.programs._logical_devices import laid_out
 from distributary.programs._program import TracedProgram
 from distributary.programs._stages import cut, uncut
-from distributary.tracing import (
-    Array,
-    Handle,
-    Pure,
-    Subject,
-    computed_from,
-    gather_p,
-    trace,
-    variables_of,
-    walk,
-)
+from distributary.tracing import Handle, Pure, Subject, gather_p, trace
 
 #: Returns a function that evaluates a jaxpr in a form that its devices run fast, given for every
 #: input the dim that counts the rows of the batch, or None.

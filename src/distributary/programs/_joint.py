@@ -29,7 +29,7 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from distributary.errors import ReplicaMismatchError, UnsupportedError
-from distributary.tracing import (
+from distributary.jaxprs import (
     CONTROL_FLOW,
     AnyJaxpr,
     Atom,
@@ -38,12 +38,10 @@ from distributary.tracing import (
     call_of,
     evaluate_all,
     evaluate_control_flow,
-    has_collective,
-    is_collective,
     open_jaxpr,
-    push,
     walk,
 )
+from distributary.tracing import has_collective, is_collective, push
 
 # A replica yields an equation that needs the other replicas, with its operands, and is sent the
 # results.

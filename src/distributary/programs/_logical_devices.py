@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, num_logical_devices, sharding_on
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
-from distributary.tracing import aval_of, jaxpr_of, walk
+from distributary.jaxprs import aval_of, jaxpr_of, walk
 
 # `jax.lax.with_sharding_constraint` must know when it is traced whether it will run inside
 # `jax.shard_map`, as steps do with several replicas but not with one. This primitive needs to know

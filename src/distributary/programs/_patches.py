@@ -32,8 +32,8 @@ from jax import Array, lax
 from jax.core import ShapedArray
 from jax.sharding import NamedSharding
 
+from distributary.jaxprs import Equation, evaluate_one, shape_of
 from distributary.programs._row_wise import bind_rows
-from distributary.tracing import Equation, evaluate_one, shape_of
 
 # XLA:CPU sorts an id in the time in which it fills as many elements with zeros.
 _ELEMENTS_PER_SORTED_ID = 256

@@ -6,7 +6,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
-from distributary.tracing import Array, Handle, Line, Pure
+from distributary.jaxprs import Array
+from distributary.tracing import Handle, Line, Pure
 
 
 class TracedProgram(abc.ABC):

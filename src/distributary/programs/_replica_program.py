@@ -29,6 +29,7 @@ from distributary.errors import (
     ReplicaMismatchError,
     TracedValueError,
 )
+from distributary.jaxprs import Array, Equation, opened
 from distributary.programs._gathers import with_gathers
 from distributary.programs._joint import evaluate_jointly
 from distributary.programs._logical_devices import (
@@ -41,8 +42,6 @@ from distributary.programs._program import TracedProgram
 from distributary.programs._sharded import Taken, complete_in_parts, without_scattered_sums
 from distributary.programs._stages import Stages, cut, uncut
 from distributary.tracing import (
-    Array,
-    Equation,
     Feeds,
     Handle,
     Numbering,
@@ -52,7 +51,6 @@ from distributary.tracing import (
     UnevenSizes,
     current_feeding,
     fed_by,
-    opened,
     refuse_collectives,
     start_of_sum,
     trace,

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import Literal, Var
 
-from distributary.tracing import Atom, Equation, aval_of, shape_of, variables_of
+from distributary.jaxprs import Atom, Equation, aval_of, shape_of, variables_of
 
 # Measured, see docs/design/tracing.md.
 _MAX_SHARE_OF_ROWS = 1 / 4

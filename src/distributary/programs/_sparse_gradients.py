@@ -58,6 +58,19 @@ from jax.lax import GatherScatterMode
 from jax.sharding import Mesh, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, Nest
+from distributary.jaxprs import (
+    CONTROL_FLOW,
+    Equation,
+    aval_of,
+    evaluate_one,
+    interpret_with,
+    open_jaxpr,
+    plain_call_of,
+    shape_of,
+    walk,
+    with_bodies,
+    with_pass,
+)
 from distributary.programs._logical_devices import laid_out
 from distributary.programs._patches import (
     WITH_ROWS,
@@ -81,21 +94,7 @@ from distributary.programs._row_wise import (
     real_number,
     row_operands,
 )
-from distributary.tracing import (
-    CONTROL_FLOW,
-    Equation,
-    aval_of,
-    evaluate_one,
-    interpret_with,
-    is_sum_of_replicas,
-    open_jaxpr,
-    plain_call_of,
-    scatter_p,
-    shape_of,
-    walk,
-    with_bodies,
-    with_pass,
-)
+from distributary.tracing import is_sum_of_replicas, scatter_p
 from distributary.variables import all_reduce_of_vectors
 
 _SUMS = frozenset({"add", "add_any", "sub"})

@@ -32,14 +32,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from distributary.tracing import (
+from distributary.jaxprs import (
     CHECKPOINTS,
     AnyJaxpr,
     Atom,
     Equation,
     call_of,
     computed_from,
-    has_collective,
     has_replicas,
     jaxpr_of,
     leading_to,
@@ -47,8 +46,8 @@ from distributary.tracing import (
     opened,
     variables_made,
     variables_of,
-    varying_variables,
 )
+from distributary.tracing import has_collective, varying_variables
 
 
 @final

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import importlib
 import ipaddress
 import os
 import re
@@ -19,16 +20,38 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Final, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE
-from distributary.errors import ClusterError, InvalidValueError
-from distributary.servers._extras import import_extra
+from distributary.errors import ClusterError, InvalidValueError, MissingPackageError, pip_install
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
+
+# Packages that an extra of distributary installs.
+
+
+def import_extra(package: str, purpose: str, extra: str = "ps") -> ModuleType:
+    """Imports a package when it is needed.
+
+    Args:
+        package: Name of the package.
+        purpose: Begin of the message if it is not installed: what needs it.
+        extra: The extra that installs it.
+
+    Raises:
+        MissingPackageError: if it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise MissingPackageError(f"{purpose}: {pip_install(extra)}") from None
+
+
+# Certificates that prove the role of a task.
 
 CERTIFICATES_VARIABLE: Final = "DISTRIBUTARY_CERTS"
 ROLES: Final = ("chief", "worker", "ps")

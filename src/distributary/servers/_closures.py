@@ -38,29 +38,24 @@ from distributary.data import DatasetIterator
 from distributary.devices import Nest
 from distributary.engine import split_result
 from distributary.errors import ContextError, UnsupportedError, shown
-from distributary.servers._nests import copy_of
+from distributary.jaxprs import Array, has_replicas
+from distributary.servers._messages import copy_of
 from distributary.servers._partitioners import Shard
 from distributary.servers._parts import in_parts
 from distributary.servers._per_device import per_device
-from distributary.servers._plans import Push, RowPlan, Update, WorkerPlan
-from distributary.servers._programs import (
+from distributary.servers._plans import (
     Program,
+    Push,
+    RowPlan,
+    Update,
+    WorkerPlan,
     export_divided,
     export_function,
     export_per_device,
 )
 from distributary.servers._rows import RowSplit, SparseUpdate, rows_of, rows_of_update
 from distributary.servers._split import Origin, ServerPart, ServerSplit, Step, split_over_servers
-from distributary.tracing import (
-    Array,
-    Handle,
-    Subject,
-    current_feeding,
-    current_scope,
-    fed_by,
-    has_replicas,
-    trace,
-)
+from distributary.tracing import Handle, Subject, current_feeding, current_scope, fed_by, trace
 from distributary.variables import PerReplica
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from distributary.servers._copies import CopyOnServers
 from distributary.servers._links import InProcessLink, Link
 from distributary.servers._messages import JSON, Message
 from distributary.servers._partitioners import Shard, check_positive
-from distributary.servers._plans import Update
-from distributary.servers._programs import Program
+from distributary.servers._plans import Program, Update
 from distributary.servers._sessions import (
     Heartbeat,
     SessionId,

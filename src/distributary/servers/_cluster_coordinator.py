@@ -26,8 +26,15 @@ from distributary.errors import (
     shown,
 )
 from distributary.servers._closures import Plan, plan_of
-from distributary.servers._messages import Message
-from distributary.servers._nests import copy_of, leaves_of, nest_of, shapes_of, structs_of, tree_of
+from distributary.servers._messages import (
+    Message,
+    copy_of,
+    leaves_of,
+    nest_of,
+    shapes_of,
+    structs_of,
+    tree_of,
+)
 from distributary.servers._per_worker import (
     Feed,
     PerWorkerDataset,

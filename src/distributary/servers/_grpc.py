@@ -18,10 +18,10 @@ from distributary.job import bound_address
 from distributary.servers._certificates import (
     CERTIFICATES_VARIABLE,
     Credentials,
+    import_extra,
     name_of_role,
     role_of_names,
 )
-from distributary.servers._extras import import_extra
 from distributary.servers._links import (
     Connection,
     ConnectionLostError,

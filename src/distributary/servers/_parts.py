@@ -32,9 +32,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var
 
+from distributary.jaxprs import Array, Atom, Equation, aval_of, jaxpr_of
 from distributary.programs import row_operands, with_rows, without_calls
-from distributary.servers._other_rows import rows_between
-from distributary.tracing import Array, Atom, Equation, aval_of, jaxpr_of
+from distributary.servers._row_flow import rows_between
 
 
 def in_parts(

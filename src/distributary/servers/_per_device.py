@@ -37,7 +37,7 @@ from jax.extend.core import Jaxpr
 
 from distributary.devices import REPLICA_AXIS, shard_dim
 from distributary.errors import UnsupportedError
-from distributary.tracing import (
+from distributary.jaxprs import (
     AnyJaxpr,
     Equation,
     aval_of,

@@ -19,7 +19,7 @@ from distributary.errors import (
     shown,
 )
 from distributary.servers._closures import current_trace
-from distributary.servers._nests import leaves_of, shapes_of, structs_of
+from distributary.servers._messages import leaves_of, shapes_of, structs_of
 from distributary.servers._sources import as_maker
 from distributary.tracing import current_scope, outside_of_trace
 

@@ -19,9 +19,8 @@ from distributary.servers._certificates import (
 )
 from distributary.servers._cluster import Cluster
 from distributary.servers._grpc import GrpcLink
-from distributary.servers._links import ConnectionLostError, Link, UnauthenticatedError
+from distributary.servers._links import IDENTIFY, ConnectionLostError, Link, UnauthenticatedError
 from distributary.servers._messages import Message
-from distributary.servers._permissions import IDENTIFY
 from distributary.servers._sessions import Task
 from distributary.servers._sources import ScriptEndError, describe, is_reimporting
 

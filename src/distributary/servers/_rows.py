@@ -63,20 +63,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.lax import GatherScatterMode
 
 from distributary.devices import REPLICA_AXIS
+from distributary.jaxprs import Array, Atom, Equation, aval_of, evaluate_one, jaxpr_of, variables_of
 from distributary.programs import bind_rows, row_operands
-from distributary.servers._other_rows import numbers_of_other_rows
-from distributary.servers._row_flow import RowFlow, RowUse
+from distributary.servers._row_flow import RowFlow, RowUse, numbers_of_other_rows
 from distributary.servers._split import ServerPart, ServerSplit, Step, needed_part
-from distributary.tracing import (
-    Array,
-    Atom,
-    Equation,
-    Numbering,
-    aval_of,
-    evaluate_one,
-    jaxpr_of,
-    variables_of,
-)
+from distributary.tracing import Numbering
 
 SparseUpdate = Literal["exact", "lazy"]
 #: The number of a space, and a row there: that of row 0 of a table.

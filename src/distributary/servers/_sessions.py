@@ -19,9 +19,16 @@ from distributary._threads import start_thread
 from distributary.devices import backends_started, local_devices_of, requested_cpu_devices
 from distributary.errors import CoordinatorReplacedError, InvalidValueError, PSUnavailableError
 from distributary.job import package_versions
-from distributary.servers._links import ConnectionLostError, DeadlineError, Link, Peer, RefusedError
+from distributary.servers._links import (
+    IDENTIFY,
+    ConnectionLostError,
+    DeadlineError,
+    Link,
+    Peer,
+    RefusedError,
+    check_sender,
+)
 from distributary.servers._messages import Message
-from distributary.servers._permissions import IDENTIFY, check_sender
 
 SessionId: TypeAlias = list[Any]  # nanoseconds, random text: the larger one is newer
 

@@ -41,20 +41,10 @@ from typing import TypeAlias, final
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from distributary.errors import UnsupportedError
+from distributary.jaxprs import Array, Atom, Equation, jaxpr_of, leading_to, variables_of
 from distributary.programs import closed_part, is_in_first_stage
 from distributary.servers._partitioners import Shard
-from distributary.tracing import (
-    Array,
-    Atom,
-    Equation,
-    Handle,
-    is_of_devices,
-    is_sum_of_replicas,
-    jaxpr_of,
-    leading_to,
-    start_p,
-    variables_of,
-)
+from distributary.tracing import Handle, is_of_devices, is_sum_of_replicas, start_p
 
 # Stands in for the number of a server, for values that the worker returns or computes with.
 _WORKER = -1

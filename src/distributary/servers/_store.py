@@ -11,8 +11,14 @@ import numpy as np
 from distributary.errors import InvalidValueError
 from distributary.servers._copies import Copies, frozen
 from distributary.servers._messages import Message, from_json
-from distributary.servers._plans import Update, check_rows, padded, rows_in_zeros, take_rows
-from distributary.servers._programs import ProgramCache
+from distributary.servers._plans import (
+    ProgramCache,
+    Update,
+    check_rows,
+    padded,
+    rows_in_zeros,
+    take_rows,
+)
 from distributary.servers._rows import bucket_of
 from distributary.servers._sessions import SessionId, Tenant
 

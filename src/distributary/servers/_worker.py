@@ -12,11 +12,17 @@ import jax
 import numpy as np
 
 from distributary.servers._links import error_reply
-from distributary.servers._messages import JSON, Message, aligned_empty, from_json
-from distributary.servers._nests import leaves_of, nest_of, shapes_of
+from distributary.servers._messages import (
+    JSON,
+    Message,
+    aligned_empty,
+    from_json,
+    leaves_of,
+    nest_of,
+    shapes_of,
+)
 from distributary.servers._per_worker import Peekable
-from distributary.servers._plans import FoundRows, Push, WorkerPlan
-from distributary.servers._programs import ProgramCache
+from distributary.servers._plans import FoundRows, ProgramCache, Push, WorkerPlan
 from distributary.servers._sessions import SessionId, SessionLink, SessionService, Task, Tenant
 from distributary.servers._sources import UnknownMakerError
 from distributary.servers._split import Origin

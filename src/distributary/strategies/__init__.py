@@ -3,18 +3,16 @@
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
-from distributary.strategies._base import MISSING, Strategy
+from distributary.strategies._base import MISSING, Strategy, accept_any_strategy, check_job
 from distributary.strategies._central_storage import CentralStorageStrategy
-from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import RemoteSteps, StrategyExtended, unused_strategies
-from distributary.strategies._fitting_job import accept_any_strategy, check_job
 from distributary.strategies._mirrored import MirroredStrategy
-from distributary.strategies._one_device import OneDeviceStrategy
+from distributary.strategies._one_device import DefaultStrategy, OneDeviceStrategy
 
 if TYPE_CHECKING:
     from distributary.strategies._multi_worker import MultiWorkerMirroredStrategy
-    from distributary.strategies._tpu import TPUStrategy
-    from distributary.strategies._tpu_system import (
+    from distributary.strategies._tpu import (
+        TPUStrategy,
         experimental_connect_to_cluster,
         initialize_tpu_system,
         shutdown_tpu_system,
@@ -27,9 +25,9 @@ if not TYPE_CHECKING:  # or type checkers accept any name
         __name__,
         {
             "_multi_worker": "MultiWorkerMirroredStrategy",
-            "_tpu": "TPUStrategy",
-            "_tpu_system": (
-                "experimental_connect_to_cluster initialize_tpu_system shutdown_tpu_system"
+            "_tpu": (
+                "TPUStrategy experimental_connect_to_cluster initialize_tpu_system"
+                " shutdown_tpu_system"
             ),
         },
     )

@@ -5,8 +5,10 @@ import difflib
 import functools
 import html
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar, final
 
 import jax
@@ -25,16 +27,70 @@ from distributary.errors import (
     check_type,
     shown,
 )
+from distributary.launch import refuse_job, size_of_job
 from distributary.options import InputOptions, ReduceOp, RunOptions
 from distributary.strategies._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary.strategies._extended import StrategyExtended
-from distributary.strategies._fitting_job import check_job
 from distributary.tracing import advise, current_scope, is_recording, name_of, shorten
 from distributary.variables import as_reduce_op, in_order, key_order
 
 if TYPE_CHECKING:
     from distributary.cluster_resolver import ClusterResolver
 
+
+# Refuses a job of several processes whose program does not bring them together.
+#
+# Every task of such a job would train alone, or with all of the others but the servers, and the
+# results would look right.
+
+_is_checked = False
+
+
+def accept_any_strategy() -> None:
+    """Leaves this process unchecked, because it examines devices and trains nothing."""
+    global _is_checked
+    _is_checked = True
+
+
+def check_job(name: str, *, needs_servers: bool = False) -> None:
+    """Checks that the first strategy of this process, or the first `fit`, is one for its job.
+
+    If there are parameter servers, it has to be for them; several workers have to be connected,
+    whether by this strategy or by the script.
+
+    Args:
+        name: Name of the strategy.
+        needs_servers: Whether it is one for parameter servers.
+
+    Raises:
+        InvalidValueError: if it is not, unless a launcher has started this process; then the
+            process ends.
+    """
+    global _is_checked
+    if _is_checked:
+        return
+    _is_checked = True
+    num_workers, num_servers = size_of_job()
+    program = Path(sys.argv[0]).name or "the program"
+    if num_servers and not needs_servers:
+        reason = (
+            f"{name}: the cluster has {num_servers} parameter server(s), to which this strategy"
+            f" gives nothing to do: every task of {program} would train alone. Start the job"
+            " without them (`distributary launch` without --ps), or use ParameterServerStrategy."
+        )
+    elif num_workers > 1 and not num_servers and not jax.distributed.is_initialized():
+        reason = (
+            f"{name}: the cluster has {num_workers} workers, and nothing connects them: each would"
+            f" train a model of its own in {program}, and all would write the same files. Use"
+            " MultiWorkerMirroredStrategy, or start one worker (`distributary launch --workers 1`)."
+            ' If each is to do work of its own, begin with os.environ.pop("TF_CONFIG").'
+        )
+    else:
+        return
+    refuse_job(reason)
+
+
+# The interface of every strategy.
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

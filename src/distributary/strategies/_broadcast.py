@@ -7,13 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distributary.devices import (
-    JobEvent,
-    dispatcher_for,
-    job_programs,
-    local_replicas,
-    put_stacked,
-)
+from distributary.devices import JobEvent, dispatcher_for, job_programs, local_replicas, put_stacked
 from distributary.job import consensus
 
 # Up to this size, sending through the host is faster, also because nothing is compiled.

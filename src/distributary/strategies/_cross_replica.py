@@ -28,7 +28,6 @@ from distributary.errors import (
     shown,
 )
 from distributary.options import CommunicationOptions, ReduceOp
-from distributary.programs.xla_cpu import with_exchanged_sums
 from distributary.tracing import current_scope
 from distributary.variables import (
     CrossDeviceOps,
@@ -45,6 +44,7 @@ from distributary.variables import (
     reduce_nest,
     stack_components,
 )
+from distributary.xla_cpu import with_exchanged_sums
 
 # The dims within each component that are reduced as well.
 _Axes: TypeAlias = tuple[int, ...] | None

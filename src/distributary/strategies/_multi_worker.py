@@ -14,7 +14,7 @@ from distributary.strategies._base import Strategy
 from distributary.strategies._extended import Sharded
 from distributary.strategies._job_devices import devices_of_all, extended_of_job
 from distributary.strategies._layout_rules import LayoutRules
-from distributary.strategies._tpu_system import connect_workers
+from distributary.strategies._tpu import connect_workers
 
 _log = logging.getLogger(__name__)
 

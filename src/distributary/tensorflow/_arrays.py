@@ -15,14 +15,7 @@ from distributary.devices import Nest, inside_jax_trace
 from distributary.errors import InvalidValueError
 from distributary.tensorflow._host import host_array, is_text
 from distributary.tensorflow._linalg import global_norm
-from distributary.tensorflow._operations import (
-    REQUIRED,
-    Axes,
-    Operation,
-    Shape,
-    array,
-    converted,
-)
+from distributary.tensorflow._operations import REQUIRED, Axes, Operation, Shape, array, converted
 from distributary.tensorflow.autograph import Range, is_traced
 from distributary.tracing import current_scope
 from distributary.variables import ShardedVariable, Variable, embedding_lookup

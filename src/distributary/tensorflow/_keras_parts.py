@@ -3,9 +3,13 @@
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, final
 
+from distributary.context import get_strategy
+from distributary.data import DistributedInput
+from distributary.errors import check_type
 from distributary.keras_bridge import (
     Summaries,
     has_tensorflow,
@@ -13,6 +17,7 @@ from distributary.keras_bridge import (
     lazy_tensorflow,
     replace_shape_inference,
 )
+from distributary.options import InputOptions
 from distributary.tensorflow import _text_layers
 from distributary.tensorflow._arrays import constant
 from distributary.tensorflow._operations import named
@@ -107,3 +112,33 @@ def _in_common(a: Any, b: Any) -> Any:
         return a
     shape = [i if i == j else None for i, j in zip(a.shape, b.shape, strict=True)]
     return _keras.KerasTensor(shape, a.dtype, a.sparse)
+
+
+# `tf.keras.utils.experimental.DatasetCreator`, with which one `fit` serves every strategy.
+
+
+@final
+@dataclass(frozen=True)
+class DatasetCreator(DistributedInput):
+    """A function that makes the dataset of each worker, for `fit` and `evaluate`.
+
+    Args:
+        dataset_fn: Function from an `InputContext` to a dataset of per-replica batches.
+        input_options: Options for distributing the dataset.
+
+    Source: `tf.keras.utils.experimental.DatasetCreator`.
+    """
+
+    dataset_fn: Callable[..., Any]
+    input_options: InputOptions | None = None
+
+    def __post_init__(self) -> None:
+        expected = "a function from an InputContext to a dataset"
+        check_type("DatasetCreator: dataset_fn", self.dataset_fn, Callable, expected)
+
+    def __call__(self) -> Any:
+        """Distributes the dataset with the current strategy, in whose scope `fit` calls this."""
+        strategy = get_strategy()
+        dataset = strategy.distribute_datasets_from_function(self.dataset_fn, self.input_options)
+        remote = strategy.extended.remote_steps
+        return dataset if remote is None else remote.per_worker_dataset(strategy, dataset)

@@ -9,9 +9,9 @@ The variable has become an input and an output. `docs/design/tracing.md` follows
 passes in order; each module opens with an example of what it does.
 """
 
-from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow
 from distributary.tracing._description import Line, describe_jaxpr, describe_value
 from distributary.tracing._divergence import (
+    Numbering,
     has_collective,
     is_collective,
     is_of_devices,
@@ -33,35 +33,6 @@ from distributary.tracing._feeds import (
     next_of,
     refuse_in_trace,
 )
-from distributary.tracing._jaxprs import (
-    CHECKPOINTS,
-    AnyJaxpr,
-    Array,
-    Atom,
-    Equation,
-    aval_of,
-    call_of,
-    computed_from,
-    evaluate_all,
-    evaluate_one,
-    has_replicas,
-    interpret_with,
-    jaxpr_of,
-    leading_to,
-    open_jaxpr,
-    opened,
-    parts_of_scan,
-    parts_of_while,
-    plain_call_of,
-    shape_of,
-    sub_jaxprs,
-    variables_made,
-    variables_of,
-    walk,
-    with_bodies,
-    with_jaxprs,
-    with_pass,
-)
 from distributary.tracing._markers import (
     Handle,
     gather_p,
@@ -73,7 +44,6 @@ from distributary.tracing._markers import (
 )
 from distributary.tracing._mistakes import Subject, advise, explained, leaked_at, name_of, shorten
 from distributary.tracing._narrowing import narrowed, native
-from distributary.tracing._numbering import Numbering
 from distributary.tracing._recording import Pure, trace
 from distributary.tracing._scope import (
     SizesMissing,

@@ -30,7 +30,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, Var
 
 from distributary.errors import UnsupportedError
-from distributary.tracing._jaxprs import (
+from distributary.jaxprs import (
     Atom,
     Equation,
     aval_of,

@@ -27,8 +27,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.typing import ArrayLike
 
-from distributary.tracing._divergence import is_collective
-from distributary.tracing._jaxprs import (
+from distributary.jaxprs import (
     AnyJaxpr,
     Atom,
     Equation,
@@ -38,6 +37,7 @@ from distributary.tracing._jaxprs import (
     variables_of,
     walk,
 )
+from distributary.tracing._divergence import is_collective
 from distributary.tracing._markers import Handle
 
 # Parameters that count the traces of a process, or are places in its files.

@@ -40,23 +40,25 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.errors import UnsupportedError
-from distributary.tracing._connectivity import pauses, tape_region
-from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow
-from distributary.tracing._jaxprs import (
+from distributary.jaxprs import (
     CHECKPOINTS,
+    CONTROL_FLOW,
     AnyJaxpr,
     Equation,
     aval_of,
     contains,
     evaluate_all,
+    evaluate_control_flow,
     evaluate_one,
     leading_to,
     open_jaxpr,
     plain_call_of,
+    reversible_while_loop,
     sub_jaxprs,
     value_of,
     variables_made,
 )
+from distributary.tracing._connectivity import pauses, tape_region
 from distributary.tracing._markers import (
     MARKERS,
     Handle,
@@ -67,7 +69,6 @@ from distributary.tracing._markers import (
     tape_p,
     write_p,
 )
-from distributary.tracing._reversible import reversible_while_loop
 
 State: TypeAlias = dict[Handle, Array]
 # The state of some variables, as a nest of arrays for JAX, which cannot sort the keys of a `dict`.

@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.devices import LOCAL_AXIS, REPLICA_AXIS
 from distributary.errors import UnsupportedError
-from distributary.tracing._jaxprs import Equation, walk
+from distributary.jaxprs import Equation, walk
 
 if TYPE_CHECKING:
     from distributary.tracing._scope import Kind

@@ -25,7 +25,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from distributary._late import libraries
 from distributary.devices import inside_jax_trace
 from distributary.errors import ContextError, ReplicaMismatchError
-from distributary.tracing._jaxprs import Array
+from distributary.jaxprs import Array
 from distributary.tracing._markers import (
     REPLICA_ID,
     Handle,

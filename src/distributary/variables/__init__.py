@@ -9,11 +9,13 @@ from distributary.variables._cross_device_ops import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
+    at_device,
+    check_destinations,
     check_pairs,
     default_cross_device_ops,
+    only_device,
     reduce_nest,
 )
-from distributary.variables._destinations import at_device, check_destinations, only_device
 from distributary.variables._distributed import (
     Array,
     ArrayInput,
@@ -30,13 +32,17 @@ from distributary.variables._distributed_variables import (
     SyncOnReadVariable,
     VariableComponent,
 )
-from distributary.variables._foreign import ForeignVariable, as_variable
+from distributary.variables._foreign import ForeignVariable, as_variable, assign, values
 from distributary.variables._indexed_slices import IndexedSlices
-from distributary.variables._key_order import in_order, key_order
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
 from distributary.variables._reduce_op import as_reduce_op, check_reducible, reduce_arrays
-from distributary.variables._regroup import component_of_traced, local_results, map_leaves
+from distributary.variables._regroup import (
+    component_of_traced,
+    in_order,
+    key_order,
+    local_results,
+    map_leaves,
+)
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
 from distributary.variables._state_list import StateList, joined
-from distributary.variables._trees import assign, values
 from distributary.variables._variable import Variable

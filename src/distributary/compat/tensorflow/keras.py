@@ -12,7 +12,7 @@ from typing import Any
 from distributary.compat.tensorflow._names import MODULES
 from distributary.compat.tensorflow._namespaces import Namespace, lookup
 from distributary.tensorflow import _keras_backend, _keras_parts
-from distributary.tensorflow._dataset_creator import DatasetCreator
+from distributary.tensorflow._keras_parts import DatasetCreator
 from distributary.tensorflow._operations import keras_of_tensorflow
 
 _keras = keras_of_tensorflow()

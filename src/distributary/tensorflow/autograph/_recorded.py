@@ -12,8 +12,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from distributary.jaxprs import jaxpr_of, walk
 from distributary.tensorflow.autograph._reached import Contents, Reached, is_of_library
-from distributary.tracing import current_scope, describe_jaxpr, jaxpr_of, script_line, walk
+from distributary.tracing import current_scope, describe_jaxpr, script_line
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 

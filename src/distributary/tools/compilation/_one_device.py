@@ -34,8 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, Nest, shard_dim
 from distributary.errors import UnsupportedError
-from distributary.programs import evaluate_jointly
-from distributary.tracing import (
+from distributary.jaxprs import (
     AnyJaxpr,
     Equation,
     evaluate_one,
@@ -43,6 +42,7 @@ from distributary.tracing import (
     interpret_with,
     plain_call_of,
 )
+from distributary.programs import evaluate_jointly
 
 
 @final

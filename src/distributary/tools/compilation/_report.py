@@ -10,12 +10,7 @@ from typing import Any, final
 import jax
 
 from distributary.devices import REPLICA_AXIS
-from distributary.engine import (
-    Collective,
-    counted,
-    format_bytes as _size,
-    total_bytes,
-)
+from distributary.engine import Collective, counted, format_bytes as _size, total_bytes
 from distributary.tools.compilation._dataflow import (
     collectives_of_step,
     moved_activations,

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from distributary.tracing import Equation, aval_of
+from distributary.jaxprs import Equation, aval_of
 
 _Fast: TypeAlias = Callable[..., Array]
 

@@ -22,9 +22,7 @@ from typing import final
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from distributary.programs import flattened
-from distributary.programs.xla_cpu._batch_dims import Dim, State, dims_of, is_part, shares_of
-from distributary.tracing import (
+from distributary.jaxprs import (
     CONTROL_FLOW,
     AnyJaxpr,
     Atom,
@@ -33,6 +31,8 @@ from distributary.tracing import (
     parts_of_while,
     variables_of,
 )
+from distributary.programs import flattened
+from distributary.xla_cpu._batch_dims import Dim, State, dims_of, is_part, shares_of
 
 
 @final

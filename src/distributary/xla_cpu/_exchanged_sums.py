@@ -27,14 +27,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from distributary.devices import REPLICA_AXIS, Nest, num_logical_devices
-from distributary.tracing import (
-    Equation,
-    aval_of,
-    evaluate_one,
-    interpret_with,
-    is_sum_of_replicas,
-    with_pass,
-)
+from distributary.jaxprs import Equation, aval_of, evaluate_one, interpret_with, with_pass
+from distributary.tracing import is_sum_of_replicas
 
 # With more than two replicas each sends the whole array several times; in a ring it sends it less
 # than twice. On loopback 4 MB take as long either way; networks are slower.

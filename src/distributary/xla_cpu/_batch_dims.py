@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.devices import REPLICA_AXIS
+from distributary.jaxprs import Atom, Equation, aval_of, shape_of
 from distributary.programs import number_of
-from distributary.programs.xla_cpu._rules import is_explicit
-from distributary.tracing import Atom, Equation, aval_of, shape_of
+from distributary.xla_cpu._rewrites import is_explicit
 
 Dim: TypeAlias = int | None
 # "partial": the sum of what the replicas have. "assumed": the same, of what a loop starts from; the

@@ -50,25 +50,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, Nest
-from distributary.programs.xla_cpu._batch_dims import (
-    Dim,
-    Share,
-    State,
-    dims_of,
-    dims_of_windows,
-    is_part,
-    is_wide,
-    may_be_linear,
-    shares_of,
-)
-from distributary.programs.xla_cpu._exchanged_sums import with_exchanged_sums
-from distributary.programs.xla_cpu._loop_states import Plan, Plans, dims_in, state_of
-from distributary.programs.xla_cpu._rewrites import (
-    may_be_rewritten,
-    rewritten_for_cpus,
-    with_cpu_rewrites,
-)
-from distributary.tracing import (
+from distributary.jaxprs import (
     CONTROL_FLOW,
     AnyJaxpr,
     Atom,
@@ -82,6 +64,20 @@ from distributary.tracing import (
     with_pass,
 )
 from distributary.variables import all_reduce_of_vectors
+from distributary.xla_cpu._batch_dims import (
+    Dim,
+    Share,
+    State,
+    dims_of,
+    dims_of_windows,
+    is_part,
+    is_wide,
+    may_be_linear,
+    shares_of,
+)
+from distributary.xla_cpu._exchanged_sums import with_exchanged_sums
+from distributary.xla_cpu._loop_states import Plan, Plans, dims_in, state_of
+from distributary.xla_cpu._rewrites import may_be_rewritten, rewritten_for_cpus, with_cpu_rewrites
 
 
 def with_partial_sums(

@@ -1,0 +1,405 @@
+"""Sources of datasets: arrays and numbers in memory, Python objects, names of files."""
+
+import glob
+import itertools
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import jax
+import numpy as np
+from jax.tree_util import PyTreeDef
+
+from distributary.data._nodes import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    FileSource,
+    Node,
+    NumberedNode,
+)
+from distributary.data._prefetch import Prefetched
+from distributary.data._streams import IteratedStream, Path, Stream, is_peek
+from distributary.data._structure import (
+    Block,
+    TensorSpec,
+    as_array,
+    conform,
+    flatten,
+    kept,
+    spec_of,
+)
+from distributary.devices import Nest
+from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.tracing import native
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Slices(NumberedNode):
+    """The rows of arrays.
+
+    Attributes:
+        leaves: NumPy arrays with the same number of rows.
+        structure: Structure of an element.
+    """
+
+    leaves: tuple[np.ndarray, ...]
+    structure: PyTreeDef
+    batched = False
+    in_memory = True
+
+    def cardinality(self) -> int:
+        return len(self.leaves[0])
+
+    def row(self, number: int) -> Nest:
+        # The element of an array of objects can be anything.
+        rows = [leaf[number] for leaf in self.leaves]
+        return self.structure.unflatten(
+            [
+                row if leaf.dtype.hasobject else native(row)
+                for row, leaf in zip(rows, self.leaves, strict=True)
+            ]
+        )
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        return self.structure.unflatten(
+            [native(leaf.take(numbers, axis=0)) for leaf in self.leaves]
+        )
+
+    def part(self, start: int, count: int) -> Block:
+        """Returns consecutive rows."""
+        rows = slice(start, start + count)
+        # A copy, because a batch may still be on its way when the user writes to the array.
+        return self.structure.unflatten([native(leaf[rows].copy()) for leaf in self.leaves])
+
+    def spec(self) -> Nest:
+        specs = [TensorSpec(leaf.shape[1:], leaf.dtype.newbyteorder("=")) for leaf in self.leaves]
+        return self.structure.unflatten(specs)
+
+    def label(self) -> str:
+        return f"slices({self.cardinality()})"
+
+
+def slices(tensors: Nest) -> Slices:
+    """Returns the node of `from_tensor_slices`."""
+    leaves, tree = flatten(tensors)
+    arrays = [np.asarray(as_array(leaf)) for leaf in leaves]
+    if not arrays:
+        raise InvalidValueError(
+            f"from_tensor_slices: {tensors!r} holds no arrays. Pass an array or a nest of arrays,"
+            " whose rows (dim 0) become the elements."
+        )
+    for array in arrays:
+        if array.ndim == 0:
+            raise InvalidValueError(
+                f"from_tensor_slices: got the scalar {array.item()!r}, which has no rows. Use"
+                " from_tensors for one element."
+            )
+    sizes = sorted({len(array) for array in arrays})
+    if len(sizes) > 1:
+        raise InvalidValueError(
+            f"from_tensor_slices: the arrays have {sizes} rows (dim 0); all must have the same"
+            " number."
+        )
+    return Slices(tuple(arrays), tree)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Range(NumberedNode):
+    """Numbers at equal distances; endless if `stop` is None."""
+
+    start: int
+    stop: int | None
+    step: int
+    dtype: np.dtype
+    batched = False
+    in_memory = True
+    pattern = "range({start}, {stop}, {step})"
+
+    def cardinality(self) -> int:
+        if self.stop is None:
+            return INFINITE_CARDINALITY
+        return len(range(self.start, self.stop, self.step))
+
+    def row(self, number: int) -> np.generic:
+        return self.dtype.type(self.start + number * self.step)
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        return (self.start + numbers * self.step).astype(self.dtype)
+
+    def spec(self) -> TensorSpec:
+        return TensorSpec((), self.dtype)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Single(NumberedNode):
+    """One element."""
+
+    element: Nest
+    in_memory = True
+    pattern = "tensors"
+
+    def cardinality(self) -> int:
+        return 1
+
+    def row(self, number: int) -> Nest:
+        return self.element
+
+    def spec(self) -> Nest:
+        return spec_of(self.element)
+
+
+# Datasets of Python objects: sequences, iterables, generators and iterators.
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RandomAccess(NumberedNode):
+    """The items of an object with `__len__` and `__getitem__`.
+
+    Attributes:
+        items: The object.
+        convert: Turns an item into an element.
+        batched: Whether the items are batches; None if only the user knows.
+        getitems: Returns a block for row numbers, if the object has a quick way.
+    """
+
+    items: Any
+    convert: Callable[[Any], Nest] = lambda item: item
+    batched: bool | None = None
+    getitems: Callable[[np.ndarray], Block] | None = None
+    own_arrays = True
+
+    def cardinality(self) -> int:
+        size = len(self.items)
+        # A `repeat` of grain without an end has this length.
+        return INFINITE_CARDINALITY if size == sys.maxsize else size
+
+    def row(self, number: int) -> Nest:
+        return kept(self.convert(self.items[int(number)]))
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        return super().rows(numbers) if self.getitems is None else self.getitems(numbers)
+
+    def label(self) -> str:
+        return f"{type(self.items).__name__}({self.cardinality()})"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Iterated(Node):
+    """The items of a Python iterable, from the start in every pass.
+
+    Attributes:
+        start: Starts over, and returns the elements.
+        count: Cardinality.
+        name: Name for labels.
+        signature: Nest of `TensorSpec`, or None.
+        batched: Whether the items are batches; None if only the user knows.
+    """
+
+    start: Callable[[], Iterator[Nest]]
+    count: int
+    name: str
+    signature: Nest = None
+    batched: bool | None = None
+    own_arrays = True
+
+    def cardinality(self) -> int:
+        return self.count
+
+    def elements(self, path: Path) -> Stream:
+        return IteratedStream(map(kept, self.start()))
+
+    def spec(self) -> Nest:
+        return super().spec() if self.signature is None else self.signature
+
+    def label(self) -> str:
+        return self.name
+
+
+def generated(generator: Callable[..., Any], signature: Nest, args: Sequence[Any]) -> Node:
+    """Returns the node of `from_generator`."""
+    specs, _ = flatten(signature)
+    if not all(isinstance(spec, TensorSpec) for spec in specs):
+        raise InvalidTypeError(
+            f"from_generator: output_signature is {signature!r}, expected TensorSpec or a nest of"
+            " it in tuples and dicts; a list would be one array."
+        )
+
+    def start() -> Iterator[Nest]:
+        items = generator(*args)
+        if not hasattr(items, "__iter__"):
+            raise InvalidTypeError(
+                f"from_generator: generator() returned {items!r}, which cannot be iterated."
+                " Use yield in it, or return a list."
+            )
+        if signature is None:
+            return iter(items)
+        return map(conform, items, itertools.repeat(signature), itertools.count())
+
+    name = getattr(generator, "__qualname__", type(generator).__name__)
+    # If not even the number of dims is known, only an element can tell.
+    known = None if any(spec.shape is None for spec in specs) else signature
+    return Iterated(start, UNKNOWN_CARDINALITY, f"generator({name})", known)
+
+
+def signature_of(types: Nest, shapes: Nest) -> Nest:
+    """Returns an `output_signature` for the older `output_types` and `output_shapes`."""
+    if shapes is None:
+        return jax.tree.map(lambda dtype: TensorSpec(None, dtype), types)
+    try:
+        return jax.tree.map(lambda dtype, shape: TensorSpec(shape, dtype), types, shapes)
+    except (TypeError, ValueError) as error:
+        raise InvalidValueError(
+            f"from_generator: output_shapes is {shapes!r} with output_types {types!r}, expected a"
+            f" nest of the same structure, or None: {error}."
+        ) from error
+
+
+@final
+class OneShot:
+    """An iterator that cannot start over; elements that were read ahead are not lost.
+
+    Attributes:
+        started: Whether a pass has begun.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self._kept = map(kept, iterator)
+        self.started = False
+        self._ahead: Prefetched | None = None
+        self._peeked: deque[Nest] = deque()
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Nest]:
+        return self
+
+    def __next__(self) -> Nest:
+        with self._lock:
+            return self._peeked.popleft() if self._peeked else next(self._ahead or self._kept)
+
+    def read_ahead(self, depth: int) -> None:
+        """Starts a thread that reads at most `depth` elements ahead."""
+        with self._lock:
+            if self._ahead is None:
+                self._ahead = Prefetched(self._kept, depth)
+
+    def peek(self) -> Iterator[Nest]:
+        """Yields the next elements, which are still there for a pass."""
+        for number in itertools.count():
+            with self._lock:
+                while len(self._peeked) <= number:
+                    try:
+                        self._peeked.append(next(self._ahead or self._kept))
+                    except StopIteration:
+                        return
+                element = kept(self._peeked[number])
+            yield element
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Once(Node):
+    """The rest of an iterator; each pass continues where the last one stopped."""
+
+    items: OneShot
+    own_arrays = True
+
+    def cardinality(self) -> int:
+        return UNKNOWN_CARDINALITY
+
+    def elements(self, path: Path) -> Stream:
+        if is_peek(path):
+            return IteratedStream(self.items.peek())
+        self.items.started = True
+        return IteratedStream(self.items)
+
+    def label(self) -> str:
+        return type(self.items.iterator).__name__
+
+
+# Names of files, and datasets of them.
+
+FilePaths: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""The name of a file, or several names."""
+
+
+def file_names(paths: FilePaths, what: str) -> tuple[str, ...]:
+    """Returns one or several names of files as a tuple.
+
+    Raises:
+        InvalidTypeError: if they are not names.
+        InvalidValueError: if there are none, or one does not exist.
+    """
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    elif isinstance(paths, np.ndarray):
+        paths = paths.tolist() if paths.ndim else [paths.item()]
+    elif hasattr(paths, "as_numpy_iterator"):  # a dataset of names, read once
+        paths = [np.asarray(name).item() for name in paths.as_numpy_iterator()]
+    try:
+        names = tuple(os.fsdecode(name) for name in paths)
+    except TypeError:
+        raise InvalidTypeError(
+            f"{what}: filenames is {paths!r}, expected the name of a file, or a list of names."
+        ) from None
+    if not names:
+        raise InvalidValueError(f"{what}: the list of files is empty, expected at least one name.")
+    for name in names:
+        if not os.path.isfile(name):
+            raise InvalidValueError(
+                f"{what}: the file {name!r} does not exist (in {os.getcwd()}). For a pattern use"
+                " Dataset.list_files."
+            )
+    return names
+
+
+def matching_files(patterns: FilePaths) -> tuple[str, ...]:
+    """Returns the files that match a glob pattern, or one of several, sorted by name.
+
+    Raises:
+        InvalidValueError: if there are none.
+    """
+    if isinstance(patterns, (str, os.PathLike)):
+        patterns = [patterns]
+    names = {
+        name
+        for pattern in patterns
+        for name in glob.glob(os.fsdecode(pattern), recursive=True)
+        if os.path.isfile(name)
+    }
+    if not names:
+        raise InvalidValueError(
+            f"list_files: no file matches {[os.fsdecode(p) for p in patterns]} (in {os.getcwd()})."
+            " Check the pattern, or give the whole path."
+        )
+    return tuple(sorted(names))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FileNames(NumberedNode, FileSource):
+    """Names of files."""
+
+    files: tuple[str, ...]
+    batched = False
+
+    def cardinality(self) -> int:
+        return len(self.files)
+
+    def row(self, number: int) -> str:
+        return self.files[number]
+
+    def spec(self) -> TensorSpec:
+        return TensorSpec((), object)
+
+    def label(self) -> str:
+        return f"list_files({len(self.files)})"
