@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from distributary.devices import Nest, num_logical_devices, progress
 from distributary.engine._arguments import argument_error, own_arrays, signature_of, split_result
 from distributary.engine._cache import ByIdentity, ProgramCache
-from distributary.engine._executable import Executable, VariableGoneError
+from distributary.engine._executable import Executable, VariableGoneError, garbage_kept
 from distributary.engine._placement import Placement
 from distributary.engine._step import (
     RUN,
@@ -199,7 +199,8 @@ class Engine:
         self, function: Callable[..., Any], arguments: Arguments, kind: StepKind
     ) -> Executable:
         step = Step(self._strategy, self._num_replicas, function, arguments, kind)
-        program = self._program(step, False)
+        with garbage_kept():
+            program = self._program(step, False)
         placement = self._placement
         name = str(getattr(function, "__name__", repr(function)))
         executable = Executable(
