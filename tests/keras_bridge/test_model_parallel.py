@@ -144,6 +144,34 @@ def test_kernels_of_grouped_convolutions_have_their_gradient_once(
     assert_same_training(*train_twice(build, images, images[:, 0, 0, :3], strategy=strategy))
 
 
+def test_kernels_of_grouped_convolutions_in_parts(train_twice, assert_same_training):
+    layout = {
+        ".*a/kernel": (None, "batch", "model"),
+        ".*b/kernel": (None, None, "model"),
+        ".*c/depthwise_kernel": (None, "model", None),
+        ".*c/pointwise_kernel": (None, "model", "batch"),
+        ".*d/kernel": ("model", None),
+    }
+    rows = _RANDOM.normal(size=(8, 8, 32)).astype(np.float32)
+
+    def build():
+        convolutions = [
+            kl.Conv1D(16, 3, padding="causal", dilation_rate=2, activation="tanh", name="a"),
+            kl.Conv1D(8, 3, groups=4, name="b"),
+            kl.SeparableConv1D(8, 3, padding="same", name="c"),
+        ]
+        model = keras.Sequential(
+            [keras.Input((8, 32)), *convolutions, kl.Flatten(), kl.Dense(4, name="d")]
+        )
+        model.compile(ko.Adam(), "mse")
+        return model
+
+    strategy = _strategy(
+        layout=layout, experimental_model_parallel=2, experimental_shard_parameters=True
+    )
+    assert_same_training(*train_twice(build, rows, rows[:, 0, :4], strategy=strategy))
+
+
 @pytest.mark.parametrize("channels", [3, 1])
 def test_a_kernel_of_which_replicas_have_parts_has_its_gradient_once(
     channels, train_twice, assert_same_training, monkeypatch

@@ -39,6 +39,7 @@ import jax
 import numpy as np
 
 import distributary as dist
+from distributary.strategies import _extended as extended
 
 _WORKER = "--worker" in sys.argv
 _STRATEGY: Any = None
@@ -82,6 +83,11 @@ def _mirrored(num_replicas: int, **options: Any) -> Any:
     return dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)], **options)
 
 
+def _in_parts(num_devices: int, **options: Any) -> Any:
+    extended._MIN_BYTES_IN_PARTS = 1  # or the variables of small models stay whole
+    return _mirrored(num_devices, experimental_shard_parameters=True, **options)
+
+
 SETTINGS = {
     "2 replicas": Setting(lambda: _mirrored(2)),
     "3 replicas": Setting(lambda: _mirrored(3)),
@@ -90,6 +96,8 @@ SETTINGS = {
         lambda: dist.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
     ),
     "sharded state": Setting(lambda: _mirrored(2, experimental_shard_optimizer_state=True)),
+    "sharded parameters": Setting(lambda: _in_parts(2)),
+    "2 replicas of 2 devices": Setting(lambda: _in_parts(4, experimental_model_parallel=2)),
     "3 steps": Setting(lambda: _mirrored(2), steps_per_execution=3),
     "2 workers": Setting(workers_of=1),
     "2 workers of 2": Setting(workers_of=2),

@@ -47,9 +47,9 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.devices import Nest
+from distributary.devices import Nest, num_logical_devices
 from distributary.jaxprs import (
     AnyJaxpr,
     Equation,
@@ -60,6 +60,7 @@ from distributary.jaxprs import (
     with_jaxprs,
     with_pass,
 )
+from distributary.programs import laid_out
 from distributary.xla_cpu._depthwise import (
     depthwise_convolution,
     is_float32,
@@ -129,26 +130,39 @@ def working_version(eqn: Equation) -> Fast | None:
     return lambda x: _row_major(lax.fft_p.bind(_row_major(x), **eqn.params))
 
 
-def divisible_version(eqn: Equation) -> Fast | None:
+def divisible_version(eqn: Equation, mesh: Mesh) -> Fast | None:
     """Returns a function that does what XLA's partitioner may abort at; None for other equations.
 
     The partitioner (jaxlib 0.10.2 to 0.12) computes with the ids of gathers and scatters, and needs
-    at least 32 bits and a sign for that. The gradient of `jnp.sort` has ids without a sign.
+    at least 32 bits and a sign for that. The gradient of `jnp.sort` has ids without a sign. Where
+    replicas consist of several devices, it may divide a grouped convolution, or the gradient of
+    one, into shapes that do not fit.
+
+    Args:
+        eqn: The equation.
+        mesh: The devices over which it is divided.
     """
-    if eqn.primitive not in _WITH_IDS:
-        return None
-    dtype = aval_of(eqn.invars[1]).dtype
-    if jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize >= 4:
-        return None
-    # Larger ids are out of bounds, as the largest of 32 bits is.
-    most = np.array(min(np.iinfo(dtype).max, np.iinfo(np.int32).max), dtype)
+    params = eqn.params
+    if eqn.primitive in _WITH_IDS:
+        dtype = aval_of(eqn.invars[1]).dtype
+        if jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize >= 4:
+            return None
+        # Larger ids are out of bounds, as the largest of 32 bits is.
+        most = np.array(min(np.iinfo(dtype).max, np.iinfo(np.int32).max), dtype)
 
-    def bind(x: Array, ids: Array, *updates: Array) -> Array:
-        signed = jnp.minimum(ids, most).astype(np.int32)
-        result: Array = eqn.primitive.bind(x, signed, *updates, **eqn.params)
-        return result
+        def with_signed_ids(x: Array, ids: Array, *updates: Array) -> Array:
+            signed = jnp.minimum(ids, most).astype(np.int32)
+            result: Array = eqn.primitive.bind(x, signed, *updates, **params)
+            return result
 
-    return bind
+        return with_signed_ids
+    is_grouped = eqn.primitive is lax.conv_general_dilated_p and (
+        params["feature_group_count"] > 1 or params["batch_group_count"] > 1
+    )
+    if not is_grouped or num_logical_devices(mesh) == 1:
+        return None
+    whole = lambda array: laid_out(array, mesh, P())
+    return lambda *operands: whole(eqn.primitive.bind(*map(whole, operands), **params))
 
 
 def _row_major(array: Array) -> Array:
@@ -387,19 +401,15 @@ def rewritten_for_partitioner(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
         mesh: The devices over which XLA divides it.
     """
     on_cpus = is_for_cpus(mesh) and _are_on()
-    return _rewritten(closed, {}, _divided_over_cpus if on_cpus else _divided)
+
+    def rule(eqn: Equation, only_transposed: bool) -> Fast | None:
+        return (working_version(eqn) if on_cpus else None) or divisible_version(eqn, mesh)
+
+    return _rewritten(closed, {}, rule)
 
 
 def _on_one_cpu(eqn: Equation, only_transposed: bool) -> Fast | None:
     return working_version(eqn) or fast_version(eqn, only_transposed)
-
-
-def _divided(eqn: Equation, only_transposed: bool) -> Fast | None:
-    return divisible_version(eqn)
-
-
-def _divided_over_cpus(eqn: Equation, only_transposed: bool) -> Fast | None:
-    return working_version(eqn) or divisible_version(eqn)
 
 
 def may_be_rewritten(eqn: Equation) -> bool:
