@@ -93,6 +93,27 @@ def test_a_function_returns_the_value_that_a_variable_has_then():
     assert [float(result["keras"]) for result in (results[0], counted())] == [4, 5]
 
 
+def test_a_function_makes_tensors_of_the_numbers_that_it_returns():
+    @tf.function
+    def numbers(count):
+        return count + 1, {"half": 0.5, "is_done": True, "nothing": None}
+
+    count, others = numbers(2)
+
+    assert (count.dtype, count.numpy()) == (tf.int32, 3)
+    assert (others["half"].dtype, others["half"].numpy()) == (tf.float32, 0.5)
+    assert others["is_done"].numpy()
+    assert others["nothing"] is None
+
+
+def test_a_model_knows_its_strategy(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+
+    assert model.distribute_strategy is strategy
+
+
 def test_a_concrete_function_takes_arrays_of_its_shapes():
     class Model:
         def __init__(self):
