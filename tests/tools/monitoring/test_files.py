@@ -19,11 +19,14 @@ def _own_values(monkeypatch):
     monkeypatch.setattr(progress, "values", {})
 
 
+def _step(x):
+    return dist.get_replica_context().all_reduce("SUM", x.sum())
+
+
 def _train(strategy, num_steps):
     dataset = dist.data.Dataset.from_tensor_slices(np.ones((4 * num_steps, 3), np.float32)).batch(4)
-    step = lambda x: dist.get_replica_context().all_reduce("SUM", x.sum())
     for batch in strategy.experimental_distribute_dataset(dataset):
-        strategy.run(step, (batch,))
+        strategy.run(_step, (batch,))
 
 
 def test_lines_of_json_have_the_numbers_of_the_run(strategy_of, tmp_path):
