@@ -84,7 +84,7 @@ def _mirrored(num_replicas: int, **options: Any) -> Any:
 
 
 def _in_parts(num_devices: int, **options: Any) -> Any:
-    extended._MIN_BYTES_IN_PARTS = 1  # or the variables of small models stay whole
+    extended._MIN_BYTES_IN_PARTS = 16  # or all variables of small models stay whole, as seeds do
     return _mirrored(num_devices, experimental_shard_parameters=True, **options)
 
 
