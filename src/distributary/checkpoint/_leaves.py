@@ -76,7 +76,7 @@ class RemoteCopy(Protocol):
         """Frees the memory. It is called once, at the end."""
 
 
-# The named leaves of a checkpoint, found in the objects that a user passes.
+# The leaves
 
 #: The description of a leaf without its array, which is saved as JSON.
 Entry = dict[str, Any]

@@ -51,7 +51,7 @@ def _folder() -> str | None:
     return folder
 
 
-# The manager of a series of checkpoints, which are written while training goes on.
+# The manager
 
 _log = logging.getLogger(__name__)
 

@@ -83,7 +83,7 @@ def absent(what: str, timeout_seconds: float, error: Exception) -> CheckpointErr
     )
 
 
-# Locks, which let one writer at a time save under a name: of all jobs, threads and workers.
+# The locks
 
 _log = logging.getLogger(__name__)
 

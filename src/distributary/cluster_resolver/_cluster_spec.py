@@ -133,7 +133,7 @@ def is_ip(text: str) -> bool:
     return True
 
 
-# The tasks of a job, and their addresses.
+# The cluster
 
 TOKEN_VARIABLE: Final = "DISTRIBUTARY_TOKEN"  # holds the secret that the tasks of a job share
 

@@ -91,7 +91,7 @@ def share_gpus(
     return num, gpus[local_rank * num :][:num]
 
 
-# Finds the processes of jobs that Slurm starts with `srun`.
+# The resolver
 
 _WHO = "SlurmClusterResolver"
 _NODES = "SLURM_STEP_NODELIST"

@@ -123,7 +123,7 @@ def _read(file: IO[bytes], size: int) -> bytes:
     return b"".join(pieces)
 
 
-# Datasets of the records of files: text, TFRecord, records of one size.
+# Datasets
 
 
 @final

@@ -225,7 +225,7 @@ class JobPrograms:
 job_programs = JobPrograms()
 
 
-# The order in which replica-wide programs reach their devices, and how many are in flight.
+# The dispatcher
 
 _T = TypeVar("_T")
 

@@ -126,7 +126,7 @@ def _in_order_of_outputs(jaxpr: Jaxpr) -> list[Equation]:
     return [jaxpr.eqns[i] for i in order]
 
 
-# Programs whose variables are on one device and whose replicas compute on others.
+# Staged programs
 
 
 class Place(NamedTuple):

@@ -98,7 +98,7 @@ def _placed(rows: Any, placement: Placement, dim: int) -> Any:
     return put_rows(rows, sharding, local_devices(sharding), dim)
 
 
-# Steps: a function for the replicas, with its arguments laid out for them.
+# Steps
 
 # Positional and keyword arguments.
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]

@@ -58,7 +58,7 @@ def relay_to(address: tuple[str, int]) -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-# Connects the processes of a job.
+# The connection
 
 _log = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ def stack_of_script() -> list[str]:
     ]
 
 
-# Liveness: the workers of a job watch each other, and end with a message when they cannot go on.
+# Liveness
 
 _BEAT_SECONDS = 1.0
 # From the news of a lost worker to the end of this process, which may still clean up.

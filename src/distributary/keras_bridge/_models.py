@@ -141,7 +141,7 @@ def _cleaned(config: object) -> Any:
     return config
 
 
-# Models under a strategy: makes `fit` and related methods distributed.
+# Models
 
 # Strategies that have a model already: a further one outside of their scope is on purpose.
 _with_models: "weakref.WeakSet[Any]" = weakref.WeakSet()

@@ -117,7 +117,7 @@ def num_rows(data: Nest, axis: int = 0) -> int:
     return int(shape[axis] or 0) if len(shape) > axis else 0
 
 
-# The functions behind `fit`, `evaluate` and `predict`.
+# The functions
 
 _log = logging.getLogger(__name__)
 _METHODS: dict[Kind, str] = {"train": "fit", "test": "evaluate", "predict": "predict"}

@@ -51,7 +51,7 @@ def import_extra(package: str, purpose: str, extra: str = "ps") -> ModuleType:
         raise MissingPackageError(f"{purpose}: {pip_install(extra)}") from None
 
 
-# Certificates that prove the role of a task.
+# Certificates
 
 CERTIFICATES_VARIABLE: Final = "DISTRIBUTARY_CERTS"
 ROLES: Final = ("chief", "worker", "ps")

@@ -99,7 +99,7 @@ def numbers_of_other_rows(
     return [of_inputs.get(number, number) for number in numbers]
 
 
-# Finds the values of a program that are rows of one table, and the uses that need the whole table.
+# The flow of rows
 
 _DATA = "it is combined with data"
 

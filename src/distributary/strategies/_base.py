@@ -90,7 +90,7 @@ def check_job(name: str, *, needs_servers: bool = False) -> None:
     refuse_job(reason)
 
 
-# The interface of every strategy.
+# The strategy
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

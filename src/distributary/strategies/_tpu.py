@@ -163,7 +163,7 @@ def tpu_devices(place: MultiWorker | None, who: str, why: str = "") -> tuple[jax
     return devices
 
 
-# Synchronous training on TPUs, with one or several cores per replica.
+# The strategy
 
 _log = logging.getLogger(__name__)
 

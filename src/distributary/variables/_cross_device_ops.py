@@ -83,7 +83,7 @@ def only_device(destinations: object) -> jax.Device | None:
     return device if isinstance(device, jax.Device) else None
 
 
-# Reduction algorithms that you can choose for a strategy.
+# The algorithms
 
 
 class CrossDeviceOps(abc.ABC):

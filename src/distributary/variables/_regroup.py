@@ -37,7 +37,7 @@ def in_order(nest: Nest, order: Any) -> Any:
     return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
 
 
-# Conversion of nests with distributed values to components, and back to plain values.
+# Conversion
 
 
 def _is_distributed(value: object) -> bool:

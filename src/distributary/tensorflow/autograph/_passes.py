@@ -160,7 +160,7 @@ def _like(node: ast.AST, new: Any) -> Any:
     return ast.fix_missing_locations(ast.copy_location(new, node))
 
 
-# The passes of AutoGraph: a syntax tree becomes one whose control flow calls functions.
+# The passes
 
 _STATIC = anno.Static
 
