@@ -386,13 +386,11 @@ class _Evaluation:
             return jnp.where(lax.axis_index(REPLICA_AXIS) == 0, x, jnp.zeros_like(x))
 
         def local(*arrays: Array) -> Any:
-            shares = [share for _, share in operands]
-            return function(
-                *(
-                    of_first(x) if share == "first" else x
-                    for x, share in zip(arrays, shares, strict=True)
-                )
-            )
+            shared = [
+                of_first(x) if share == "first" else x
+                for x, (_, share) in zip(arrays, operands, strict=True)
+            ]
+            return function(*shared)
 
         specs, padded = [], []
         for x, share in operands:
