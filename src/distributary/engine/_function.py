@@ -23,7 +23,7 @@ from distributary.engine._arguments import (
     struct_of,
 )
 from distributary.engine._cache import Inner, ProgramCache
-from distributary.engine._executable import Executable, VariableGoneError
+from distributary.engine._executable import Executable, VariableGoneError, garbage_kept
 from distributary.errors import InvalidTypeError, UnsupportedError, shown
 from distributary.programs import FunctionProgram
 from distributary.tracing import (
@@ -277,7 +277,8 @@ class Function:
 
     def _build(self, leaves: list[Any], tree: object, strategy: Any, feeds: Feeds) -> Executable:
         is_data = [is_dynamic(leaf) and type(leaf) not in self._constants for leaf in leaves]
-        program, rebuild = self._traced(leaves, tree, is_data, feeds)
+        with garbage_kept():
+            program, rebuild = self._traced(leaves, tree, is_data, feeds)
         # The program runs on the devices of the strategies whose replicas run in the function.
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]
         owners = [handle.cell()._layout.strategy for handle in program.handles]
