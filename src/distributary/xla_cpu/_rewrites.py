@@ -38,7 +38,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.devices import Nest, num_logical_devices
@@ -68,18 +68,12 @@ from distributary.xla_cpu._depthwise import (
     slice_of_windows,
 )
 
-Fast: TypeAlias = Callable[..., Array]
+_Fast: TypeAlias = Callable[..., Array]
 
-REWRITTEN = frozenset(
-    [lax.dot_general_p, lax.conv_general_dilated_p, lax.select_and_scatter_add_p, lax.fft_p]
-)
-"""The primitives of which a form is faster or works."""
-
-_SCATTERS = (
-    *(lax.scatter_p, lax.scatter_add_p, lax.scatter_sub_p, lax.scatter_mul_p),
-    *(lax.scatter_min_p, lax.scatter_max_p),
-)
-_WITH_IDS = frozenset([lax.gather_p, *_SCATTERS])
+_WITH_IDS = {
+    *(lax.gather_p, lax.scatter_p, lax.scatter_add_p, lax.scatter_sub_p),
+    *(lax.scatter_mul_p, lax.scatter_min_p, lax.scatter_max_p),
+}
 
 _MAX_PATCHES_BYTES = 2**20
 """Bytes of patches for a kernel's gradient at a time: more do not stay in the cache of a core."""
@@ -102,67 +96,56 @@ _MAX_PADDED_OVERLAP = 4
 """Windows that share an element of a padded input; with more, XLA's own way is faster."""
 
 
-def fast_version(eqn: Equation, only_transposed: bool) -> Fast | None:
-    """Returns a faster function of the equation's operands; None if the equation is fast as it is.
-
-    Args:
-        eqn: An equation of a program for CPUs.
-        only_transposed: Whether the only use of its result is to be transposed.
-    """
-    match eqn.primitive:
-        case lax.dot_general_p if only_transposed:
-            return _kernel_gradient_of_rows(eqn)
-        case lax.conv_general_dilated_p if not is_explicit(eqn.params["out_sharding"]):
-            return (
-                _kernel_gradient_of_images(eqn)
-                or depthwise_convolution(eqn)
-                or _convolution_without_padding(eqn)
-            )
-        case lax.select_and_scatter_add_p:
-            return _gradient_of_max_pooling(eqn)
-    return None
-
-
-def working_version(eqn: Equation) -> Fast | None:
+def working_version(eqn: Equation) -> _Fast | None:
     """Returns a function that does what XLA:CPU may fail to do; None for other equations."""
     if eqn.primitive is not lax.fft_p:
         return None
     return lambda x: _row_major(lax.fft_p.bind(_row_major(x), **eqn.params))
 
 
-def divisible_version(eqn: Equation, mesh: Mesh) -> Fast | None:
+def divisible_version(eqn: Equation, mesh: Mesh) -> _Fast | None:
     """Returns a function that does what XLA's partitioner may abort at; None for other equations.
-
-    The partitioner (jaxlib 0.10.2 to 0.12) computes with the ids of gathers and scatters, and needs
-    at least 32 bits and a sign for that. The gradient of `jnp.sort` has ids without a sign. Where
-    replicas consist of several devices, it may divide a grouped convolution, or the gradient of
-    one, into shapes that do not fit.
 
     Args:
         eqn: The equation.
         mesh: The devices over which it is divided.
     """
-    params = eqn.params
     if eqn.primitive in _WITH_IDS:
-        dtype = aval_of(eqn.invars[1]).dtype
-        if jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize >= 4:
-            return None
-        # Larger ids are out of bounds, as the largest of 32 bits is.
-        most = np.array(min(np.iinfo(dtype).max, np.iinfo(np.int32).max), dtype)
+        return _with_signed_ids(eqn)
+    if eqn.primitive is lax.conv_general_dilated_p and num_logical_devices(mesh) > 1:
+        return _whole_convolution(eqn, mesh)
+    return None
 
-        def with_signed_ids(x: Array, ids: Array, *updates: Array) -> Array:
-            signed = jnp.minimum(ids, most).astype(np.int32)
-            result: Array = eqn.primitive.bind(x, signed, *updates, **params)
-            return result
 
-        return with_signed_ids
-    is_grouped = eqn.primitive is lax.conv_general_dilated_p and (
-        params["feature_group_count"] > 1 or params["batch_group_count"] > 1
-    )
-    if not is_grouped or num_logical_devices(mesh) == 1:
+def _with_signed_ids(eqn: Equation) -> _Fast | None:
+    """Returns a gather or scatter with ids of which the partitioner can compute others.
+
+    It (jaxlib 0.10.2 to 0.12) needs 32 bits or more, and a sign. The gradient of `jnp.sort` has ids
+    without a sign.
+    """
+    dtype = aval_of(eqn.invars[1]).dtype
+    if jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize >= 4:
+        return None
+    # Larger ids are out of bounds, as the largest of 32 bits is.
+    most = np.array(min(np.iinfo(dtype).max, np.iinfo(np.int32).max), dtype)
+
+    def bind(x: Array, ids: Array, *updates: Array) -> Array:
+        signed = jnp.minimum(ids, most).astype(np.int32)
+        result: Array = eqn.primitive.bind(x, signed, *updates, **eqn.params)
+        return result
+
+    return bind
+
+
+def _whole_convolution(eqn: Equation, mesh: Mesh) -> _Fast | None:
+    """Returns a grouped convolution, or the gradient of one, that every device computes.
+
+    The partitioner (jaxlib 0.10.2 to 0.12) may divide it into shapes that do not fit.
+    """
+    if eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1:
         return None
     whole = lambda array: laid_out(array, mesh, P())
-    return lambda *operands: whole(eqn.primitive.bind(*map(whole, operands), **params))
+    return lambda *operands: whole(eqn.primitive.bind(*map(whole, operands), **eqn.params))
 
 
 def _row_major(array: Array) -> Array:
@@ -174,7 +157,7 @@ def is_explicit(sharding: NamedSharding | None) -> bool:
     return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
 
 
-def _kernel_gradient_of_rows(eqn: Equation) -> Fast | None:
+def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
     params = eqn.params
     (of_first, of_second), (batch, _) = params["dimension_numbers"]
     if len(of_first) < 2 or batch or is_explicit(params["out_sharding"]):
@@ -199,7 +182,17 @@ def _kernel_gradient_of_rows(eqn: Equation) -> Fast | None:
     return product
 
 
-def _kernel_gradient_of_images(eqn: Equation) -> Fast | None:
+def _faster_convolution(eqn: Equation) -> _Fast | None:
+    if is_explicit(eqn.params["out_sharding"]):
+        return None
+    return (
+        _kernel_gradient_of_images(eqn)
+        or depthwise_convolution(eqn)
+        or _convolution_without_padding(eqn)
+    )
+
+
+def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
     params = eqn.params
     images, errors, result = map(aval_of, (*eqn.invars, *eqn.outvars))
     numbers = params["dimension_numbers"]
@@ -271,7 +264,7 @@ def _is_slow_convolution(eqn: Equation) -> bool:
     return num_bytes >= 2**22 and max(num_images, num_filters) >= 32
 
 
-def _convolution_without_padding(eqn: Equation) -> Fast | None:
+def _convolution_without_padding(eqn: Equation) -> _Fast | None:
     images, kernel, result = map(aval_of, (*eqn.invars, *eqn.outvars))
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     window = math.prod([kernel.shape[k] for k in numbers.rhs_spec[2:]])
@@ -298,7 +291,7 @@ def _convolution_without_padding(eqn: Equation) -> Fast | None:
     return convolution
 
 
-def _gradient_of_max_pooling(eqn: Equation) -> Fast | None:
+def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
     params = eqn.params
     errors, x = map(aval_of, eqn.invars)
     padding, strides = params["padding"], params["window_strides"]
@@ -346,8 +339,8 @@ def _gradient_of_max_pooling(eqn: Equation) -> Fast | None:
 
 # The last pass over programs for CPUs: rewrites operations that XLA:CPU is slow at.
 #
-# `_rules` has the operations. A rewritten one becomes the call of a function, as here the
-# gradient of a kernel that was applied to sequences:
+# A rewritten operation becomes the call of a function, as here the gradient of a kernel that was
+# applied to sequences:
 #
 #     h:f32[2,5] = dot_general[dimension_numbers=(([0, 1], [0, 1]), ([], []))] g a
 #     i:f32[5,2] = transpose[permutation=(1, 0)] h
@@ -365,7 +358,17 @@ def _gradient_of_max_pooling(eqn: Equation) -> Fast | None:
 # Results are the same but for rounding. `DISTRIBUTARY_CPU_REWRITES=0` switches this pass off.
 
 _Known: TypeAlias = dict[int, AnyJaxpr]
-_Rule: TypeAlias = Callable[[Equation, bool], Fast | None]
+_Rule: TypeAlias = Callable[[Equation, bool], _Fast | None]
+
+_ON_ONE_CPU: Mapping[Primitive, _Rule] = {
+    lax.dot_general_p: lambda eqn, only_transposed: (
+        _kernel_gradient_of_rows(eqn) if only_transposed else None
+    ),
+    lax.conv_general_dilated_p: lambda eqn, _: _faster_convolution(eqn),
+    lax.select_and_scatter_add_p: lambda eqn, _: _gradient_of_max_pooling(eqn),
+    lax.fft_p: lambda eqn, _: working_version(eqn),
+}
+"""For each primitive that is rewritten, what takes its place, as a `_Rule` says."""
 
 
 def with_cpu_rewrites(
@@ -402,19 +405,20 @@ def rewritten_for_partitioner(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
     """
     on_cpus = is_for_cpus(mesh) and _are_on()
 
-    def rule(eqn: Equation, only_transposed: bool) -> Fast | None:
+    def rule(eqn: Equation, only_transposed: bool) -> _Fast | None:
         return (working_version(eqn) if on_cpus else None) or divisible_version(eqn, mesh)
 
     return _rewritten(closed, {}, rule)
 
 
-def _on_one_cpu(eqn: Equation, only_transposed: bool) -> Fast | None:
-    return working_version(eqn) or fast_version(eqn, only_transposed)
+def _on_one_cpu(eqn: Equation, only_transposed: bool) -> _Fast | None:
+    rule = _ON_ONE_CPU.get(eqn.primitive)
+    return None if rule is None else rule(eqn, only_transposed)
 
 
 def may_be_rewritten(eqn: Equation) -> bool:
     """Returns whether the rewrites may change an equation; a quick test, without its shapes."""
-    return eqn.primitive in REWRITTEN or any(True for _ in sub_jaxprs(eqn))
+    return eqn.primitive in _ON_ONE_CPU or any(True for _ in sub_jaxprs(eqn))
 
 
 def is_for_cpus(mesh: Mesh | AbstractMesh | None) -> bool:
