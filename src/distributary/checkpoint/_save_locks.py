@@ -168,7 +168,7 @@ class SaveLock:
         hold(path.parent, name if self._is_series else path.name, self._is_series)
 
     def agree(self, compute: Callable[[], Any]) -> list[Any]:
-        """Returns the results of `compute` on every worker; see `agree` of `_workers`."""
+        """Returns the results of `compute` on every worker; see the function `agree`."""
         return agree(self._what, self._timeout_seconds, compute, self._topic)
 
     def run_on_chief(self, what: str, write: Callable[[], str]) -> str:
