@@ -63,3 +63,34 @@ def test_a_program_that_fails_ends_all_threads_and_with_its_own_error(tmp_path):
     assert left == "threads: []"
     (line,) = log.read_text().splitlines()  # the last numbers, though nobody has closed it
     assert json.loads(line)["num_runs"] == 3
+
+
+_FREEING = """
+import threading
+
+import distributary as dist
+
+begun, never = threading.Event(), threading.Event()
+
+
+class Function:
+    def __call__(self, element):
+        return element
+
+    def __del__(self):
+        begun.set()
+        never.wait(1)  # as long as arrays that JAX's C++ code frees could take
+        print("freed")
+
+
+elements = iter(dist.data.Dataset.range(100).map(Function()).prefetch(2))
+next(elements)
+del elements
+begun.wait()
+"""
+
+
+def test_a_program_waits_for_a_thread_that_frees_what_it_held():
+    ended = run_python("-c", _FREEING)
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "freed\n", "")

@@ -24,6 +24,8 @@ _THREADS_PER_DEVICE = 2
 SHARE_VARIABLE: Final = "DISTRIBUTARY_NPROC"
 
 _stops: dict[threading.Thread, Callable[[], object]] = {}  # of the threads that still run
+# Also those that have run and still free what they held: arrays are freed in JAX's C++ code, too.
+_unfinished: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def start_thread(
@@ -50,6 +52,7 @@ def start_thread(
     thread = threading.Thread(target=run_and_forget, name=name, daemon=True)
     _stops[thread] = stop
     thread.start()
+    _unfinished.add(thread)
     return thread
 
 
@@ -87,11 +90,10 @@ def call_when_collected(owner: object, function: Callable[[], object]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    stops = list(_stops.items())
-    for _, stop in stops:
+    for stop in list(_stops.values()):
         stop()
     end = time.monotonic() + _EXIT_SECONDS
-    for thread, _ in stops:
+    for thread in list(_unfinished):
         thread.join(max(0.0, end - time.monotonic()))
 
 
