@@ -151,7 +151,7 @@ def _is_miscounted(pure: Pure, mesh: Any) -> bool:
     """Returns whether XLA would add up a gradient of a step wrongly, if rows were divided.
 
     If several devices have the same rows, XLA (jaxlib 0.10.2) counts the gradient of the kernel of
-    a convolution once for each of them, if it is grouped, or stored in parts of its window.
+    a convolution once for each of them, if it is stored in parts of its window.
     """
     if num_logical_devices(mesh) == 1:
         return False
@@ -159,8 +159,7 @@ def _is_miscounted(pure: Pure, mesh: Any) -> bool:
     num_dims = {len(eqn.params["dimension_numbers"].out_spec) for eqn in eqns}
     kernels = [handle for handle in pure.handles if len(handle.shape) in num_dims]
     windows = [tuple(kernel.parts)[: len(kernel.shape) - 2] for kernel in kernels]
-    is_grouped = any(eqn.params["batch_group_count"] > 1 for eqn in eqns)
-    return is_grouped or any(map(any, windows))
+    return any(map(any, windows))
 
 
 def _read(handle: Handle, stored: Array) -> Array:
