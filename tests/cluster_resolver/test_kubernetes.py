@@ -1,5 +1,9 @@
+import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -134,3 +138,68 @@ def test_the_configuration_is_that_of_the_place_and_what_cannot_be_loaded_is_nam
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(ImportError, match="pip install kubernetes, or pass override_client"):
         KubernetesClusterResolver()
+
+
+class _ApiServer(BaseHTTPRequestHandler):
+    """Lists pods as an API server does, to a service account that has a Role in `team` alone."""
+
+    def do_GET(self):
+        url = urlsplit(self.path)
+        is_allowed = url.path == "/api/v1/namespaces/team/pods"
+        names = ["w-10", "w-2"] if "app=train" in parse_qs(url.query)["labelSelector"] else []
+        items = [
+            {"metadata": {"name": n}, "status": {"phase": "Running", "podIP": f"10.0.0.{n[2:]}"}}
+            for n in names
+        ]
+        refusal = {"kind": "Status", "message": "pods is forbidden", "code": 403}
+        answer = {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}
+        body = json.dumps(answer if is_allowed else refusal).encode()
+        self.send_response(200 if is_allowed else 403)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def api_server(tmp_path, monkeypatch):
+    """An API server, and the file of kubectl that has its address."""
+    kubernetes = pytest.importorskip("kubernetes")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _ApiServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    place = {"cluster": "here", "user": "me"}
+    config = {
+        "clusters": [
+            {"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+        ],
+        "users": [{"name": "me", "user": {}}],
+        "contexts": [{"name": "this", "context": place}],
+        "current-context": "this",
+    }
+    path = tmp_path / "config"
+    path.write_text(json.dumps(config))
+    # Read from the environment when the package is imported.
+    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_package_kubernetes_lists_the_pods_of_an_api_server(api_server):
+    place = KubernetesExecutableLocation.OFF_CLUSTER
+    workers = {"worker": ["app=train"]}
+
+    resolver = KubernetesClusterResolver(workers, executable_location=place, namespace="team")
+
+    assert resolver.cluster_spec() == {"worker": ["10.0.0.2:8470", "10.0.0.10:8470"]}
+    with pytest.raises(ClusterError, match=r"no pod in namespace 'team' has the label 'app=a'"):
+        KubernetesClusterResolver(
+            {"worker": ["app=a"]}, executable_location=place, namespace="team"
+        ).cluster_spec()
+    with pytest.raises(ClusterError, match=r"in all namespaces.*pods is forbidden.*pass namespace"):
+        KubernetesClusterResolver(workers, executable_location=place).cluster_spec()
+    with pytest.raises(ClusterError, match=r"WITHIN_CLUSTER failed.*pass executable_location="):
+        KubernetesClusterResolver(workers)

@@ -178,7 +178,8 @@ def ask(request: Callable[[], Any], what: str, cure: str) -> Any:
     try:
         return request()
     except Exception as error:  # its classes are unknown, because the packages are optional
-        raise ClusterError(f"{what} failed with {type(error).__name__}: {error}. {cure}") from error
+        said = " ".join(str(error).split()).removesuffix(".")  # those of HTTP have many lines
+        raise ClusterError(f"{what} failed with {type(error).__name__}: {said}. {cure}") from error
 
 
 # Turns the ranks that a launcher gives to processes on hosts into tasks with addresses.
