@@ -28,6 +28,7 @@ _NOISE = re.compile(
     rb" is : \1"
 )
 _NUM_LAST_LINES = 20
+_NUM_MESSAGES = 50
 _MAX_LAST_LINE_BYTES = 1000
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _LAUNCHER_COLOR = 1  # bold
@@ -143,6 +144,9 @@ class Output:
         should_stop: Callable[[], bool],
     ) -> None:
         self.status: Callable[[], str] = lambda: ""
+        # The last messages, and when they were said in seconds since 1970.
+        self.messages: collections.deque[tuple[float, str]]
+        self.messages = collections.deque(maxlen=_NUM_MESSAGES)
         self._fds = (stdout_fd, stderr_fd)
         self._should_stop = should_stop
         self._is_terminal = (os.isatty(stdout_fd), os.isatty(stderr_fd))
@@ -187,6 +191,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """Writes the launcher's own lines to stderr."""
+        self.messages.append((time.time(), text))
         self._request(partial(self._say, text))
 
     def lines_at_the_end(self) -> list[str]:

@@ -121,7 +121,7 @@ def run(
 
             dashboard = serve(
                 lambda: {k: v for host in tasks().values() for k, v in host.numbers.items()},
-                lambda: describe(options, tasks()),
+                lambda: describe(options, tasks(), list(output.messages)),
                 options.dashboard_port,
                 options.dashboard_address,
             )
@@ -436,12 +436,17 @@ def _type_of(state: restarts.TaskState) -> str:
     return state["name"].partition(" ")[0]
 
 
-def describe(options: LaunchOptions, by_host: Mapping[int, restarts.Tasks]) -> dict[str, Any]:
+def describe(
+    options: LaunchOptions,
+    by_host: Mapping[int, restarts.Tasks],
+    messages: Sequence[tuple[float, str]],
+) -> dict[str, Any]:
     """Returns the job and the state of its tasks, for the page.
 
     Args:
         options: The job.
         by_host: The tasks of this host and of others, as far as known here, by rank.
+        messages: What the launcher of this host has said, and when.
     """
     hosts = options.hosts
     states = [(rank, state) for rank, tasks in sorted(by_host.items()) for state in tasks.states]
@@ -455,5 +460,6 @@ def describe(options: LaunchOptions, by_host: Mapping[int, restarts.Tasks]) -> d
     return {
         "title": count_running([state for _, state in states]) or "Nothing runs yet",
         "subtitle": f"{command} on {where}",
+        "messages": messages,
         "tasks": [state if hosts is None else {**state, "host": rank} for rank, state in states],
     }

@@ -153,6 +153,22 @@ def test_a_browser_shows_two_workers(launch, tmp_path):
         assert process.wait(_SECONDS) == 0
 
 
+def test_the_page_tells_who_left_a_job_that_shrinks(launch, tmp_path):
+    shrinking = ("--workers", "1:2", "--max-restarts", "1")
+    process, url = launch("one_that_leaves.py", *shrinking)
+
+    try:
+        numbers = _wait_for(url, lambda n: n["title"] == "1 of 1 running")
+        text, _, _ = _seen_by_chromium(url, tmp_path)
+    finally:
+        (tmp_path / "seen").touch()
+        assert process.wait(_SECONDS) == 0
+    said = " ".join(message for _, message in numbers["messages"])
+    assert re.search(r"worker 1 .*SIGKILL.* restart 1", said), said
+    assert re.search(r"worker 1 .*SIGKILL", text["messages"])
+    assert text["number-restarts"] == "1"
+
+
 def test_host_0_shows_the_tasks_of_all_hosts(launch, tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

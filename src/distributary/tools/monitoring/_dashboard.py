@@ -36,8 +36,8 @@ _TASK = "this process"
 
 Tasks: TypeAlias = Mapping[str, Numbers]
 Sample: TypeAlias = dict[str, Any]
-# Returns what is not in the samples: `title`, a line below it, rows of `tasks`, and the `seconds`
-# since the beginning, if that is not the page's.
+# Returns what is not in the samples: `title`, a line below it, rows of `tasks`, the `seconds` since
+# the beginning, if that is not the page's, and the `messages` of a launcher with their times.
 Describe: TypeAlias = Callable[[], dict[str, Any]]
 
 _POLICY = (
