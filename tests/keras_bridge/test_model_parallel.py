@@ -127,6 +127,40 @@ def test_training_ends_where_it_does_on_one_device(
     np.testing.assert_allclose(model(_IDS), predicted, atol=1e-4)
 
 
+class _Experts(keras.layers.Layer):
+    """A bank of experts, as the mixtures of keras-hub have it."""
+
+    num_experts = 4
+
+    def build(self, shape):
+        self.up = self.add_weight((4, shape[-1], 12), name="up")
+        self.down = self.add_weight((4, 12, shape[-1]), name="down")
+        self.bias = self.add_weight((4, 12), "zeros", name="bias")
+        self.router = kl.Dense(4)
+        self.router.build(shape)
+
+    def call(self, x):
+        hidden = ops.relu(ops.einsum("bd,edh->ebh", x, self.up) + self.bias[:, None])
+        each = ops.einsum("ebh,ehd->ebd", hidden, self.down)
+        return x + ops.einsum("ebd,be->bd", each, ops.softmax(self.router(x)))
+
+
+def test_experts_of_a_layer_are_divided(train_twice, assert_same_training):
+    rows = _RANDOM.normal(size=(21, 6)).astype(np.float32)  # batches of 8, 8 and 5
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), _Experts(), kl.Dense(3)])
+        model.compile(ko.SGD(0.05), "mse")
+        return model
+
+    strategy = _strategy(experimental_model_parallel=2)
+    alone, divided = train_twice(build, rows, rows[:, :3], strategy=strategy)
+
+    assert_same_training(alone, divided)
+    for name, parts in {"up": [2, 1, 1], "down": [2, 1, 1], "bias": [2, 1]}.items():
+        assert _parts(_variable(divided.model.layers[0], f"/{name}")) == parts
+
+
 def test_kernels_of_grouped_convolutions_have_their_gradient_once(
     train_twice, assert_same_training
 ):

@@ -3,7 +3,8 @@
 The projections of attention that make heads, and the feed-forward layers that widen, divide what
 they make. Those that bring heads together, and the ones that narrow, divide what they take. So each
 device computes its heads and its part of the width, and there is one sum after each pair of layers,
-as in Megatron. Nothing else depends on this choice, least of all a number.
+as in Megatron. Of a bank of experts, each device computes some. Nothing else depends on this
+choice, least of all a number.
 """
 
 import math
@@ -49,6 +50,8 @@ def _divided_dim(
     """
     if isinstance(layer, keras.layers.Embedding):  # its vocabulary, also where it is reversed
         return {"embeddings": 0, "reverse_embeddings": len(shape) - 1}.get(str(name))
+    if shape and getattr(layer, "num_experts", None) == shape[0]:  # as a bank of keras-hub has it
+        return 0
     is_einsum = isinstance(layer, keras.layers.EinsumDense)
     if name not in ("kernel", "bias") or not (is_einsum or isinstance(layer, keras.layers.Dense)):
         return None
