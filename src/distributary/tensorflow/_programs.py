@@ -18,7 +18,7 @@ from distributary.devices import Nest, canonical_name, resolve_device
 from distributary.errors import DeviceError, InvalidValueError, UnsupportedError
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow._control import name_scope
-from distributary.tensorflow._generator import Generator
+from distributary.tensorflow._draws import Generator
 from distributary.tensorflow._host import host_array
 from distributary.tensorflow._operations import array
 from distributary.tensorflow.autograph import and_, plain, while_stmt

@@ -41,7 +41,6 @@ from distributary.tensorflow import (
     _data_experimental,
     _draws,
     _examples,
-    _generator,
     _gfile,
     _image,
     _io,
@@ -361,11 +360,11 @@ MODULES: dict[str, Callable[[], Names]] = {
     "random": lambda: {
         **operations(_random),
         **operations(_candidates, "log_uniform_candidate_sampler"),
-        **named(_generator, _GENERATORS),
+        **named(_draws, _GENERATORS),
         "set_seed": _draws.set_seed,
     },
     "random.experimental": lambda: {
-        **named(_generator, _GENERATORS),
+        **named(_draws, _GENERATORS),
         **operations(_draws, "stateless_shuffle"),
         "stateless_fold_in": Operation(_random.fold_in),
         "stateless_split": Operation(_random.split),
