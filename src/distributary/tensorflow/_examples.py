@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
+from distributary.tensorflow._composites import SparseTensor, sparse_rows
 from distributary.tensorflow._host import Element, host_array
 from distributary.tensorflow._messages import message_type, package
 from distributary.tensorflow._operations import array
-from distributary.tensorflow._sparse import SparseTensor, sparse_rows
 
 
 @final

@@ -35,6 +35,7 @@ from distributary.tensorflow import (
     _audio,
     _candidates,
     _checks,
+    _composites,
     _config,
     _control,
     _data,
@@ -49,19 +50,16 @@ from distributary.tensorflow import (
     _lookup,
     _math,
     _messages,
-    _nest,
     _nn,
     _programs,
     _random,
     _saved_model,
-    _sparse,
     _strings,
     _training,
 )
 from distributary.tensorflow._functions import function
 from distributary.tensorflow._host import of_host
 from distributary.tensorflow._operations import Operation, named, operations, public
-from distributary.tensorflow._tensor_array import TensorArray
 from distributary.tensorflow._variables import Variable
 
 
@@ -122,9 +120,9 @@ def _root() -> Names:
         **named(options, "VariableAggregation VariableSynchronization"),
         "IndexedSlices": values.IndexedSlices,
         **{name: _late(name) for name in ("initializers", "losses", "metrics", "optimizers")},
-        "SparseTensor": _sparse.SparseTensor,
+        "SparseTensor": _composites.SparseTensor,
         "Tensor": jax.Array,
-        "TensorArray": TensorArray,
+        "TensorArray": _composites.TensorArray,
         "TensorSpec": data.TensorSpec,
         "Variable": Variable,
         "__version__": _VERSION,
@@ -338,7 +336,10 @@ MODULES: dict[str, Callable[[], Names]] = {
     ),
     "lookup.experimental": lambda: named(_lookup, "DenseHashTable MutableHashTable"),
     "math": lambda: {**_math.EVERYWHERE, **_math.MATH, **operations(_math)},
-    "nest": lambda: public(_nest),
+    "nest": lambda: named(
+        _composites,
+        "assert_same_structure flatten is_nested map_structure pack_sequence_as",
+    ),
     "nn": lambda: {
         **_nn.ACTIVATIONS,
         **operations(_nn),
@@ -376,7 +377,7 @@ MODULES: dict[str, Callable[[], Names]] = {
         "save": _saved_model.save,
     },
     "signal": dict,
-    "sparse": lambda: {"SparseTensor": _sparse.SparseTensor, "to_dense": _sparse.to_dense},
+    "sparse": lambda: {"SparseTensor": _composites.SparseTensor, "to_dense": _composites.to_dense},
     "strings": lambda: {**public(_strings), "to_hash_bucket_fast": _strings.to_hash_bucket},
     "summary": _summary,
     "summary.experimental": lambda: named(_summaries(), "get_step set_step"),

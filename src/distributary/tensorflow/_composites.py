@@ -1,6 +1,7 @@
-"""`tf.TensorArray`: rows that a loop writes one by one."""
+"""Values of several arrays: `tf.nest`, `tf.SparseTensor` and `tf.TensorArray`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -9,11 +10,117 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from distributary.data import TensorSpec
+from distributary.devices import Nest
 from distributary.errors import InvalidValueError
-from distributary.tensorflow._host import host_array
+from distributary.tensorflow._host import host_array, require_host
 from distributary.tensorflow._operations import TensorLike, array, canonical, converted
 from distributary.tensorflow.autograph import NOT_YET, is_traced
 from distributary.tracing import leave_trace
+
+
+def map_structure(func: Callable[..., Any], *structure: Nest, **kwargs: Any) -> Any:
+    """`tf.nest.map_structure`."""
+    return jax.tree.map(func, *structure, is_leaf=_is_none)
+
+
+def flatten(structure: Nest, expand_composites: bool = False) -> list[Any]:
+    """`tf.nest.flatten`."""
+    return jax.tree.leaves(structure, is_leaf=_is_none)
+
+
+def pack_sequence_as(
+    structure: Nest, flat_sequence: Sequence[Any], expand_composites: bool = False
+) -> Any:
+    """`tf.nest.pack_sequence_as`."""
+    return jax.tree.unflatten(jax.tree.structure(structure, is_leaf=_is_none), flat_sequence)
+
+
+def assert_same_structure(
+    nest1: Nest, nest2: Nest, check_types: bool = True, expand_composites: bool = False
+) -> None:
+    """`tf.nest.assert_same_structure`."""
+    first, second = (jax.tree.structure(nest, is_leaf=_is_none) for nest in (nest1, nest2))
+    if str(first) != str(second):
+        raise InvalidValueError(f"tf.nest: the structures differ: {first} and {second}.")
+
+
+def is_nested(seq: object) -> bool:
+    """`tf.nest.is_nested`."""
+    return isinstance(seq, (list, tuple, dict))
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SparseTensor:
+    """The elements of an array that are there, by their indices.
+
+    Args:
+        indices: Indices `[n, ndim]`.
+        values: The elements `[n]`.
+        dense_shape: Shape of the array.
+
+    Source: `tf.SparseTensor`.
+    """
+
+    indices: Any
+    values: Any
+    dense_shape: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(int(size) for size in self.dense_shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the elements."""
+        return self.values.dtype
+
+
+def sparse_rows(rows: list[np.ndarray]) -> SparseTensor:
+    """Returns rows of different lengths as one array `[row, longest]`."""
+    indices = [(number, place) for number, row in enumerate(rows) for place in range(len(row))]
+    return SparseTensor(
+        np.array(indices, np.int64).reshape(-1, 2),
+        np.concatenate(rows),
+        np.array([len(rows), max(map(len, rows))], np.int64),
+    )
+
+
+def to_dense(
+    sp_input: SparseTensor,
+    default_value: object = None,
+    validate_indices: bool = True,
+    name: str | None = None,
+) -> np.ndarray:
+    """`tf.sparse.to_dense`: on the host, in `Dataset.map` or outside of steps.
+
+    Args:
+        sp_input: The `SparseTensor`.
+        default_value: What the other elements are; None means 0 or empty bytes.
+        validate_indices: No effect: indices are checked.
+        name: No effect.
+    """
+    require_host("tf.sparse.to_dense", sp_input)
+    indices, values = np.asarray(sp_input.indices), np.asarray(sp_input.values)
+    shape = sp_input.shape if np.ndim(sp_input.dense_shape) == 1 else ()
+    fits = indices.shape == (len(values), len(shape)) and values.ndim == 1
+    if not fits or (indices < 0).any() or (indices >= shape).any():
+        raise InvalidValueError(
+            f"tf.sparse.to_dense: indices of shape {indices.shape} and values of shape"
+            f" {values.shape} do not fit dense_shape {np.asarray(sp_input.dense_shape).tolist()}."
+            " Batch records before you parse them with tf.io.parse_example."
+        )
+    if default_value is None:
+        default_value = b"" if values.dtype.kind == "O" else 0
+    dense = np.full(shape, default_value, values.dtype)
+    dense[tuple(indices.T)] = values
+    return host_array(dense)
 
 
 @final
