@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike, DTypeLike
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tensorflow._composites import SparseTensor, sparse_rows
 from distributary.tensorflow._host import Element, host_array
-from distributary.tensorflow._messages import message_type, package
 from distributary.tensorflow._operations import array
+from distributary.tensorflow._training import message_type, package
 
 
 @final

@@ -49,7 +49,6 @@ from distributary.tensorflow import (
     _loaded_model,
     _lookup,
     _math,
-    _messages,
     _nn,
     _programs,
     _random,
@@ -102,7 +101,7 @@ def _late(path: str) -> Late:
 
 
 def _message(name: str) -> Late:
-    return Late(lambda: _messages.message_type(name))
+    return Late(lambda: _training.message_type(name))
 
 
 def _root() -> Names:
@@ -397,7 +396,7 @@ MODULES: dict[str, Callable[[], Names]] = {
         " shutdown_tpu_system",
     ),
     "train": lambda: {
-        **{name: _message(name) for name in _messages.MESSAGES},
+        **{name: _message(name) for name in _training.MESSAGES},
         **named(
             checkpoint,
             "Checkpoint CheckpointManager latest_checkpoint list_variables load_variable",
