@@ -32,7 +32,6 @@ import distributary.tpu as tpu
 import distributary.variables as values
 from distributary.tensorflow import (
     _arrays,
-    _audio,
     _candidates,
     _checks,
     _composites,
@@ -42,7 +41,6 @@ from distributary.tensorflow import (
     _data_experimental,
     _draws,
     _examples,
-    _gfile,
     _image,
     _io,
     _linalg,
@@ -240,7 +238,7 @@ _GENERATORS = "Generator get_global_generator set_global_generator"
 #: Functions that return the names of TensorFlow's modules; "" is `tf` itself.
 MODULES: dict[str, Callable[[], Names]] = {
     "": _root,
-    "audio": lambda: public(_audio),
+    "audio": lambda: named(_io, "DecodedWav decode_wav"),
     "autograph": lambda: {"set_verbosity": _nothing},
     "autograph.experimental": lambda: named(autograph, "do_not_convert set_loop_options"),
     "bitwise": dict,
@@ -325,8 +323,17 @@ MODULES: dict[str, Callable[[], Names]] = {
         **of_host(named(_examples, "decode_image decode_jpeg decode_png encode_jpeg encode_png")),
         "ResizeMethod": _image.ResizeMethod,
     },
-    "io": lambda: of_host({**public(_examples), **public(_io)}),
-    "io.gfile": lambda: public(_gfile),
+    "io": lambda: of_host(
+        {
+            **public(_examples),
+            **named(_io, "TFRecordOptions TFRecordWriter matching_files read_file write_file"),
+        }
+    ),
+    "io.gfile": lambda: named(
+        _io,
+        "GFile copy exists get_registered_schemes glob isdir join listdir makedirs mkdir remove"
+        " rename rmtree stat walk",
+    ),
     "linalg": lambda: {**operations(_linalg), **_linalg.OF_JAX},
     "lookup": lambda: named(
         _lookup,
