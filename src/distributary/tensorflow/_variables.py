@@ -1,14 +1,19 @@
-"""`tf.Variable` with the arguments that only TensorFlow has."""
+"""`tf.Variable`, and TensorFlow's methods of arrays and variables, such as `numpy()`."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from distributary.errors import InvalidValueError
 from distributary.options import VariableAggregation, VariableSynchronization
-from distributary.tensorflow._operations import converted
-from distributary.variables import ArrayInput, Variable as _Variable
+from distributary.tensorflow._host import Element
+from distributary.tensorflow._operations import array, converted
+from distributary.tensorflow._programs import TensorShape
+from distributary.variables import ArrayInput, ShardedVariable, Variable as _Variable
 
 
 class _Arguments(type(_Variable)):  # type: ignore[misc]
@@ -55,3 +60,67 @@ class Variable(_Variable, metaclass=_Arguments):
 
     Source: `tf.Variable`.
     """
+
+
+# Of every slice of a variable, by its id and as long as it lives: the variable and the index.
+_slices: dict[int, tuple[weakref.ref[Any], _Variable, Any]] = {}
+
+
+def install() -> None:
+    """Gives arrays and variables the methods."""
+    kinds: tuple[Any, ...] = (jax.Array, jax.core.Tracer)
+    jax.Array.numpy = _numpy  # type: ignore[attr-defined]
+    for kind in (*kinds, Element, _Variable, ShardedVariable):
+        kind.get_shape, kind.set_shape = _get_shape, _set_shape
+    for kind in kinds:
+        kind.assign = _assignment("set")
+        kind.assign_add = _assignment("add")
+        kind.assign_sub = _assignment("subtract")
+    _Variable.__getitem__ = _slice  # type: ignore[method-assign, assignment]
+
+
+def _numpy(array: jax.Array) -> np.ndarray:
+    """Returns a copy as a NumPy array, or a number for a scalar, as TensorFlow does."""
+    return np.array(array)[()]
+
+
+def _get_shape(array: Any) -> TensorShape:
+    return TensorShape(array.shape)
+
+
+def _set_shape(array: Any, shape: Any) -> None:
+    """Raises an error if an array has another shape; its own is always known."""
+    if shape is not None:
+        TensorShape(shape).assert_is_compatible_with(array.shape)
+
+
+def _slice(variable: _Variable, index: Any) -> Any:
+    part = variable.value()[index]
+    key = id(part)
+    _slices[key] = weakref.ref(part, lambda _: _slices.pop(key, None)), variable, index
+    return part
+
+
+def _assignment(method: str) -> property:
+    """Returns a method of arrays that changes the variable of which they are a slice.
+
+    Args:
+        method: The method of `array.at[index]`, such as `"add"`.
+    """
+
+    def bound(part: jax.Array) -> Callable[..., Any]:
+        if id(part) not in _slices:
+            raise AttributeError(
+                "An array that is no slice of a variable never changes: keep what changes in a"
+                " tf._Variable."
+            )
+        _, variable, index = _slices[id(part)]
+
+        def assign(
+            value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+        ) -> Any:
+            return variable.assign(getattr(variable.value().at[index], method)(array(value)))
+
+        return assign
+
+    return property(bound)

@@ -15,7 +15,7 @@ from typing import Any
 
 from distributary.compat.tensorflow import _namespaces
 from distributary.keras_bridge import would_use_jax
-from distributary.tensorflow import _methods
+from distributary.tensorflow import _variables
 
 
 def __getattr__(name: str) -> Any:
@@ -28,7 +28,7 @@ def __dir__() -> list[str]:
     return [*_namespaces.names_in(""), "keras"]
 
 
-_methods.install()
+_variables.install()
 _namespaces.install()
 if would_use_jax():  # before the first trace, in which `tf.random` may be the first to need it
     from distributary.tensorflow import _keras_parts
