@@ -44,7 +44,6 @@ from distributary.tensorflow import (
     _image,
     _io,
     _linalg,
-    _loaded_model,
     _lookup,
     _math,
     _nn,
@@ -379,8 +378,7 @@ MODULES: dict[str, Callable[[], Names]] = {
     "saved_model": lambda: {
         "LoadOptions": _config.ConfigProto,
         "SaveOptions": _config.ConfigProto,
-        **named(_loaded_model, "contains_saved_model load"),
-        "save": _saved_model.save,
+        **named(_saved_model, "contains_saved_model load save"),
     },
     "signal": dict,
     "sparse": lambda: {"SparseTensor": _composites.SparseTensor, "to_dense": _composites.to_dense},
