@@ -16,16 +16,6 @@ from distributary.variables._cross_device_ops import (
     only_device,
     reduce_nest,
 )
-from distributary.variables._distributed import (
-    Array,
-    ArrayInput,
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    component_arrays,
-    same_structure,
-    stack_components,
-)
 from distributary.variables._distributed_variables import (
     AggregatedVariable,
     MirroredVariable,
@@ -33,16 +23,24 @@ from distributary.variables._distributed_variables import (
     VariableComponent,
 )
 from distributary.variables._foreign import ForeignVariable, as_variable, assign, values
-from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
 from distributary.variables._reduce_op import as_reduce_op, check_reducible, reduce_arrays
-from distributary.variables._regroup import (
+from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
+from distributary.variables._state_list import StateList, joined
+from distributary.variables._values import (
+    Array,
+    ArrayInput,
+    DistributedValues,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    component_arrays,
     component_of_traced,
     in_order,
     key_order,
     local_results,
     map_leaves,
+    same_structure,
+    stack_components,
 )
-from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
-from distributary.variables._state_list import StateList, joined
 from distributary.variables._variable import Variable

@@ -7,9 +7,8 @@ import jax
 
 from distributary.errors import InvalidTypeError
 from distributary.variables._conversion import GivenChange
-from distributary.variables._distributed import ArrayInput
-from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._operators import ArrayOperators
+from distributary.variables._values import ArrayInput, IndexedSlices
 
 
 class Assignable(ArrayOperators):

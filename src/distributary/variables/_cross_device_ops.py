@@ -25,9 +25,8 @@ from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMism
 from distributary.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from distributary.tracing import current_scope
 from distributary.variables import _algorithms as algorithms
-from distributary.variables._distributed import Mirrored, PerReplica, stack_components
-from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._reduce_op import as_reduce_op, check_reducible, reduce_arrays
+from distributary.variables._values import IndexedSlices, Mirrored, PerReplica, stack_components
 
 # Destinations: the devices that the result of a reduction goes to.
 

@@ -14,9 +14,14 @@ from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import TraceScope, check_not_frozen, current_scope
 from distributary.variables import _aggregation as aggregation_rules
 from distributary.variables._conversion import NOT_LINEAR, Change, GivenChange, combine
-from distributary.variables._distributed import Array, DistributedValues, Mirrored, PerReplica
-from distributary.variables._indexed_slices import IndexedSlices
 from distributary.variables._operators import ArrayOperators
+from distributary.variables._values import (
+    Array,
+    DistributedValues,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+)
 from distributary.variables._variable import Variable
 
 

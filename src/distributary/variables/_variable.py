@@ -60,16 +60,16 @@ from distributary.variables._conversion import (
     initial_array,
     same_kind,
 )
-from distributary.variables._distributed import (
+from distributary.variables._layout import VariableLayout, array_of, holding
+from distributary.variables._state_list import StateList
+from distributary.variables._values import (
     Array,
     ArrayInput,
+    IndexedSlices,
     Mirrored,
     PerReplica,
     stack_components,
 )
-from distributary.variables._indexed_slices import IndexedSlices
-from distributary.variables._layout import VariableLayout, array_of, holding
-from distributary.variables._state_list import StateList
 
 
 class Variable(Assignable):

@@ -1,6 +1,6 @@
-"""Values of which every replica has its own component, or a copy of the same one."""
+"""Values of replicas: a component or a copy for each, or rows of a table; and nests of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, final
 
 import jax
@@ -324,3 +324,151 @@ def component_arrays(value: PerReplica) -> list[Nest]:
         jax.tree.map(lambda leaf, i=i: _component_array(leaf, i), component)
         for i, component in enumerate(value.values)
     ]
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+class IndexedSlices:
+    """Rows of a larger array: row `values[i]` belongs at index `indices[i]` of dim 0.
+
+    Rows with equal indices add up. Reductions over replicas concatenate the rows; they never create
+    the dense array.
+
+    Args:
+        values: Rows `[num_rows, *row_shape]`.
+        indices: Integer row numbers `[num_rows]`.
+        dense_shape: Shape of the array that the rows belong to, a tuple of ints, or None.
+
+    Raises:
+        InvalidValueError: if `indices` is not one-dimensional, or not as long as `values`.
+
+    Source: `tf.IndexedSlices`.
+    """
+
+    __slots__ = ("dense_shape", "indices", "values")
+
+    def __init__(
+        self, values: ArrayLike, indices: ArrayLike, dense_shape: Iterable[int] | None = None
+    ) -> None:
+        shapes = [getattr(part, "shape", None) for part in (values, indices)]
+        if None not in shapes and (len(shapes[1]) != 1 or shapes[0][:1] != shapes[1]):  # type: ignore[index,arg-type]
+            raise InvalidValueError(
+                f"IndexedSlices: values has shape {shapes[0]} and indices {shapes[1]}; expected"
+                " values [num_rows, ...] and indices [num_rows]."
+            )
+        self.values: Any = values
+        self.indices: Any = indices
+        self.dense_shape = None if dense_shape is None else tuple(int(d) for d in dense_shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the rows."""
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The same as `dense_shape`."""
+        return self.dense_shape
+
+    def to_dense(self) -> jax.Array:
+        """Returns the dense array of shape `dense_shape`, with rows of equal indices added up.
+
+        Raises:
+            InvalidValueError: if `dense_shape` is not known.
+        """
+        if self.dense_shape is None:
+            raise InvalidValueError(
+                "IndexedSlices.to_dense: dense_shape is None. Pass it to IndexedSlices(values,"
+                " indices, dense_shape)."
+            )
+        return jnp.zeros(self.dense_shape, self.values.dtype).at[self.indices].add(self.values)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...] | None]:
+        return (self.values, self.indices), self.dense_shape
+
+    @classmethod
+    def tree_unflatten(
+        cls, dense_shape: tuple[int, ...] | None, children: tuple[Any, Any]
+    ) -> "IndexedSlices":
+        new = object.__new__(cls)
+        new.values, new.indices = children
+        new.dense_shape = dense_shape
+        return new
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedSlices(values={self.values!r}, indices={self.indices!r},"
+            f" dense_shape={self.dense_shape})"
+        )
+
+
+# Nests: the order of the keys in dicts, which JAX sorts.
+
+
+def key_order(nest: Nest) -> Any:
+    """Returns the order of the keys in the dicts of a nest, for `in_order`.
+
+    None means that JAX keeps it, because the keys are sorted.
+    """
+    if type(nest) is dict:
+        orders = {key: key_order(part) for key, part in nest.items()}
+        is_sorted = len(nest) < 2 or [*nest] == sorted(nest)
+        return orders if not is_sorted or any(o is not None for o in orders.values()) else None
+    if isinstance(nest, (tuple, list)):
+        parts = [key_order(part) for part in nest]
+        return parts if any(part is not None for part in parts) else None
+    return None
+
+
+def in_order(nest: Nest, order: Any) -> Any:
+    """Returns a nest of the same structure with its keys in an order that `key_order` returned."""
+    if order is None:
+        return nest
+    if type(nest) is dict:
+        return {key: in_order(nest[key], part) for key, part in order.items()}
+    parts = [in_order(part, keys) for part, keys in zip(nest, order, strict=True)]
+    return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
+
+
+# Nests: their components for each replica.
+
+
+def _is_distributed(value: object) -> bool:
+    """Returns whether `value` is a leaf with a component per replica, or rows of a table."""
+    return isinstance(value, (DistributedValues, IndexedSlices))
+
+
+def map_leaves(function: Callable[[Any], Nest], tree: Nest) -> Nest:
+    """Applies a function to a nest's leaves, including distributed values and `IndexedSlices`."""
+    return jax.tree.map(function, tree, is_leaf=_is_distributed)
+
+
+def component_of_traced(leaf: Any) -> Any:
+    """Returns the component of the replica that is traced, and anything else unchanged."""
+    if isinstance(leaf, PerReplica) and leaf.form == "local":
+        return leaf.payload
+    return leaf.value() if isinstance(leaf, Mirrored) else leaf
+
+
+def local_results(value: Nest) -> tuple[Any, ...]:
+    """Returns the components of this process's replicas, in order; `(value,)` if it has none.
+
+    A nest that holds distributed values becomes one nest per replica.
+
+    Source: `tf.distribute.Strategy.experimental_local_results`.
+    """
+    if isinstance(value, DistributedValues):
+        return value.values
+    leaves, tree = jax.tree.flatten(value, is_leaf=_is_distributed)
+    counts = {len(leaf.values) for leaf in leaves if isinstance(leaf, DistributedValues)}
+    if not counts:
+        return (value,)
+    parts = [
+        leaf.values if isinstance(leaf, DistributedValues) else (leaf,) * max(counts)
+        for leaf in leaves
+    ]
+    order = key_order(value)
+    return tuple(
+        in_order(jax.tree.unflatten(tree, [part[i] for part in parts]), order)
+        for i in range(max(counts))
+    )
