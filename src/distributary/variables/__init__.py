@@ -1,6 +1,5 @@
 """Values with a component per replica: immutable ones, variables, and their collectives."""
 
-from distributary.variables._aggregation import across_replicas, of_rows
 from distributary.variables._algorithms import all_gather, all_reduce_of_vectors, over_replicas
 from distributary.variables._conversion import TracedInitialValueError, computed, initial_array
 from distributary.variables._cross_device_ops import (
@@ -21,6 +20,8 @@ from distributary.variables._distributed_variables import (
     MirroredVariable,
     SyncOnReadVariable,
     VariableComponent,
+    across_replicas,
+    of_rows,
 )
 from distributary.variables._foreign import ForeignVariable, as_variable, assign, values
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor

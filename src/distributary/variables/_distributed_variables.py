@@ -1,7 +1,7 @@
-"""Variables with a copy per replica."""
+"""Variables with a copy per replica, and the aggregations that combine them."""
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,12 @@ import numpy as np
 from distributary.context import current_mode
 from distributary.devices import in_device_memory, latest_program
 from distributary.errors import InvalidValueError, UnsupportedError, shown
-from distributary.options import ReduceOp, VariableAggregation
+from distributary.options import CommunicationOptions, ReduceOp, VariableAggregation
 from distributary.tracing import TraceScope, check_not_frozen, current_scope
-from distributary.variables import _aggregation as aggregation_rules
 from distributary.variables._conversion import NOT_LINEAR, Change, GivenChange, combine
+from distributary.variables._cross_device_ops import NcclAllReduce
 from distributary.variables._operators import ArrayOperators
+from distributary.variables._reduce_op import reduce_arrays
 from distributary.variables._values import (
     Array,
     DistributedValues,
@@ -23,6 +24,8 @@ from distributary.variables._values import (
     PerReplica,
 )
 from distributary.variables._variable import Variable
+
+_Change = TypeVar("_Change", bound=Change)
 
 
 class AggregatedVariable(Variable):
@@ -48,7 +51,7 @@ class AggregatedVariable(Variable):
     def _combined(self, scope: TraceScope, value: Change) -> Change:
         if not _is_in_replica(scope):
             return value
-        return aggregation_rules.across_replicas(value, self._aggregation, scope)
+        return across_replicas(value, self._aggregation, scope)
 
     def _check_scatter(self, kind: str) -> None:
         aggregated = self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
@@ -133,11 +136,11 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _of_rows(self, state: Any) -> jax.Array:
         """Returns the aggregated value of the state, for a step that sees the whole batch."""
-        return aggregation_rules.of_rows(state, self._aggregation, self._name)
+        return of_rows(state, self._aggregation, self._name)
 
     def _parts_of(self, value: jax.Array) -> jax.Array:
         """Returns state whose aggregated value is `value`."""
-        return aggregation_rules.parts_of(value, self._aggregation, self._layout.num_replicas)
+        return _rows_of(value, self._aggregation, self._layout.num_replicas)
 
     def _copies(self, state: jax.Array) -> tuple[Any, ...]:
         return PerReplica.from_stacked(state, self._layout.num_replicas).values
@@ -154,15 +157,15 @@ class SyncOnReadVariable(DistributedVariable):
         if scope.kind == "function":
             return self._of_rows(value)
         if current_mode().role == "cross":
-            aggregation_rules.check_readable(self._aggregation, self._name)
-            return aggregation_rules.across_replicas(value, self._aggregation, scope)
+            _check_readable(self._aggregation, self._name)
+            return across_replicas(value, self._aggregation, scope)
         return value
 
     def _read_eager(self) -> jax.Array:
         return self._peek()
 
     def _peek(self) -> jax.Array:
-        aggregation_rules.check_readable(self._aggregation, self._name)
+        _check_readable(self._aggregation, self._name)
         with latest_program.lock:
             rows = PerReplica.from_stacked(self._value, self._layout.num_replicas)
             if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -173,7 +176,7 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _check_cross_change(self, kind: str) -> None:
         # Checked before anything changes, because assign returns the new aggregated value.
-        aggregation_rules.check_readable(self._aggregation, self._name)
+        _check_readable(self._aggregation, self._name)
         if self._aggregation is VariableAggregation.SUM and kind != "assign":
             raise InvalidValueError(
                 f"Variable {self._name!r}: {kind} in a cross-replica context is not defined for"
@@ -187,7 +190,7 @@ class SyncOnReadVariable(DistributedVariable):
         value = self._layout.bring(value, self._dtype, stacked=True)
         with latest_program.lock:
             if kind == "assign":
-                rows = aggregation_rules.parts_of(value, self._aggregation, num)
+                rows = _rows_of(value, self._aggregation, num)
                 self._value = self._layout.place(rows, self._dtype, stacked=True)
             else:
                 self._value = combine(kind, self._value, value)
@@ -201,7 +204,7 @@ class SyncOnReadVariable(DistributedVariable):
         num = scope.num_replicas if is_replica else self._layout.num_replicas
         converted = jnp.asarray(self._convert(kind, value), self._dtype)
         if kind == "assign":
-            new = aggregation_rules.parts_of(converted, self._aggregation, num)
+            new = _rows_of(converted, self._aggregation, num)
             new = new[scope.replica_id()] if is_replica else new
         else:
             new = combine(kind, scope.read(self._handle), converted)
@@ -248,3 +251,57 @@ class VariableComponent(ArrayOperators):
         if isinstance(self._array, jax.core.Tracer):
             return f"<dist.Variable '{self.name}' shape={self.shape} dtype={self.dtype.name}>"
         return self.variable._component_text(self.name, self._array)
+
+
+def across_replicas(value: _Change, aggregation: VariableAggregation, scope: TraceScope) -> _Change:
+    """Combines the replicas' values or rows in a replica program; every replica gets the result."""
+    if aggregation is VariableAggregation.NONE or scope.num_replicas == 1:
+        return value
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return jax.tree.map(lambda part: _of_first(part, scope), value)
+    return _reduce(ReduceOp.from_variable_aggregation(aggregation), value, scope.num_replicas)
+
+
+def _of_first(value: jax.Array, scope: TraceScope) -> jax.Array:
+    """Returns replica 0's value on every replica: a sum of this value and zeros."""
+    number = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
+    summand = jnp.where(scope.replica_id() == 0, number, jnp.zeros_like(number))
+    return _reduce(ReduceOp.SUM, summand, scope.num_replicas).astype(value.dtype)
+
+
+def _reduce(op: ReduceOp, value: _Change, num_replicas: int) -> _Change:
+    (reduced,) = NcclAllReduce().all_reduce(op, [value], num_replicas, CommunicationOptions())
+    return reduced
+
+
+def _check_readable(aggregation: VariableAggregation, name: str) -> None:
+    """Checks that an ON_READ variable has an aggregation, without which it cannot be read."""
+    if aggregation is VariableAggregation.NONE:
+        raise InvalidValueError(
+            f"Variable {name!r} has synchronization ON_READ and aggregation NONE, so it has no"
+            " single value outside of Strategy.run. Create it with aggregation SUM, MEAN or"
+            " ONLY_FIRST_REPLICA, or look at strategy.experimental_local_results(v)."
+        )
+
+
+def of_rows(rows: jax.Array, aggregation: VariableAggregation, name: str) -> jax.Array:
+    """Returns the aggregated value of an array `[replica, *shape]`."""
+    _check_readable(aggregation, name)
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return rows[0]
+    op = ReduceOp.from_variable_aggregation(aggregation)
+    return reduce_arrays(
+        op, [rows], rows.shape[0], lambda parts: [p.sum(0, p.dtype) for p in parts]
+    )[0]
+
+
+def _rows_of(value: jax.Array, aggregation: VariableAggregation, num_replicas: int) -> jax.Array:
+    """Returns rows `[replica, *shape]` whose aggregated value is `value`."""
+    rows = jnp.broadcast_to(value, (num_replicas, *value.shape))
+    if aggregation is not VariableAggregation.SUM:
+        return rows
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return rows / jnp.asarray(num_replicas, value.dtype)
+    # With integers, replica 0 takes the remainder, so that nothing is lost.
+    quotients = rows // num_replicas
+    return quotients.at[0].add(value % num_replicas)
