@@ -1,6 +1,5 @@
 """Values with a component per replica: immutable ones, variables, and their collectives."""
 
-from distributary.variables._algorithms import all_gather, all_reduce_of_vectors, over_replicas
 from distributary.variables._conversion import TracedInitialValueError, computed, initial_array
 from distributary.variables._cross_device_ops import (
     CollectiveAllReduce,
@@ -25,7 +24,14 @@ from distributary.variables._distributed_variables import (
 )
 from distributary.variables._foreign import ForeignVariable, as_variable, assign, values
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
-from distributary.variables._reduce_op import as_reduce_op, check_reducible, reduce_arrays
+from distributary.variables._reductions import (
+    all_gather,
+    all_reduce_of_vectors,
+    as_reduce_op,
+    check_reducible,
+    over_replicas,
+    reduce_arrays,
+)
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
 from distributary.variables._state_list import StateList, joined
 from distributary.variables._values import (

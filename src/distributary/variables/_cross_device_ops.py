@@ -24,8 +24,7 @@ from distributary.devices import (
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError, shown
 from distributary.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from distributary.tracing import current_scope
-from distributary.variables import _algorithms as algorithms
-from distributary.variables._reduce_op import as_reduce_op, check_reducible, reduce_arrays
+from distributary.variables import _reductions as reductions
 from distributary.variables._values import IndexedSlices, Mirrored, PerReplica, stack_components
 
 # Destinations: the devices that the result of a reduction goes to.
@@ -129,7 +128,7 @@ class CrossDeviceOps(abc.ABC):
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Combines several values, in one collective if possible; see `reduce`."""
-        op = as_reduce_op(reduce_op, "CrossDeviceOps.batch_reduce")
+        op = reductions.as_reduce_op(reduce_op, "CrossDeviceOps.batch_reduce")
         pairs = [
             (_components_of(value), destinations)
             for value, destinations in check_pairs("batch_reduce", value_destination_pairs)
@@ -241,7 +240,7 @@ class CrossDeviceOps(abc.ABC):
                     f" {[getattr(v, 'shape', v) for v in value.values]}; all replicas must agree."
                     " Reduce each replica's value to one shape first."
                 )
-            stacked[i] = check_reducible(rows.payload, "CrossDeviceOps.reduce")
+            stacked[i] = reductions.check_reducible(rows.payload, "CrossDeviceOps.reduce")
         if stacked:
             mesh = _mesh_of(values[0])
             devices = () if mesh is None else tuple(mesh.devices.flat)
@@ -250,7 +249,7 @@ class CrossDeviceOps(abc.ABC):
             else:
                 # The first device of every replica, if replicas have several logical devices.
                 ops = self.for_devices(devices[:: num_logical_devices(mesh)])
-                program = algorithms.over_replicas(
+                program = reductions.over_replicas(
                     lambda nests: ops.all_reduce(op, nests, num_replicas, options), mesh
                 )
             reduced = dispatcher_for(devices).run(
@@ -264,7 +263,7 @@ class CrossDeviceOps(abc.ABC):
     ) -> list[jax.Array]:
         """Combines arrays `[replica, *shape]` that lie on one device."""
         num_replicas = rows[0].shape[0]
-        return algorithms.over_replicas(
+        return reductions.over_replicas(
             lambda nests: self.all_reduce(op, nests, num_replicas, options), None
         )(rows)
 
@@ -312,14 +311,14 @@ def check_pairs(what: str, pairs: object) -> Sequence[tuple[Any, Any]]:
 def _alone(op: ReduceOp, leaf: jax.Array | IndexedSlices) -> jax.Array | IndexedSlices:
     if isinstance(leaf, IndexedSlices):
         return leaf
-    return reduce_arrays(op, [leaf], 1, lambda parts: parts)[0]
+    return reductions.reduce_arrays(op, [leaf], 1, lambda parts: parts)[0]
 
 
 def _reduce_slices(op: ReduceOp, slices: IndexedSlices, num_replicas: int) -> IndexedSlices:
     values = slices.values / num_replicas if op is ReduceOp.MEAN else slices.values
     return IndexedSlices(
-        algorithms.all_gather(values, 0, num_replicas),
-        algorithms.all_gather(slices.indices, 0, num_replicas),
+        reductions.all_gather(values, 0, num_replicas),
+        reductions.all_gather(slices.indices, 0, num_replicas),
         slices.dense_shape,
     )
 
@@ -328,7 +327,7 @@ class _Summing(CrossDeviceOps):
     """Base class of algorithms that sum arrays over the replicas."""
 
     # The replicas of every host, if there are several hosts with several replicas each.
-    _hosts: algorithms.Groups = ()
+    _hosts: reductions.Groups = ()
     # Whether these hosts are slices of TPUs.
     _are_slices = False
     # Text of `describe`.
@@ -336,7 +335,7 @@ class _Summing(CrossDeviceOps):
     # Name of its collectives without options, for people.
     _without_options = "XLA all-reduce"
     # Adds the arrays of all replicas where they are gathered; None adds them one by one.
-    _accumulate: algorithms.Accumulate | None = None
+    _accumulate: reductions.Accumulate | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
         if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
@@ -363,22 +362,22 @@ class _Summing(CrossDeviceOps):
 
         def add(arrays: list[jax.Array]) -> list[jax.Array]:
             if options.implementation is CommunicationImplementation.RING:
-                return [algorithms.ring(array, num_replicas) for array in arrays]
+                return [reductions.ring(array, num_replicas) for array in arrays]
             if groups := self._levels(options):
-                return algorithms.two_level(arrays, groups)
+                return reductions.two_level(arrays, groups)
             return self._collective(arrays, num_replicas)
 
         if options.bytes_per_pack:
-            packs = algorithms.packs_by_bytes(arrays, options.bytes_per_pack)
+            packs = reductions.packs_by_bytes(arrays, options.bytes_per_pack)
         elif self.num_packs != 1:
-            packs = algorithms.packs_by_count(arrays, self.num_packs)
+            packs = reductions.packs_by_count(arrays, self.num_packs)
         else:
             return add(arrays)
-        return algorithms.sum_in_packs(arrays, add, packs)
+        return reductions.sum_in_packs(arrays, add, packs)
 
     def _collective(self, arrays: list[jax.Array], num_replicas: int) -> list[jax.Array]:
         """Sums arrays unless options choose another way."""
-        return algorithms.all_reduce(arrays)
+        return reductions.all_reduce(arrays)
 
     def reduce_implementation(
         self,
@@ -398,23 +397,24 @@ class _Summing(CrossDeviceOps):
     ) -> list[Any]:
         num_replicas = value_destination_pairs[0][0].num_replicas
         arrays = [
-            check_reducible(value.payload, "all_reduce") for value, _ in value_destination_pairs
+            reductions.check_reducible(value.payload, "all_reduce")
+            for value, _ in value_destination_pairs
         ]
         scope = current_scope()
         # An uneven batch joins collectives by hand, so the algorithm would change nothing.
         uneven = scope is not None and scope.uneven is not None
         add = lambda parts: self._sum(parts, num_replicas, options)
-        return reduce_arrays(
-            reduce_op, arrays, num_replicas, algorithms.all_reduce if uneven else add
+        return reductions.reduce_arrays(
+            reduce_op, arrays, num_replicas, reductions.all_reduce if uneven else add
         )
 
     def _reduce_rows(
         self, op: ReduceOp, rows: list[jax.Array], options: CommunicationOptions
     ) -> list[jax.Array]:
-        add = lambda parts: [algorithms.add_rows(part, self._accumulate) for part in parts]
-        return reduce_arrays(op, rows, rows[0].shape[0], add)
+        add = lambda parts: [reductions.add_rows(part, self._accumulate) for part in parts]
+        return reductions.reduce_arrays(op, rows, rows[0].shape[0], add)
 
-    def _levels(self, options: CommunicationOptions) -> algorithms.Groups:
+    def _levels(self, options: CommunicationOptions) -> reductions.Groups:
         """Returns the groups that reduce first among themselves; () if there are none."""
         chosen = self._are_slices if options.hierarchical is None else options.hierarchical
         return self._hosts if chosen else ()
@@ -473,7 +473,7 @@ class CollectiveAllReduce(_Summing):
     _without_options = "exchanges between pairs, or XLA all-reduce,"
 
     def _collective(self, arrays: list[jax.Array], num_replicas: int) -> list[jax.Array]:
-        return algorithms.all_reduce_of_vectors(arrays)
+        return reductions.all_reduce_of_vectors(arrays)
 
 
 @final
@@ -494,8 +494,8 @@ class HierarchicalCopyAllReduce(_Summing):
     _pattern = "hierarchical XLA all-reduce, inside groups and across them, on {platform}"
 
     def _collective(self, arrays: list[jax.Array], num_replicas: int) -> list[jax.Array]:
-        groups = self._hosts or algorithms.neighbors(num_replicas)
-        return algorithms.two_level(arrays, groups) if groups else algorithms.all_reduce(arrays)
+        groups = self._hosts or reductions.neighbors(num_replicas)
+        return reductions.two_level(arrays, groups) if groups else reductions.all_reduce(arrays)
 
 
 @final
@@ -518,7 +518,7 @@ class ReductionToOneDevice(_Summing):
     def __init__(
         self,
         reduce_to_device: object = None,
-        accumulation_fn: algorithms.Accumulate | None = None,
+        accumulation_fn: reductions.Accumulate | None = None,
     ) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise InvalidTypeError(
@@ -534,7 +534,7 @@ class ReductionToOneDevice(_Summing):
     ) -> list[jax.Array]:
         # Options have no effect: the order is the point.
         return [
-            algorithms.add_rows(lax.all_gather(array, REPLICA_AXIS), self._accumulate)
+            reductions.add_rows(lax.all_gather(array, REPLICA_AXIS), self._accumulate)
             for array in arrays
         ]
 
@@ -556,7 +556,7 @@ def reduce_nest(
     """Combines all arrays of a nest together, inside a compiled step; None stays None."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, IndexedSlices))
     arrays = [
-        leaf if isinstance(leaf, IndexedSlices) else check_reducible(leaf, "all_reduce")
+        leaf if isinstance(leaf, IndexedSlices) else reductions.check_reducible(leaf, "all_reduce")
         for leaf in leaves
     ]
     return jax.tree.unflatten(structure, ops.all_reduce(op, arrays, num_replicas, options))

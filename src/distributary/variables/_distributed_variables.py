@@ -15,7 +15,7 @@ from distributary.tracing import TraceScope, check_not_frozen, current_scope
 from distributary.variables._conversion import NOT_LINEAR, Change, GivenChange, combine
 from distributary.variables._cross_device_ops import NcclAllReduce
 from distributary.variables._operators import ArrayOperators
-from distributary.variables._reduce_op import reduce_arrays
+from distributary.variables._reductions import reduce_arrays
 from distributary.variables._values import (
     Array,
     DistributedValues,
