@@ -1,6 +1,6 @@
 """Values with a component per replica: immutable ones, variables, and their collectives."""
 
-from distributary.variables._conversion import TracedInitialValueError, computed, initial_array
+from distributary.variables._assignable import TracedInitialValueError, computed, initial_array
 from distributary.variables._cross_device_ops import (
     CollectiveAllReduce,
     CrossDeviceOps,

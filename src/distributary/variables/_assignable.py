@@ -1,14 +1,23 @@
-"""The methods that whole variables and variables in shards share."""
+"""The methods with which variables change, whole or in shards, and the values that they take."""
 
+import enum
 import math
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from distributary.errors import InvalidTypeError
-from distributary.variables._conversion import GivenChange
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from distributary.tracing import current_scope
+from distributary.variables._layout import array_of
 from distributary.variables._operators import ArrayOperators
-from distributary.variables._values import ArrayInput, IndexedSlices
+from distributary.variables._values import Array, ArrayInput, IndexedSlices, PerReplica
+
+# The operand of an assignment or of a scatter method, as it is given and converted.
+GivenChange: TypeAlias = ArrayInput | IndexedSlices
+Change: TypeAlias = jax.Array | IndexedSlices
 
 
 class Assignable(ArrayOperators):
@@ -168,3 +177,116 @@ class Assignable(ArrayOperators):
     def _change(self, kind: str, value: GivenChange, read_value: bool) -> Any:
         """Carries out the method `kind`, one of those above."""
         raise NotImplementedError
+
+
+# For each method, a function from `array.at[ids]` and the rows to the new array.
+SCATTER: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
+    "scatter_add": lambda at, rows: at.add(rows, mode="drop"),
+    "scatter_sub": lambda at, rows: at.add(-rows, mode="drop"),
+    "scatter_mul": lambda at, rows: at.multiply(rows, mode="drop"),
+    "scatter_div": lambda at, rows: _divide_rows(at, rows),
+    "scatter_min": lambda at, rows: at.min(rows, mode="drop"),
+    "scatter_max": lambda at, rows: at.max(rows, mode="drop"),
+    "scatter_update": lambda at, rows: at.set(rows, mode="drop"),
+}
+# Not defined for rows that are summed or averaged over replicas.
+NOT_LINEAR = ("scatter_min", "scatter_max", "scatter_update")
+
+
+def combine(kind: str, current: Any, value: Change) -> Any:
+    """Returns the new value after `assign`, `assign_add`, `assign_sub` or a scatter method."""
+    if isinstance(value, IndexedSlices):
+        return SCATTER[kind](current.at[value.indices], value.values)
+    if kind == "assign":
+        return value
+    return current + value if kind == "assign_add" else current - value
+
+
+def _divide_rows(at: Any, rows: jax.Array) -> jax.Array:
+    divisors = jnp.ones_like(at.array).at[at.index].multiply(rows, mode="drop")
+    # Not `/`: integers are divided as integers, rounded towards zero.
+    return jax.lax.div(at.array, divisors)
+
+
+def same_kind(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Returns whether dtype `source` fits `target` without losing a fraction or imaginary part."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+    def rank(dtype: np.dtype[Any]) -> int:
+        return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), 4)
+
+    return source == target or rank(source) <= rank(target) < 4
+
+
+class TracedInitialValueError(InvalidValueError):
+    """An error about the first variable that a function creates, with a value computed there."""
+
+
+def initial_array(initial_value: ArrayInput | Callable[[], ArrayInput] | None, what: str) -> Array:
+    """Returns the initial value of a variable as an array.
+
+    Raises:
+        InvalidValueError: if it is missing or traced.
+        InvalidTypeError: if it is not an array of numbers.
+    """
+    if initial_value is None:
+        raise InvalidValueError(
+            f"{what}: initial_value is missing. Pass an array, a number or a function that gives"
+            " one."
+        )
+    value = initial_value() if callable(initial_value) else initial_value
+    if isinstance(value, ArrayOperators):
+        value = value.__jax_array__()
+    if isinstance(value, PerReplica):
+        raise InvalidTypeError(
+            f"{what}: initial_value is a PerReplica. Variables start with one value on all"
+            " replicas; take strategy.reduce(...) or one of its components."
+        )
+    if isinstance(value, jax.core.Tracer):
+        scope = current_scope()
+        is_first = scope is not None and scope.kind == "function" and scope.num_created == 1
+        raise (TracedInitialValueError if is_first else InvalidValueError)(
+            f"{what}: initial_value is computed by the traced function {shown(value)}. Create the"
+            " variable outside of Strategy.run, or give a function: initial_value=lambda:"
+            " jnp.zeros(...)."
+        )
+    return array_of(value, what)
+
+
+def checked_slices(what: str, slices: object) -> IndexedSlices:
+    """Returns the operand of a scatter method after checking its type."""
+    if isinstance(slices, IndexedSlices):
+        return slices
+    raise InvalidTypeError(
+        f"{what} needs distributary.IndexedSlices(values, indices), got {type(slices).__name__}."
+    )
+
+
+def computed(what: str, value: Any) -> Any:
+    """Returns a value that a variable keeps, without the gradient that an eager `jax.grad` traces.
+
+    Raises:
+        UnsupportedError: if there is no value, as in `jax.vmap`.
+    """
+    if not _is_traced(value):
+        return value
+    value = jax.lax.stop_gradient(value)
+    if _is_traced(value):
+        raise UnsupportedError(
+            f"{what} got a value traced by jax.vmap or another transformation. Return it from the"
+            " transformed function and assign it afterwards."
+        )
+    return value
+
+
+def _is_traced(value: object) -> bool:
+    return any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(value))
+
+
+def check_member(what: str, field: str, value: object, kind: type[enum.Enum]) -> None:
+    """Checks that a value is a member of the enumeration `kind`."""
+    if not isinstance(value, kind):
+        raise InvalidValueError(
+            f"{what}: {field} is {shown(value)}, expected a member of distributary.{kind.__name__}:"
+            f" {', '.join(member.name for member in kind)}."
+        )

@@ -12,7 +12,7 @@ from distributary.devices import in_device_memory, latest_program
 from distributary.errors import InvalidValueError, UnsupportedError, shown
 from distributary.options import CommunicationOptions, ReduceOp, VariableAggregation
 from distributary.tracing import TraceScope, check_not_frozen, current_scope
-from distributary.variables._conversion import NOT_LINEAR, Change, GivenChange, combine
+from distributary.variables._assignable import NOT_LINEAR, Change, GivenChange, combine
 from distributary.variables._cross_device_ops import NcclAllReduce
 from distributary.variables._operators import ArrayOperators
 from distributary.variables._reductions import reduce_arrays

@@ -10,8 +10,7 @@ from jax.typing import ArrayLike
 
 from distributary.errors import InvalidTypeError, InvalidValueError, check_type
 from distributary.tracing import current_scope
-from distributary.variables._assignable import Assignable
-from distributary.variables._conversion import SCATTER, GivenChange, checked_slices
+from distributary.variables._assignable import SCATTER, Assignable, GivenChange, checked_slices
 from distributary.variables._operators import ArrayOperators
 from distributary.variables._values import IndexedSlices
 from distributary.variables._variable import Variable

@@ -48,9 +48,9 @@ from distributary.tracing import (
     noted_rows,
     user_stacklevel,
 )
-from distributary.variables._assignable import Assignable
-from distributary.variables._conversion import (
+from distributary.variables._assignable import (
     SCATTER,
+    Assignable,
     Change,
     GivenChange,
     check_member,
