@@ -1,6 +1,5 @@
 """Devices: their names, meshes, the arrays on them, and how programs reach them."""
 
-from distributary.devices._device_assignment import DeviceAssignment, DeviceOrderMode
 from distributary.devices._device_strings import (
     canonical_name,
     local_devices_of,
@@ -90,7 +89,12 @@ from distributary.devices._thread_pool import (
     requested_cpu_devices,
     set_logical_cpu_devices,
 )
-from distributary.devices._tpu_topology import Topology, TPUSystemMetadata
+from distributary.devices._tpu_topology import (
+    DeviceAssignment,
+    DeviceOrderMode,
+    Topology,
+    TPUSystemMetadata,
+)
 from distributary.devices._versions import (
     TESTED,
     missing_names,
