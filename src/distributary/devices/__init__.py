@@ -28,6 +28,7 @@ from distributary.devices._dispatcher import (
 )
 from distributary.devices._interrupts import interrupts
 from distributary.devices._jax_private import (
+    TESTED,
     alias_of,
     all_params,
     backends_started,
@@ -36,11 +37,15 @@ from distributary.devices._jax_private import (
     inside_jax_trace,
     is_left_over,
     key_of_devices,
+    missing_names,
+    no_private_name,
+    private,
     put_rows,
     recorded_by,
     scan_counts,
     set_key_of_devices,
     uncommitted,
+    warn_of_untested,
     without_high_primitives,
 )
 from distributary.devices._placement import (
@@ -94,11 +99,4 @@ from distributary.devices._tpu_topology import (
     DeviceOrderMode,
     Topology,
     TPUSystemMetadata,
-)
-from distributary.devices._versions import (
-    TESTED,
-    missing_names,
-    no_private_name,
-    private,
-    warn_of_untested,
 )
