@@ -23,10 +23,10 @@ from distributary.devices._dispatcher import (
     Nest,
     ProgramTimer,
     dispatcher_for,
+    interrupts,
     job_programs,
     latest_program,
 )
-from distributary.devices._interrupts import interrupts
 from distributary.devices._jax_private import (
     TESTED,
     alias_of,
