@@ -1,4 +1,4 @@
-"""The interface of every strategy."""
+"""The interface of every strategy, and what to use for names of other libraries."""
 
 import abc
 import difflib
@@ -29,7 +29,6 @@ from distributary.errors import (
 )
 from distributary.launch import refuse_job, size_of_job
 from distributary.options import InputOptions, ReduceOp, RunOptions
-from distributary.strategies._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary.strategies._extended import StrategyExtended
 from distributary.tracing import advise, current_scope, is_recording, name_of, shorten
 from distributary.variables import as_reduce_op, in_order, key_order
@@ -153,7 +152,7 @@ def _advised(init: Callable[..., None]) -> Callable[..., None]:
             called = error.__traceback__ and error.__traceback__.tb_next
             if called is None:  # Python cannot call it with these arguments
                 text = f"{type(self).__name__}: {str(error).rpartition('() ')[2]}."
-                for names, remedy in OF_ARGUMENTS.items():
+                for names, remedy in _OF_ARGUMENTS.items():
                     if any(f"'{name}'" in str(error) for name in names.split()):
                         raise InvalidTypeError(f"{text} {remedy}") from None
                 known = [*signature.parameters][1:]
@@ -453,7 +452,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
     if not TYPE_CHECKING:  # or type checkers accept any name
 
         def __getattr__(self, name: str) -> Any:
-            raise no_attribute(type(self).__name__, name, OF_STRATEGY, dir(type(self)))
+            raise no_attribute(type(self).__name__, name, _OF_STRATEGY, dir(type(self)))
 
     def __enter__(self) -> NoReturn:
         raise ContextError("A strategy is not a scope. Write `with strategy.scope():`.")
@@ -484,3 +483,65 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         parts = html.escape(self._extended.describe()).split("; ")
         items = "".join(f"<li>{part}</li>" for part in parts)
         return f"<b>{type(self).__name__}</b><ul>{items}</ul>"
+
+
+# Names that people know from TensorFlow, torch and Horovod, and what to use here.
+
+_DATASET = "Loop over strategy.experimental_distribute_dataset(dataset)."
+_EXTENDED = "It is a part of strategy.extended."
+
+# For strategies.
+_OF_STRATEGY = {
+    "experimental_run_v2 experimental_run call_for_each_replica call_for_each_tower __call__": (
+        "Call strategy.run(step, args=(batch,))."
+    ),
+    "make_dataset_iterator distribute_dataset prepare": _DATASET,
+    "make_input_fn_iterator": "Use strategy.distribute_datasets_from_function(dataset_fn).",
+    "experimental_make_numpy_dataset": (
+        "Use strategy.experimental_distribute_dataset with"
+        " distributary.data.Dataset.from_tensor_slices(arrays).batch(global_batch_size)."
+    ),
+    "num_replicas num_towers num_devices world_size num_gpus": (
+        "Use strategy.num_replicas_in_sync."
+    ),
+    "is_main_process is_master is_main rank local_rank process_index": (
+        "Use strategy.is_chief, True in the process that saves and prints."
+    ),
+    "unwrap local_results": "Use strategy.experimental_local_results(value).",
+    "configure update_config_proto initialize_system": "Leave it out: there are no sessions.",
+    "all_reduce all_gather merge_call": (
+        "In a step, it is a method of distributary.get_replica_context(); after run, use"
+        " strategy.reduce or strategy.gather."
+    ),
+    "update update_non_slot colocate_vars_with worker_devices parameter_devices"
+    " should_checkpoint should_save_summary non_slot_devices": _EXTENDED,
+    "devices device": "Use strategy.extended.worker_devices.",
+    "fit compile evaluate predict backward": (
+        "It is a method of the model, which you create in `with strategy.scope():`."
+    ),
+}
+# For arguments of strategies.
+_OF_ARGUMENTS = {
+    "num_gpus num_gpus_per_worker gpus num_devices num_replicas device_count": (
+        'Name the devices, devices=["GPU:0", "GPU:1"], or leave the argument out for all of them.'
+    ),
+    "num_workers workers num_hosts hosts num_ps ps worker_hosts rank world_size": (
+        "Workers are started, not asked for: `distributary launch --workers 2 train.py` (--ps 1"
+        " adds a parameter server) gives each its TF_CONFIG, from which the strategy knows all."
+    ),
+    "device": (
+        'Write OneDeviceStrategy("GPU:0") or "CPU:0"; other strategies take a list,'
+        ' devices=["GPU:0", "GPU:1"].'
+    ),
+    "communication collective_communication": (
+        "Write communication_options=distributary.experimental.CommunicationOptions(...)."
+    ),
+    "cluster_resolver": (
+        "Pass distributary.cluster_resolver.TFConfigClusterResolver() in a job, or"
+        " distributary.experimental.local_cluster(workers=2, ps=1) to try it in this process."
+    ),
+    "extended": (
+        "Strategy is abstract: create a MirroredStrategy, MultiWorkerMirroredStrategy or another"
+        " strategy."
+    ),
+}
