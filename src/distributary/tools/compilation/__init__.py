@@ -1,6 +1,5 @@
 """Compiles training steps for machines that are not here, and reports on them."""
 
-from distributary.tools.compilation._calls import answer_call, call_in_process
 from distributary.tools.compilation._dataflow import (
     collectives_of,
     collectives_of_step,
@@ -20,6 +19,7 @@ from distributary.tools.compilation._topologies import (
     parse_topology,
     prepare_compilers,
 )
+from distributary.tools.compilation._trials import answer_call, call_in_process
 
 __all__ = [  # for users
     "Report",
