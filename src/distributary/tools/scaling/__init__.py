@@ -8,9 +8,10 @@ from distributary.tools.scaling._measurement import (
     Network,
     Prediction,
     default_replicas,
+    draw,
     measure,
     predict,
+    write_png,
 )
 from distributary.tools.scaling._models import MODELS
-from distributary.tools.scaling._plot import draw, write_png
 from distributary.tools.scaling._timer import Timing
