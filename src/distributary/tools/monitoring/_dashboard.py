@@ -9,6 +9,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -25,7 +26,6 @@ from distributary.errors import (
     shown,
 )
 from distributary.launch import Answer, HttpServer, Numbers, finite, numbers_of, rates
-from distributary.tools.monitoring._closing import Closing
 
 if TYPE_CHECKING:
     from distributary.strategies import Strategy
@@ -53,7 +53,7 @@ _HEADERS = {
 
 
 @final
-class Dashboard(Closing):
+class Dashboard(AbstractContextManager["Dashboard"]):
     """A page that shows a run while it is going on. A context manager that closes the page.
 
     Attributes:
@@ -63,6 +63,9 @@ class Dashboard(Closing):
     def __init__(self, url: str, close: Callable[[], None]) -> None:
         self.url = url
         self._close = close
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stops serving the page."""
@@ -147,7 +150,7 @@ def serve(collect: Callable[[], Tasks], describe: Describe, port: int, address: 
 
 
 @final
-class StatisticsLogger(Closing):
+class StatisticsLogger(AbstractContextManager["StatisticsLogger"]):
     """A logger that writes the numbers of a strategy's run to files until you close it.
 
     The numbers are those of `dashboard`. It is a context manager, and writes the last numbers at
@@ -189,6 +192,9 @@ class StatisticsLogger(Closing):
         if json_lines is not None:
             sinks.append(JsonLines(Path(json_lines)))
         self._recorder = Recorder(collect, seconds, sinks)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Writes the last numbers and closes the files."""

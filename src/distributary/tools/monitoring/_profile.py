@@ -4,6 +4,7 @@ import glob
 import os
 import shutil
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, final
 
@@ -11,7 +12,6 @@ import jax
 
 from distributary.devices import latest_program, progress
 from distributary.errors import ContextError, InvalidValueError
-from distributary.tools.monitoring._closing import Closing
 
 _STEP = "step"
 
@@ -44,7 +44,7 @@ def profile(path: str | os.PathLike[str], num_steps: int = 5) -> "Profile":
 
 
 @final
-class Profile(Closing):
+class Profile(AbstractContextManager["Profile"]):
     """A recording; made by `profile`.
 
     Attributes:
@@ -58,6 +58,9 @@ class Profile(Closing):
         self._step: Any = None
         self._folder: str | None = None
         progress.begin_step = self._begin_step
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Ends the recording if it has not ended, and writes the file if there were any steps."""
