@@ -5,7 +5,6 @@ package.
 """
 
 from distributary.tools.diagnosis._all_reduce import all_reduce_seconds
-from distributary.tools.diagnosis._check import Check, Json
 from distributary.tools.diagnosis._examination import PARTS, Report, examine
 from distributary.tools.diagnosis._links import Link, loopback
-from distributary.tools.diagnosis._machine import described_devices
+from distributary.tools.diagnosis._machine import Check, Json, described_devices

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, local_replicas, put_stacked
 from distributary.engine import format_bytes
-from distributary.tools.diagnosis._check import Check, Json
+from distributary.tools.diagnosis._machine import Check, Json
 
 _REPEATS: Final = {4: 40, 1 << 16: 40, 1 << 20: 20, 1 << 24: 6}  # by size in bytes
 # Half of what is possible is normal. A twentieth means a wrong network, or a machine that cannot

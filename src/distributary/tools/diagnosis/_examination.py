@@ -24,8 +24,8 @@ from distributary.strategies import (
 )
 from distributary.tools.diagnosis import _machine as machine
 from distributary.tools.diagnosis._all_reduce import all_reduce
-from distributary.tools.diagnosis._check import Check, Json
 from distributary.tools.diagnosis._links import Link, Meeting, link_checks
+from distributary.tools.diagnosis._machine import Check, Json
 from distributary.tools.diagnosis._training import training
 
 #: Parts that can be run alone.

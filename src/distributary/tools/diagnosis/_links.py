@@ -22,7 +22,7 @@ from distributary.cluster_resolver import Peer
 from distributary.errors import ClusterError
 from distributary.job import Channel, ConnectionAcceptor, connected, listening
 from distributary.launch import free_addresses
-from distributary.tools.diagnosis._check import Check, Json
+from distributary.tools.diagnosis._machine import Check, Json
 
 _CONNECT_SECONDS = 3.0
 _TRANSFER_SECONDS = 20.0  # for one message and its answer

@@ -1,4 +1,4 @@
-"""Checks of this machine and process."""
+"""Checks of this machine and process, and the form of what every check finds."""
 
 import contextlib
 import importlib.util
@@ -7,8 +7,9 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 
@@ -23,7 +24,30 @@ from distributary.devices import (
 from distributary.errors import ClusterError, pip_install
 from distributary.job import package_versions
 from distributary.launch import ALLOCATOR_SETTINGS, free_addresses
-from distributary.tools.diagnosis._check import Check, Json
+
+Json: TypeAlias = Any
+Status: TypeAlias = Literal["ok", "warning", "problem", "skipped"]
+
+
+@final
+@dataclass(frozen=True)
+class Check:
+    """The result of one check.
+
+    Args:
+        name: Name of the check, `"all-reduce"` for example.
+        status: `"problem"` if training would fail, `"warning"` if it would be slow or surprising.
+        detail: The finding.
+        fix: A way to get rid of the warning or problem.
+        numbers: The measurements.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    fix: str | None = None
+    numbers: dict[str, Json] = field(default_factory=dict)
+
 
 _GIB = 2**30
 # A process with JAX takes about 0.4 GiB before it has any data.

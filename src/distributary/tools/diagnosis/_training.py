@@ -11,7 +11,7 @@ from distributary.data import Dataset
 from distributary.devices import local_devices_of
 from distributary.gradients import value_and_grad
 from distributary.strategies import OneDeviceStrategy, Strategy
-from distributary.tools.diagnosis._check import Check
+from distributary.tools.diagnosis._machine import Check
 from distributary.variables import Variable
 
 _NUM_STEPS = 60
