@@ -11,8 +11,16 @@ from distributary.launch._options import HostOptions, LaunchOptions
 
 if TYPE_CHECKING:
     from distributary.launch._http import Answer, HttpServer
-    from distributary.launch._numbers import Numbers, finite, numbers_of, rates
-    from distributary.launch._report import refuse_job, report, report_progress, size_of_job
+    from distributary.launch._report import (
+        Numbers,
+        finite,
+        numbers_of,
+        rates,
+        refuse_job,
+        report,
+        report_progress,
+        size_of_job,
+    )
     from distributary.launch._supervisor import run
     from distributary.launch._worker import ALLOCATOR_SETTINGS, RESTART_VARIABLE, free_addresses
 
@@ -24,8 +32,9 @@ if not TYPE_CHECKING:  # or type checkers accept any name
         __name__,
         {
             "_http": "Answer HttpServer",
-            "_numbers": "Numbers finite numbers_of rates",
-            "_report": "refuse_job report report_progress size_of_job",
+            "_report": (
+                "Numbers finite numbers_of rates refuse_job report report_progress size_of_job"
+            ),
             "_supervisor": "run",
             "_worker": "ALLOCATOR_SETTINGS RESTART_VARIABLE free_addresses",
         },
