@@ -9,9 +9,9 @@ from distributary.servers._per_worker import (
     PerWorkerValues,
     experimental_get_current_worker_index,
 )
+from distributary.servers._processes import Server
 from distributary.servers._queue import RemoteValue
 from distributary.servers._ray import ray, ray_cluster
-from distributary.servers._server import Server
 from distributary.servers._statistics import (
     CoordinatorStatistics,
     ServerStatistics,

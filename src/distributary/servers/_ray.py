@@ -20,8 +20,13 @@ from distributary.servers._certificates import CERTIFICATES_VARIABLE, import_ext
 from distributary.servers._cluster import Cluster, Session
 from distributary.servers._messages import JSON
 from distributary.servers._partitioners import check_positive
-from distributary.servers._processes import CONNECT_VARIABLE, connect, connect_seconds, tasks_of
-from distributary.servers._server import Server
+from distributary.servers._processes import (
+    CONNECT_VARIABLE,
+    Server,
+    connect,
+    connect_seconds,
+    tasks_of,
+)
 from distributary.servers._sources import UnknownMakerError, as_maker
 from distributary.servers._statistics import METRICS_VARIABLE
 
