@@ -32,7 +32,6 @@ import distributary.tpu as tpu
 import distributary.variables as values
 from distributary.tensorflow import (
     _arrays,
-    _candidates,
     _checks,
     _composites,
     _config,
@@ -347,9 +346,13 @@ MODULES: dict[str, Callable[[], Names]] = {
     ),
     "nn": lambda: {
         **_nn.ACTIVATIONS,
-        **operations(_nn),
+        **operations(
+            _nn,
+            "avg_pool2d bias_add conv2d depthwise_conv2d dropout l2_loss leaky_relu max_pool2d"
+            " moments nce_loss sampled_softmax_loss sigmoid_cross_entropy_with_logits"
+            " softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits",
+        ),
         **named(_nn, "compute_average_loss scale_regularization_loss"),
-        **operations(_candidates, "nce_loss sampled_softmax_loss"),
         **operations(_math, "in_top_k l2_normalize top_k"),
         "embedding_lookup": values.embedding_lookup,
         "avg_pool": Operation(_nn.avg_pool2d),
@@ -365,7 +368,7 @@ MODULES: dict[str, Callable[[], Names]] = {
     "profiler.experimental.server": lambda: {"start": jax.profiler.start_server},
     "random": lambda: {
         **operations(_random),
-        **operations(_candidates, "log_uniform_candidate_sampler"),
+        **operations(_nn, "log_uniform_candidate_sampler"),
         **named(_draws, _GENERATORS),
         "set_seed": _draws.set_seed,
     },
