@@ -23,7 +23,13 @@ from distributary.variables._distributed_variables import (
     of_rows,
 )
 from distributary.variables._foreign import ForeignVariable, as_variable, assign, values
-from distributary.variables._layout import VariableLayout, colocated_with, neighbor
+from distributary.variables._layout import (
+    StateList,
+    VariableLayout,
+    colocated_with,
+    joined,
+    neighbor,
+)
 from distributary.variables._reductions import (
     all_gather,
     all_reduce_of_vectors,
@@ -33,7 +39,6 @@ from distributary.variables._reductions import (
     reduce_arrays,
 )
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
-from distributary.variables._state_list import StateList, joined
 from distributary.variables._values import (
     Array,
     ArrayInput,

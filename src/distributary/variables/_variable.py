@@ -60,8 +60,7 @@ from distributary.variables._assignable import (
     initial_array,
     same_kind,
 )
-from distributary.variables._layout import VariableLayout, array_of, holding
-from distributary.variables._state_list import StateList
+from distributary.variables._layout import StateList, VariableLayout, array_of, holding
 from distributary.variables._values import (
     Array,
     ArrayInput,
