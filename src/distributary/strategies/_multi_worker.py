@@ -1,20 +1,29 @@
-"""Synchronous training on the devices of several machines."""
+"""Synchronous training on several machines, and what every strategy that spans them shares."""
 
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from distributary.cluster_resolver import ClusterResolver, TFConfigClusterResolver
+import jax
+import numpy as np
+
+from distributary.cluster_resolver import (
+    ClusterResolver,
+    MultiWorker,
+    TFConfigClusterResolver,
+    place_of,
+)
 from distributary.context import get_replica_context
-from distributary.devices import devices_of_all_hosts, replica_devices
-from distributary.errors import check_type
+from distributary.devices import current_target, devices_of_all_hosts, replica_devices
+from distributary.engine import Placement
+from distributary.errors import ClusterError, check_type
+from distributary.job import connect, share_compilation
 from distributary.launch import refuse_job
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
-from distributary.strategies._extended import Sharded
-from distributary.strategies._job_devices import devices_of_all, extended_of_job
+from distributary.strategies._extended import Sharded, StrategyExtended
 from distributary.strategies._layout_rules import LayoutRules
-from distributary.strategies._tpu import connect_workers
 
 _log = logging.getLogger(__name__)
 
@@ -122,3 +131,77 @@ def _all_reduce_one() -> Any:
     context = get_replica_context()
     assert context is not None
     return context.all_reduce("SUM", 1.0)
+
+
+# Processes of a job: how a strategy connects them, and what it makes of their devices.
+
+
+def connect_workers(
+    resolver: ClusterResolver, options: CommunicationOptions | None = None
+) -> MultiWorker | None:
+    """Connects the processes of a cluster; returns None if this process is the only one."""
+    if current_target() is not None:  # this process stands for all hosts of the target
+        return None
+    place = place_of(resolver)
+    if place is None:
+        return None
+    if not place.in_collective_group:
+        raise ClusterError(
+            f"This process is {place.name}, which does not train with the workers: it cannot"
+            f" connect to them. Use MirroredStrategy or OneDeviceStrategy in the {place.name}."
+        )
+    connect(place, options or CommunicationOptions())
+    return place
+
+
+def devices_of_all(place: MultiWorker) -> tuple[jax.Device, ...]:
+    """Returns the devices of all workers, worker by worker, of the kind this worker would use."""
+    local = replica_devices(None)
+    platform = local[0].platform
+    devices: list[list[jax.Device]] = [[] for _ in range(place.num_workers)]
+    for device in jax.devices(platform):
+        devices[device.process_index].append(device)
+    counts = [len(of_worker) for of_worker in devices]
+    if len(set(counts)) > 1:
+        seen = ", ".join(
+            f"{peer.name} {count}" for peer, count in zip(place.workers, counts, strict=True)
+        )
+        raise ClusterError(
+            f"The workers have different numbers of {platform.upper()} devices: {seen}. Give every"
+            " worker the same number, with CUDA_VISIBLE_DEVICES or JAX_NUM_CPU_DEVICES."
+        )
+    return tuple(itertools.chain.from_iterable(devices))
+
+
+def extended_of_job(
+    strategy: object,
+    place: MultiWorker | None,
+    devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]],
+    options: CommunicationOptions | None,
+    sharded: Sharded = Sharded.NOTHING,
+    layout_rules: LayoutRules | None = None,
+) -> StrategyExtended:
+    """Makes the methods of a strategy that may span processes; all of them call this together.
+
+    Args:
+        strategy: The strategy.
+        place: The processes; None for this process alone.
+        devices: Like `replicas` of `Placement.on_each`, of all processes.
+        options: Communication options.
+        sharded: Like `sharded` of `StrategyExtended`.
+        layout_rules: Like `layout_rules` of `StrategyExtended`.
+    """
+    extended = StrategyExtended(
+        strategy,
+        Placement.on_each(devices),
+        options=options,
+        workers=place,
+        sharded=sharded,
+        layout_rules=layout_rules,
+    )
+    # The first collective connects the workers, and gloo waits 30 s for this. Run one now, while
+    # all workers are at the same point: before their first step, one may read data for longer than
+    # that.
+    extended.from_chief([np.zeros(1 << 15, np.int32)], f"the start of {type(strategy).__name__}")
+    share_compilation(extended.mesh.devices.flat)
+    return extended

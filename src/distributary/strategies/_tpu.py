@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from distributary.cluster_resolver import ClusterResolver, MultiWorker, TPUClusterResolver, place_of
+from distributary.cluster_resolver import ClusterResolver, MultiWorker, TPUClusterResolver
 from distributary.devices import (
     DeviceAssignment,
     Topology,
-    current_target,
     devices_of_all_hosts,
     replica_devices,
 )
@@ -26,13 +25,11 @@ from distributary.errors import (
     pip_install,
     shown,
 )
-from distributary.job import connect
-from distributary.options import CommunicationOptions
 from distributary.programs import constrained, spec_of_split
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import Sharded
-from distributary.strategies._job_devices import devices_of_all, extended_of_job
 from distributary.strategies._layout_rules import LayoutRules
+from distributary.strategies._multi_worker import connect_workers, devices_of_all, extended_of_job
 
 # The TPU of a job: connects its hosts, and finds its devices.
 
@@ -123,24 +120,6 @@ def resolver_or_local(resolver: ClusterResolver | None, who: str) -> tuple[Clust
     except ClusterError as error:
         return TPUClusterResolver("local"), f" {error}"
     return local, ""
-
-
-def connect_workers(
-    resolver: ClusterResolver, options: CommunicationOptions | None = None
-) -> MultiWorker | None:
-    """Connects the processes of a cluster; returns None if this process is the only one."""
-    if current_target() is not None:  # this process stands for all hosts of the target
-        return None
-    place = place_of(resolver)
-    if place is None:
-        return None
-    if not place.in_collective_group:
-        raise ClusterError(
-            f"This process is {place.name}, which does not train with the workers: it cannot"
-            f" connect to them. Use MirroredStrategy or OneDeviceStrategy in the {place.name}."
-        )
-    connect(place, options or CommunicationOptions())
-    return place
 
 
 def tpu_devices(place: MultiWorker | None, who: str, why: str = "") -> tuple[jax.Device, ...]:
