@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Prints the devices; returns 1 if TF_CONFIG is wrong."""
-    from distributary.tools.cli._found_devices import as_text, find_devices
+    from distributary.tools.diagnosis import devices_as_text, find_devices
 
     facts = find_devices()
-    print(json.dumps(facts, indent=2) if namespace.json else as_text(facts))
+    print(json.dumps(facts, indent=2) if namespace.json else devices_as_text(facts))
     return int("error" in facts["strategies"]["MultiWorkerMirroredStrategy"])

@@ -7,4 +7,4 @@ package.
 from distributary.tools.diagnosis._all_reduce import all_reduce_seconds
 from distributary.tools.diagnosis._examination import PARTS, Report, examine
 from distributary.tools.diagnosis._links import Link, loopback
-from distributary.tools.diagnosis._machine import Check, Json, described_devices
+from distributary.tools.diagnosis._machine import Check, Json, devices_as_text, find_devices
