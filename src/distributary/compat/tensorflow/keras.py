@@ -2,7 +2,7 @@
 
 `keras._tf_keras.keras` is what TensorFlow calls `tf.keras`: Keras, with names such as
 `losses.Reduction` and `preprocessing`. Its functions of arrays in `backend` call TensorFlow, so
-those come from `_keras_backend`.
+those come from `_keras_parts`.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 
 from distributary.compat.tensorflow._names import MODULES
 from distributary.compat.tensorflow._namespaces import Namespace, lookup
-from distributary.tensorflow import _keras_backend, _keras_parts
+from distributary.tensorflow import _keras_parts
 from distributary.tensorflow._keras_parts import DatasetCreator
 from distributary.tensorflow._operations import keras_of_tensorflow
 
@@ -37,7 +37,7 @@ for _name in (_keras.__name__, "keras"):
             sys.modules.setdefault(f"{__name__}{_path.removeprefix(_name)}", _module)
 globals().update({key: value for key, value in vars(_keras).items() if not key.startswith("_")})
 __version__: str = _keras.__version__
-MODULES["keras.backend"] = lambda: _keras_backend.BACKEND
+MODULES["keras.backend"] = _keras_parts.backend_names
 MODULES["keras.utils.experimental"] = lambda: {"DatasetCreator": DatasetCreator}
 backend: ModuleType = Namespace("keras.backend")
 sys.modules[f"{__name__}.backend"] = backend
