@@ -1,4 +1,4 @@
-"""The program of `_relay.py`, which passes connections on.
+"""The program that `_connection.py` runs, which passes connections on.
 
 It runs with only the standard library and without importing distributary:
 
