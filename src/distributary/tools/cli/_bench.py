@@ -1,16 +1,4 @@
-"""Measures how training scales with replicas, and predicts how it scales with hosts.
-
-Measures the training step of a built-in model or of a script on more and more replicas of this
-machine, and how much of it the all-reduces take. Predicts the time of the step on several hosts
-from latency and bandwidth. A script runs once for each number of replicas, until enough of its
-steps are measured. It must use all devices, as MirroredStrategy() does, and train for at least a
-few seconds.
-
-Examples:
-  distributary bench
-  distributary bench --model transformer --replicas 1,2,4 --plot scaling.png
-  distributary bench --hosts 2,8,32 --gbit 100 --latency-us 10 train.py --epochs 100
-"""
+"""The command `bench`."""
 
 import argparse
 import importlib.util
@@ -32,7 +20,7 @@ from distributary.tools.cli._arguments import (
 _MODELS = ("mlp", "transformer")  # of scaling.MODELS
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     add = partial(add_option, parser)
     text = f"model to measure if you do not give a script: {' or '.join(_MODELS)} (default: mlp)"
@@ -65,8 +53,20 @@ def _picture(text: str) -> Path:
     return path
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Measures, predicts, and prints both."""
+def run_bench(namespace: argparse.Namespace) -> int:
+    """Measures how training scales with replicas, and predicts how it scales with hosts.
+
+    Measures the training step of a built-in model or of a script on more and more replicas of this
+    machine, and how much of it the all-reduces take. Predicts the time of the step on several hosts
+    from latency and bandwidth. A script runs once for each number of replicas, until enough of its
+    steps are measured. It must use all devices, as MirroredStrategy() does, and train for at least
+    a few seconds.
+
+    Examples:
+      distributary bench
+      distributary bench --model transformer --replicas 1,2,4 --plot scaling.png
+      distributary bench --hosts 2,8,32 --gbit 100 --latency-us 10 train.py --epochs 100
+    """
     _check(namespace)
     from distributary.tools.cli._scaling_report import print_report
 

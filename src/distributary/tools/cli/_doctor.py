@@ -1,17 +1,7 @@
-"""Finds out what is wrong or slow here, and how to fix it.
-
-Checks versions, devices, ports, threads and memory, times all-reduces against what the hardware
-should give, and trains a small network. If all tasks of a cluster run it at the same time, for
-example through the launcher, it also measures the links between them and names slow or missing
-ones. The exit code is 1 if there is a problem that would make training fail.
-
-Examples:
-  distributary doctor
-  distributary doctor --only links --json
-  distributary launch --workers 3 -m distributary doctor
-"""
+"""The commands that look at a machine: `doctor` and `devices`."""
 
 import argparse
+import json
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -32,7 +22,7 @@ _WIDTH = 100
 _MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "skipped"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument(
         "--only",
@@ -47,8 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Prints a report; returns 1 if there is a problem."""
+def run_doctor(namespace: argparse.Namespace) -> int:
+    """Finds out what is wrong or slow here, and how to fix it.
+
+    Checks versions, devices, ports, threads and memory, times all-reduces against what the hardware
+    should give, and trains a small network. If all tasks of a cluster run it at the same time, for
+    example through the launcher, it also measures the links between them and names slow or missing
+    ones. The exit code is 1 if there is a problem that would make training fail.
+
+    Examples:
+      distributary doctor
+      distributary doctor --only links --json
+      distributary launch --workers 3 -m distributary doctor
+    """
     from distributary.tools.diagnosis import examine
 
     def use(report: "Report") -> None:
@@ -100,3 +101,20 @@ def _cell(link: "Link") -> str:
     if link.error is not None:
         return "none"
     return f"{link.round_trip_seconds * 1e6:.0f} us {link.bytes_per_second / 1e6:.0f} MB/s"
+
+
+def add_devices_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run_devices(namespace: argparse.Namespace) -> int:
+    """Prints the devices of this machine, and which of them each strategy would use.
+
+    Starts JAX, which takes most of the memory of free GPUs for a moment.
+    """
+    from distributary.tools.diagnosis import devices_as_text, find_devices
+
+    facts = find_devices()
+    print(json.dumps(facts, indent=2) if namespace.json else devices_as_text(facts))
+    return int("error" in facts["strategies"]["MultiWorkerMirroredStrategy"])

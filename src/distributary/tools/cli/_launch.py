@@ -1,18 +1,8 @@
-"""Runs a script as several workers.
-
-The workers find each other through TF_CONFIG. The launcher watches them, and leaves no process
-behind.
-
-Examples:
-  distributary launch --workers 4 train.py --epochs 3
-  distributary launch --workers 4 --dashboard train.py
-  distributary launch --workers 2 --devices-per-worker 4 -m my_package.train
-  distributary launch --workers 2 --ps 1 train.py
-  distributary launch --nnodes 2 --node-rank 0 --master 10.0.0.1:29500 train.py
-"""
+"""The commands that make jobs: `launch`, and `certs` for their certificates."""
 
 import argparse
 import os
+import shlex
 import sys
 from argparse import BooleanOptionalAction as OnOff
 from collections.abc import Callable, Mapping
@@ -36,7 +26,7 @@ from distributary.tools.cli._arguments import (
 _LARGEST_PORT = 65535
 
 
-def add_arguments(parser: Parser) -> None:
+def add_launch_arguments(parser: Parser) -> None:
     """Adds the arguments; those that are fields of `LaunchOptions` have the names of the fields."""
 
     def add(flag: str, field: str, type_: Callable[[str], Any], metavar: str, text: str) -> None:
@@ -87,8 +77,19 @@ def add_arguments(parser: Parser) -> None:
     add_script_arguments(parser, "Python script that every worker runs")
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Runs the job on this host."""
+def run_launch(namespace: argparse.Namespace) -> int:
+    """Runs a script as several workers.
+
+    The workers find each other through TF_CONFIG. The launcher watches them, and leaves no process
+    behind.
+
+    Examples:
+      distributary launch --workers 4 train.py --epochs 3
+      distributary launch --workers 4 --dashboard train.py
+      distributary launch --workers 2 --devices-per-worker 4 -m my_package.train
+      distributary launch --workers 2 --ps 1 train.py
+      distributary launch --nnodes 2 --node-rank 0 --master 10.0.0.1:29500 train.py
+    """
     check_script(namespace)
     try:
         options = options_of(namespace, os.environ)
@@ -196,3 +197,42 @@ def _range(text: str) -> tuple[int | None, int]:
     """Returns the least and the largest number of `N` or `MIN:N`."""
     least, _, most = text.rpartition(":")
     return whole(1)(least) if least else None, whole(1)(most)
+
+
+def add_certs_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for the files")
+    add_option(parser, "--days", whole(1), "N", "days until they expire", 365)
+    add(
+        "--hosts",
+        nargs="+",
+        default=[],
+        metavar="HOST",
+        help="host names and IP addresses to put into the certificates; the tasks do not need them",
+    )
+
+
+def run_certs(namespace: argparse.Namespace) -> int:
+    """Makes certificates for the tasks of a job with parameter servers.
+
+    Makes a certificate authority for one job, and a certificate for each of the roles chief, worker
+    and ps. The tasks use them to encrypt their connections and to prove who they are. Set
+    DISTRIBUTARY_CERTS=DIR for all tasks.
+    """
+    from distributary.servers._certificates import make_certificates
+
+    try:
+        files = make_certificates(namespace.out, namespace.hosts, namespace.days)
+    except OSError as error:
+        raise InvalidValueError(f"--out {namespace.out} cannot be written: {error}") from error
+    print(*files, sep="\n")
+    folder = namespace.out.absolute()
+    print(
+        f"\nValid for {namespace.days} days. Next:\n"
+        f"  export DISTRIBUTARY_CERTS={shlex.quote(str(folder))}  # for every task of the job\n"
+        "Start the tasks on this machine with `distributary launch --ps`. To another machine, copy"
+        " ca.pem\nand the .pem and .key of its own role, with scp for example.",
+        file=sys.stderr,
+    )
+    return 0

@@ -2,42 +2,39 @@
 
 import argparse
 import importlib.metadata
+import inspect
 import platform
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from distributary.errors import DistributaryError
 from distributary.launch import LaunchOptions
-from distributary.tools.cli import _bench, _certs, _compile, _devices, _doctor, _launch, _plan
+from distributary.tools.cli import _bench, _compile, _doctor, _launch
 from distributary.tools.cli._arguments import Parser, suggestion
 
 _PACKAGES = ("distributary", "jax", "keras")
 
 
-class _Command(Protocol):
-    """The module of a command. Its docstring is the help, with examples at the end.
+class _Command(NamedTuple):
+    """A command: adds its arguments to its parser, and runs with them parsed, for the exit code.
 
-    Nothing that imports JAX is imported before `run`, so that help and messages come at once.
+    The docstring of `run` is the help, with examples at the end. Nothing that imports JAX is
+    imported before it is called, so that help and messages come at once.
     """
 
-    __doc__: str | None
-
-    def add_arguments(self, parser: Parser) -> None:
-        """Adds the arguments of the command to its parser."""
-
-    def run(self, namespace: argparse.Namespace) -> int:
-        """Runs the command with the parsed arguments, and returns the exit code."""
+    add_arguments: Callable[[Parser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 _COMMANDS: Final[Mapping[str, _Command]] = {
-    "launch": _launch,
-    "devices": _devices,
-    "doctor": _doctor,
-    "bench": _bench,
-    "certs": _certs,
-    "compile": _compile,
-    "plan": _plan,
+    "launch": _Command(_launch.add_launch_arguments, _launch.run_launch),
+    "devices": _Command(_doctor.add_devices_arguments, _doctor.run_devices),
+    "doctor": _Command(_doctor.add_doctor_arguments, _doctor.run_doctor),
+    "bench": _Command(_bench.add_bench_arguments, _bench.run_bench),
+    "certs": _Command(_launch.add_certs_arguments, _launch.run_certs),
+    "compile": _Command(_compile.add_compile_arguments, _compile.run_compile),
+    "plan": _Command(_compile.add_plan_arguments, _compile.run_plan),
 }
 
 
@@ -78,7 +75,7 @@ def parser() -> Parser:
         dest="name", title="commands", metavar="COMMAND", parser_class=Parser
     )
     for name, command in _COMMANDS.items():
-        text = command.__doc__ or ""  # Python -OO leaves it out
+        text = inspect.getdoc(command.run) or ""  # Python -OO leaves it out
         description, heading, examples = text.partition("Examples:\n")
         subparser = commands.add_parser(
             name,
