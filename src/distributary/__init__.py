@@ -37,9 +37,9 @@ if TYPE_CHECKING:
         DistributedIterator as DistributedIterator,
         InputContext as InputContext,
         PerReplicaSpec as PerReplicaSpec,
-        StepStatistics as StepStatistics,
         ValueContext as ValueContext,
     )
+    from distributary.devices import StepStatistics as StepStatistics
     from distributary.engine import function as function
     from distributary.gradients import (
         GradientTape as GradientTape,
@@ -155,9 +155,9 @@ if not TYPE_CHECKING:  # or type checkers accept any name
         ),
         "distributary.coordinator": "ParameterServerStrategy Server coordinator",
         "distributary.data": (
-            "DistributedDataset DistributedIterator InputContext PerReplicaSpec"
-            " StepStatistics ValueContext data"
+            "DistributedDataset DistributedIterator InputContext PerReplicaSpec ValueContext data"
         ),
+        "distributary.devices": "StepStatistics",
         "distributary.engine": "function",
         "distributary.experimental": "experimental",
         "distributary.gradients": (

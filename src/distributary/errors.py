@@ -32,6 +32,7 @@ Warnings are `DistributaryWarning`, a `UserWarning`.
 import inspect
 import math
 import re
+import sys
 import types
 from numbers import Integral
 from typing import Any, Final
@@ -186,6 +187,17 @@ class UnsupportedError(DistributaryError, NotImplementedError):
 
 class DistributaryWarning(UserWarning):
     """Something works, but more slowly or differently than you probably expect."""
+
+
+def user_stacklevel() -> int:
+    """Returns the `stacklevel` that makes a caller's warning point to the user's code."""
+    frame: Any = sys._getframe(1)
+    level = 1
+    inside = ("distributary.", "keras.src.")
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def check_type(what: str, value: object, kind: Any, expected: str) -> None:

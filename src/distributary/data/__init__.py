@@ -43,7 +43,6 @@ from distributary.data._replica_rows import (
 from distributary.data._several import Drawn, Generated, common_spec
 from distributary.data._sharding import check_same_data
 from distributary.data._sources import RandomAccess
-from distributary.data._statistics import Loop, StepCounts, StepStatistics
 from distributary.data._step_data import Batches, Elements
 from distributary.data._streams import IteratedStream, Path, Stream, is_peek
 from distributary.data._structure import (

@@ -24,12 +24,24 @@ from distributary.data._replica_rows import (
     WorkerShare,
     split_rows,
 )
-from distributary.data._statistics import Loop, StepCounts
 from distributary.data._step_data import StepData
 from distributary.data._structure import TensorSpec
-from distributary.devices import JobEvent, Nest, job_programs, local_copy, progress
-from distributary.errors import DistributaryWarning, InvalidValueError, ReplicaMismatchError
-from distributary.tracing import at_end, refuse_in_trace, user_stacklevel
+from distributary.devices import (
+    JobEvent,
+    Loop,
+    Nest,
+    StepCounts,
+    job_programs,
+    local_copy,
+    progress,
+)
+from distributary.errors import (
+    DistributaryWarning,
+    InvalidValueError,
+    ReplicaMismatchError,
+    user_stacklevel,
+)
+from distributary.tracing import at_end, refuse_in_trace
 from distributary.variables import PerReplica, same_structure, stack_components
 
 Array: TypeAlias = np.ndarray | jax.Array

@@ -72,7 +72,7 @@ from distributary.devices._placement import (
     stored_shards,
     whole_shards,
 )
-from distributary.devices._progress import Fit, progress
+from distributary.devices._progress import Fit, Loop, StepCounts, StepStatistics, progress
 from distributary.devices._target import (
     ProgramKind,
     Target,

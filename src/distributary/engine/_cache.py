@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from distributary._threads import bound
-from distributary.errors import DistributaryWarning
-from distributary.tracing import user_stacklevel
+from distributary.errors import DistributaryWarning, user_stacklevel
 
 _TRACES_BEFORE_WARNING = 8
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.data import StepCounts
 from distributary.devices import (
     REPLICA_AXIS,
     JobEvent,
     ProgramKind,
+    StepCounts,
     for_target,
     inside_jax_trace,
     interrupts,

@@ -22,8 +22,8 @@ from distributary.errors import (
     UnsupportedError,
     pip_install,
     shown,
+    user_stacklevel,
 )
-from distributary.tracing import user_stacklevel
 from distributary.variables import ForeignVariable
 
 __all__ = ["connect", "import_keras", "would_use_jax"]

@@ -16,10 +16,9 @@ import keras
 import numpy as np
 
 from distributary._threads import bound
-from distributary.errors import DistributaryWarning
+from distributary.errors import DistributaryWarning, user_stacklevel
 from distributary.keras_bridge._keras_private import apply_mask
 from distributary.keras_bridge._replica import in_own_step, is_uneven, replica_context, total
-from distributary.tracing import user_stacklevel
 
 _AVERAGING = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 

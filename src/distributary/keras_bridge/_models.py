@@ -21,7 +21,13 @@ from distributary._threads import bound
 from distributary.context import check_same_strategy, entered, get_strategy, has_strategy
 from distributary.devices import JobEvent, job_programs
 from distributary.engine import mode_of
-from distributary.errors import ContextError, DistributaryWarning, InvalidTypeError, shown
+from distributary.errors import (
+    ContextError,
+    DistributaryWarning,
+    InvalidTypeError,
+    shown,
+    user_stacklevel,
+)
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._data import (
     Call,
@@ -44,7 +50,7 @@ from distributary.keras_bridge._step_function import (
 )
 from distributary.keras_bridge._variables import keeps_on_servers, place
 from distributary.strategies import OneDeviceStrategy, check_job, unused_strategies
-from distributary.tracing import explained, native, shorten, user_stacklevel
+from distributary.tracing import explained, native, shorten
 
 # Comparison of the workers before a call of `fit`, `evaluate` or `predict` begins.
 

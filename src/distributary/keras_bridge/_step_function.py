@@ -18,8 +18,8 @@ import keras
 import numpy as np
 
 from distributary.context import entered
-from distributary.data import Loop, OwnRows
-from distributary.devices import Nest, current_trial, latest_program, local_copy, progress
+from distributary.data import OwnRows
+from distributary.devices import Loop, Nest, current_trial, latest_program, local_copy, progress
 from distributary.engine import Programs, StepKind, global_batch, mode_of, several_steps
 from distributary.errors import TracedValueError
 from distributary.keras_bridge._custom_loops import assign_agreed

@@ -24,6 +24,7 @@ from distributary.errors import (
     InvalidValueError,
     a_kind,
     shown,
+    user_stacklevel,
 )
 from distributary.servers._closures import Plan, plan_of
 from distributary.servers._messages import (
@@ -46,7 +47,6 @@ from distributary.servers._queue import Closure, ClosureQueue, RemoteValue
 from distributary.servers._sources import UnknownMakerError, distributed_by
 from distributary.servers._statistics import CoordinatorStatistics, lines_of, serve_metrics
 from distributary.servers._worker_threads import Key, Workers
-from distributary.tracing import user_stacklevel
 
 if TYPE_CHECKING:
     from distributary.servers._strategy import ParameterServerStrategy

@@ -25,9 +25,9 @@ from distributary.data import (
     DistributedInput,
     Elements,
     InputContext,
-    StepCounts,
     WorkerShare,
 )
+from distributary.devices import StepCounts
 from distributary.errors import DistributaryError
 from distributary.servers._messages import JSON
 

@@ -22,6 +22,7 @@ from distributary.errors import (
     UnsupportedError,
     check_takes,
     shown,
+    user_stacklevel,
 )
 from distributary.options import (
     InputOptions,
@@ -38,7 +39,7 @@ from distributary.servers._processes import cluster_of
 from distributary.servers._rows import SparseUpdate
 from distributary.servers._sources import DistributedSource
 from distributary.strategies import MISSING, RemoteSteps, Strategy, StrategyExtended
-from distributary.tracing import push, user_stacklevel
+from distributary.tracing import push
 from distributary.variables import (
     AggregatedVariable,
     ShardedVariable,

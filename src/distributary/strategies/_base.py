@@ -15,8 +15,8 @@ import jax
 
 from distributary._late import no_attribute
 from distributary.context import StrategyScope, require_cross_replica
-from distributary.data import DistributedDataset, InputContext, StepStatistics, ValueContext
-from distributary.devices import current_trial
+from distributary.data import DistributedDataset, InputContext, ValueContext
+from distributary.devices import StepStatistics, current_trial
 from distributary.engine import RUNS
 from distributary.errors import (
     ContextError,

@@ -33,7 +33,6 @@ from distributary.data import (
     DistributedInput,
     Elements,
     InputContext,
-    StepCounts,
     ValueContext,
     WorkerShare,
     kept,
@@ -42,6 +41,7 @@ from distributary.data import (
 from distributary.devices import (
     LOCAL_AXIS,
     REPLICA_AXIS,
+    StepCounts,
     canonical_name,
     is_divided,
     local_copy,

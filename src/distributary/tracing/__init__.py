@@ -57,5 +57,4 @@ from distributary.tracing._scope import (
     infers_shapes,
     outside_of_trace,
     script_line,
-    user_stacklevel,
 )

@@ -5,8 +5,7 @@ import warnings
 import jax
 import numpy as np
 
-from distributary.errors import DistributaryWarning
-from distributary.tracing._scope import user_stacklevel
+from distributary.errors import DistributaryWarning, user_stacklevel
 
 _told: set[str] = set()  # dtypes
 

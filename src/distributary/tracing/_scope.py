@@ -9,7 +9,6 @@ an addition and a write, and the record knows where the write came from:
 
 import itertools
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -411,14 +410,3 @@ def script_line() -> str:
     """Returns `file:line` of the code that called distributary or Keras."""
     file, line = next(_user_calls(), ("an unknown line", 0))
     return f"{os.path.basename(file)}:{line}"
-
-
-def user_stacklevel() -> int:
-    """Returns the `stacklevel` that makes a caller's warning point to the user's code."""
-    frame: Any = sys._getframe(1)
-    level = 1
-    inside = ("distributary.", "keras.src.")
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(inside):
-        frame = frame.f_back
-        level += 1
-    return level

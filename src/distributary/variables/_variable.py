@@ -36,6 +36,7 @@ from distributary.errors import (
     ReplicaMismatchError,
     UnsupportedError,
     shown,
+    user_stacklevel,
 )
 from distributary.options import VariableAggregation, VariableSynchronization
 from distributary.tracing import (
@@ -46,7 +47,6 @@ from distributary.tracing import (
     drops_assignments,
     noted_read,
     noted_rows,
-    user_stacklevel,
 )
 from distributary.variables._assignable import (
     SCATTER,

@@ -5,8 +5,7 @@ import keras
 import numpy as np
 
 import distributary as dist
-from distributary.data import Loop, StepCounts
-from distributary.devices import latest_program
+from distributary.devices import Loop, StepCounts, latest_program
 
 _FEATURES = 4
 
