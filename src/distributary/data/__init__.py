@@ -1,6 +1,5 @@
 """Datasets with the method names of tf.data, in NumPy, and their batches for replicas."""
 
-from distributary.data._coworkers import Coworkers, spec_of
 from distributary.data._dataset import SHARD_HINT, Dataset
 from distributary.data._distributed_dataset import (
     DistributedDataset,
@@ -41,14 +40,12 @@ from distributary.data._replica_rows import (
     split_rows,
 )
 from distributary.data._several import Drawn, Generated, common_spec
-from distributary.data._sharding import check_same_data
 from distributary.data._sources import RandomAccess
 from distributary.data._step_data import Batches, Elements
 from distributary.data._streams import IteratedStream, Path, Stream, is_peek
 from distributary.data._structure import (
     TensorSpec,
     as_array,
-    fingerprint,
     flatten,
     kept,
     map_arrays,

@@ -13,7 +13,6 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from distributary._late import no_attribute
-from distributary.data._coworkers import AgreedSteps, Ready, signature
 from distributary.data._iterator import PassIterator
 from distributary.data._nodes import INFINITE_CARDINALITY, Node
 from distributary.data._prefetch import Prefetched
@@ -41,6 +40,7 @@ from distributary.errors import (
     ReplicaMismatchError,
     user_stacklevel,
 )
+from distributary.job import AgreedSteps, Ready, signature
 from distributary.tracing import at_end, refuse_in_trace
 from distributary.variables import PerReplica, same_structure, stack_components
 

@@ -1,7 +1,7 @@
 """The part of a dataset that each worker reads."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from distributary.data._batching import Batch
 from distributary.data._nodes import AutoShardPolicy, FileSource, Node
@@ -33,28 +33,6 @@ def worker_dataset(node: Node, share: WorkerShare) -> tuple[AutoShardPolicy, Nod
     if policy is not AutoShardPolicy.DATA:
         node = _with_batches_of_worker(node, share)
     return policy, node
-
-
-def check_same_data(what: str, fingerprints: Sequence[int]) -> None:
-    """Checks that all workers, each of which takes its rows, were given the same data.
-
-    Args:
-        what: Name of the data, for the error.
-        fingerprints: That of each worker's data.
-
-    Raises:
-        InvalidValueError: if a worker has other data than worker 0.
-    """
-    others = [worker for worker, seen in enumerate(fingerprints) if seen != fingerprints[0]]
-    if others:
-        names = ", ".join(f"worker {number}" for number in others)
-        raise InvalidValueError(
-            f"{what} is not the same on all workers: {names} got another one than worker 0. Every"
-            " worker is given all of the data, in the same order, and takes its own rows. Load the"
-            " same files, and seed what shuffles or draws (keras.utils.set_random_seed). To give"
-            " each worker its own part of the data, use"
-            " strategy.distribute_datasets_from_function."
-        )
 
 
 def _policy_of(node: Node, share: WorkerShare) -> AutoShardPolicy:

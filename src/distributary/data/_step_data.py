@@ -8,18 +8,18 @@ import jax
 import numpy as np
 
 from distributary.data._batching import BatchedStream
-from distributary.data._coworkers import Coworkers
 from distributary.data._foreign import node_of
 from distributary.data._nodes import AutoShardPolicy, Node, NumberedNode, combined
 from distributary.data._order import WithOptions
 from distributary.data._prefetch import Prefetch
 from distributary.data._replica_rows import WorkerBatch, WorkerShare
-from distributary.data._sharding import check_same_data, worker_dataset
+from distributary.data._sharding import worker_dataset
 from distributary.data._sources import Once, OneShot, RandomAccess
 from distributary.data._streams import Stream
-from distributary.data._structure import check_dense, fingerprint, some_rows
+from distributary.data._structure import check_dense, some_rows
 from distributary.devices import Nest
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError, shown
+from distributary.job import Coworkers, check_same_data, fingerprint
 from distributary.tracing import narrowed, native
 
 _T = TypeVar("_T")

@@ -1,7 +1,6 @@
 """Elements: nests of arrays, how to stack them, and their specs."""
 
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -272,19 +271,6 @@ def join(blocks: Sequence[Block]) -> Block:
         return np.concatenate(parts)
 
     return blocks[0] if len(blocks) == 1 else jax.tree.map(joined, *blocks)
-
-
-def fingerprint(nest: object) -> int:
-    """Returns a number that tells nests with other arrays, or of another structure, apart."""
-    leaves, tree = jax.tree.flatten(nest)
-    seen = zlib.crc32(str(tree).encode())
-    for leaf in leaves:
-        array = np.ascontiguousarray(leaf)
-        # The bytes of an array of objects are addresses.
-        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-        seen = zlib.crc32(f"{array.shape}{array.dtype}".encode(), seen)
-        seen = zlib.crc32(content, seen)
-    return seen
 
 
 def some_rows(block: Block, part: slice) -> Block:

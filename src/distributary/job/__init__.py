@@ -21,9 +21,10 @@ from distributary.job._channel import (
 )
 
 if TYPE_CHECKING:
+    from distributary.job._agreed_steps import AgreedSteps, Coworkers, Ready, signature, spec_of
     from distributary.job._connection import connect
     from distributary.job._consensus import Consensus, consensus
-    from distributary.job._copies import copies
+    from distributary.job._copies import check_same_data, copies, fingerprint
     from distributary.job._programs import compiled_once, share_compilation
     from distributary.job._rendezvous import package_versions
 else:  # imported on first use: the launcher talks on channels without JAX
@@ -33,7 +34,8 @@ else:  # imported on first use: the launcher talks on channels without JAX
             "_programs": "compiled_once share_compilation",
             "_connection": "connect",
             "_consensus": "Consensus consensus",
-            "_copies": "copies",
+            "_agreed_steps": "AgreedSteps Coworkers Ready signature spec_of",
+            "_copies": "check_same_data copies fingerprint",
             "_rendezvous": "package_versions",
         },
     )

@@ -2,6 +2,7 @@
 
 import math
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.devices import job_programs
+from distributary.errors import InvalidValueError
 from distributary.job._consensus import consensus
 
 # Share of the time of steps that comparisons may take.
@@ -160,3 +162,41 @@ def _words(array: jax.Array) -> jax.Array:
         return array.astype(np.float32).astype(np.int32).astype(np.uint32).ravel()
     unsigned = jnp.dtype(f"uint{min(bits, 32)}")  # 64-bit numbers become pairs of words
     return array.ravel().view(unsigned).astype(np.uint32)
+
+
+# Data that all workers were given
+
+
+def check_same_data(what: str, fingerprints: Sequence[int]) -> None:
+    """Checks that all workers, each of which takes its rows, were given the same data.
+
+    Args:
+        what: Name of the data, for the error.
+        fingerprints: That of each worker's data.
+
+    Raises:
+        InvalidValueError: if a worker has other data than worker 0.
+    """
+    others = [worker for worker, seen in enumerate(fingerprints) if seen != fingerprints[0]]
+    if others:
+        names = ", ".join(f"worker {number}" for number in others)
+        raise InvalidValueError(
+            f"{what} is not the same on all workers: {names} got another one than worker 0. Every"
+            " worker is given all of the data, in the same order, and takes its own rows. Load the"
+            " same files, and seed what shuffles or draws (keras.utils.set_random_seed). To give"
+            " each worker its own part of the data, use"
+            " strategy.distribute_datasets_from_function."
+        )
+
+
+def fingerprint(nest: object) -> int:
+    """Returns a number that tells nests with other arrays, or of another structure, apart."""
+    leaves, tree = jax.tree.flatten(nest)
+    seen = zlib.crc32(str(tree).encode())
+    for leaf in leaves:
+        array = np.ascontiguousarray(leaf)
+        # The bytes of an array of objects are addresses.
+        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+        seen = zlib.crc32(f"{array.shape}{array.dtype}".encode(), seen)
+        seen = zlib.crc32(content, seen)
+    return seen

@@ -30,8 +30,6 @@ from distributary.data import (
     Options,
     OwnRows,
     WorkerShare,
-    check_same_data,
-    fingerprint,
     is_hugging_face,
     kept,
 )
@@ -43,7 +41,7 @@ from distributary.errors import (
     OutOfRangeError,
     shown,
 )
-from distributary.job import consensus
+from distributary.job import check_same_data, consensus, fingerprint
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._text import require_numbers
 from distributary.options import InputOptions

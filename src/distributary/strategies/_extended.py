@@ -28,7 +28,6 @@ from distributary.context import (
 )
 from distributary.data import (
     Batches,
-    Coworkers,
     DistributedDataset,
     DistributedInput,
     Elements,
@@ -36,7 +35,6 @@ from distributary.data import (
     ValueContext,
     WorkerShare,
     kept,
-    spec_of,
 )
 from distributary.devices import (
     LOCAL_AXIS,
@@ -64,7 +62,7 @@ from distributary.errors import (
     checked_int,
     shown,
 )
-from distributary.job import consensus
+from distributary.job import Coworkers, consensus, spec_of
 from distributary.launch import report_progress
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode, ReduceOp
 from distributary.strategies._broadcast import broadcast

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 
 from distributary.devices import JobEvent, Nest, dispatcher_for, job_programs
 from distributary.errors import InvalidValueError, ReplicaMismatchError
-from distributary.job import Consensus
+from distributary.job._consensus import Consensus
 from distributary.variables import PerReplica
 
 _ROWS = JobEvent("the rows of an uneven step")
