@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         tpu as tpu,
     )
     from distributary.context import (
+        InputContext as InputContext,
         ReplicaContext as ReplicaContext,
+        ValueContext as ValueContext,
         experimental_set_strategy as experimental_set_strategy,
         get_replica_context as get_replica_context,
         has_strategy as has_strategy,
@@ -35,9 +37,7 @@ if TYPE_CHECKING:
     from distributary.data import (
         DistributedDataset as DistributedDataset,
         DistributedIterator as DistributedIterator,
-        InputContext as InputContext,
         PerReplicaSpec as PerReplicaSpec,
-        ValueContext as ValueContext,
     )
     from distributary.devices import StepStatistics as StepStatistics
     from distributary.engine import function as function
@@ -150,13 +150,11 @@ if not TYPE_CHECKING:  # or type checkers accept any name
         "distributary.cluster_resolver": "cluster_resolver",
         "distributary.config": "config",
         "distributary.context": (
-            "ReplicaContext experimental_set_strategy get_replica_context get_strategy"
-            " has_strategy in_cross_replica_context"
+            "InputContext ReplicaContext ValueContext experimental_set_strategy"
+            " get_replica_context get_strategy has_strategy in_cross_replica_context"
         ),
         "distributary.coordinator": "ParameterServerStrategy Server coordinator",
-        "distributary.data": (
-            "DistributedDataset DistributedIterator InputContext PerReplicaSpec ValueContext data"
-        ),
+        "distributary.data": "DistributedDataset DistributedIterator PerReplicaSpec data",
         "distributary.devices": "StepStatistics",
         "distributary.engine": "function",
         "distributary.experimental": "experimental",

@@ -1,6 +1,6 @@
 """The context that code runs in: the strategy scope, replica and cross-replica contexts."""
 
-from distributary.context._replica_context import ReplicaContext
+from distributary.context._replica_context import InputContext, ReplicaContext, ValueContext
 from distributary.context._stack import (
     Mode,
     StrategyScope,

@@ -13,11 +13,8 @@ from distributary.data._nodes import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
-    AutoShardPolicy,
-    DistributeOptions,
     FileSource,
     Node,
-    Options,
     SameElements,
     combined,
     drawn_seed,
@@ -33,9 +30,7 @@ from distributary.data._record_files import (
 )
 from distributary.data._replica_rows import (
     DistributedInput,
-    InputContext,
     OwnRows,
-    ValueContext,
     WorkerShare,
     split_rows,
 )
@@ -50,6 +45,7 @@ from distributary.data._structure import (
     kept,
     map_arrays,
 )
+from distributary.options import AutoShardPolicy, DistributeOptions, Options
 
 __all__ = [  # for users
     "AUTOTUNE",

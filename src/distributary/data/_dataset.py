@@ -19,7 +19,6 @@ from distributary.data._nodes import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     Node,
-    Options,
     drawn_seed,
 )
 from distributary.data._order import Repeat, ShardHint, Shuffle, Slice, WithOptions, options_of
@@ -40,6 +39,7 @@ from distributary.data._streams import Stream
 from distributary.data._structure import columns_of, map_arrays
 from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, check_type, checked_int, shown
+from distributary.options import Options
 from distributary.tracing import iterator_of
 
 # For `prefetch(AUTOTUNE)`: while you use one element, one is ready and one is being made.

@@ -4,13 +4,14 @@ import logging
 from collections.abc import Iterator
 
 from distributary.data._batching import Batch
-from distributary.data._nodes import AutoShardPolicy, FileSource, Node
+from distributary.data._nodes import FileSource, Node
 from distributary.data._order import ShardHint, Slice, WithOptions, options_of
 from distributary.data._replica_rows import WorkerShare
 from distributary.data._several import Generated, Interleave
 from distributary.data._streams import Stream
 from distributary.data._structure import Block, num_rows, some_rows
 from distributary.errors import InvalidValueError
+from distributary.options import AutoShardPolicy
 
 _log = logging.getLogger(__name__)
 

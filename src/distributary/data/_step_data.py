@@ -9,7 +9,7 @@ import numpy as np
 
 from distributary.data._batching import BatchedStream
 from distributary.data._foreign import node_of
-from distributary.data._nodes import AutoShardPolicy, Node, NumberedNode, combined
+from distributary.data._nodes import Node, NumberedNode, combined
 from distributary.data._order import WithOptions
 from distributary.data._prefetch import Prefetch
 from distributary.data._replica_rows import WorkerBatch, WorkerShare
@@ -20,6 +20,7 @@ from distributary.data._structure import check_dense, some_rows
 from distributary.devices import Nest
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError, shown
 from distributary.job import Coworkers, check_same_data, fingerprint
+from distributary.options import AutoShardPolicy
 from distributary.tracing import narrowed, native
 
 _T = TypeVar("_T")

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
-from distributary.data import ValueContext
+from distributary.context import ValueContext
 from distributary.options import CommunicationImplementation, CommunicationOptions
 from distributary.strategies import CentralStorageStrategy
 

@@ -19,14 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from distributary.data import (
-    Batches,
-    DistributedDataset,
-    DistributedInput,
-    Elements,
-    InputContext,
-    WorkerShare,
-)
+from distributary.context import InputContext
+from distributary.data import Batches, DistributedDataset, DistributedInput, Elements, WorkerShare
 from distributary.devices import StepCounts
 from distributary.errors import DistributaryError
 from distributary.servers._messages import JSON

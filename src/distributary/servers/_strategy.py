@@ -11,8 +11,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from distributary.checkpoint import RemoteStore
-from distributary.context import current_mode
-from distributary.data import DistributedInput, InputContext
+from distributary.context import InputContext, current_mode
+from distributary.data import DistributedInput
 from distributary.devices import Nest, make_abstract_mesh
 from distributary.engine import Placement, counted
 from distributary.errors import (

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar, final
 import jax
 
 from distributary._late import no_attribute
-from distributary.context import StrategyScope, require_cross_replica
-from distributary.data import DistributedDataset, InputContext, ValueContext
+from distributary.context import InputContext, StrategyScope, ValueContext, require_cross_replica
+from distributary.data import DistributedDataset
 from distributary.devices import StepStatistics, current_trial
 from distributary.engine import RUNS
 from distributary.errors import (

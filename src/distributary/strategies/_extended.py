@@ -18,7 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary._late import libraries
 from distributary.context import (
+    InputContext,
     Mode,
+    ValueContext,
     check_same_strategy,
     current_mode,
     entered,
@@ -31,8 +33,6 @@ from distributary.data import (
     DistributedDataset,
     DistributedInput,
     Elements,
-    InputContext,
-    ValueContext,
     WorkerShare,
     kept,
 )

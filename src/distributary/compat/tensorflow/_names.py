@@ -140,11 +140,11 @@ def _distribute() -> Names:
         ),
         **named(
             context,
-            "ReplicaContext experimental_set_strategy get_replica_context get_strategy has_strategy"
-            " in_cross_replica_context",
+            "InputContext ReplicaContext experimental_set_strategy get_replica_context get_strategy"
+            " has_strategy in_cross_replica_context",
         ),
         **named(experimental.coordinator, "ParameterServerStrategy Server"),
-        **named(data, "DistributedDataset DistributedIterator InputContext"),
+        **named(data, "DistributedDataset DistributedIterator"),
         **named(options, "InputOptions InputReplicationMode ReduceOp RunOptions"),
         **named(
             strategies,
