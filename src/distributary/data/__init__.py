@@ -1,23 +1,25 @@
 """Datasets with the method names of tf.data, in NumPy, and their batches for replicas."""
 
-from distributary.data._dataset import SHARD_HINT, Dataset
+from distributary.data._dataset import SHARD_HINT, Dataset, DatasetIterator, Optional
 from distributary.data._distributed_dataset import (
     DistributedDataset,
     DistributedIterator,
     PerReplicaSpec,
 )
-from distributary.data._foreign import is_hugging_face
-from distributary.data._iterator import DatasetIterator, Optional
-from distributary.data._mapping import call
+from distributary.data._making import Drawn, Generated, call, common_spec
 from distributary.data._nodes import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     FileSource,
+    IteratedStream,
     Node,
+    Path,
     SameElements,
+    Stream,
     combined,
     drawn_seed,
+    is_peek,
 )
 from distributary.data._prefetch import Prefetched
 from distributary.data._record_files import (
@@ -28,23 +30,16 @@ from distributary.data._record_files import (
     read_file,
     records,
 )
-from distributary.data._replica_rows import (
+from distributary.data._sources import RandomAccess, is_hugging_face
+from distributary.data._step_data import (
+    Batches,
     DistributedInput,
+    Elements,
     OwnRows,
     WorkerShare,
     split_rows,
 )
-from distributary.data._several import Drawn, Generated, common_spec
-from distributary.data._sources import RandomAccess
-from distributary.data._step_data import Batches, Elements
-from distributary.data._streams import IteratedStream, Path, Stream, is_peek
-from distributary.data._structure import (
-    TensorSpec,
-    as_array,
-    flatten,
-    kept,
-    map_arrays,
-)
+from distributary.data._structure import TensorSpec, as_array, flatten, kept, map_arrays
 from distributary.options import AutoShardPolicy, DistributeOptions, Options
 
 __all__ = [  # for users

@@ -13,17 +13,17 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from distributary._late import no_attribute
-from distributary.data._iterator import PassIterator
+from distributary.data._dataset import PassIterator
 from distributary.data._nodes import INFINITE_CARDINALITY, Node
 from distributary.data._prefetch import Prefetched
-from distributary.data._replica_rows import (
+from distributary.data._step_data import (
     DistributedInput,
     OwnRows,
+    StepData,
     WorkerBatch,
     WorkerShare,
     split_rows,
 )
-from distributary.data._step_data import StepData
 from distributary.data._structure import TensorSpec
 from distributary.devices import (
     JobEvent,

@@ -8,8 +8,18 @@ from typing import Any, final
 
 import numpy as np
 
-from distributary.data._nodes import INFINITE_CARDINALITY, Node, Random, SameElements
-from distributary.data._streams import Chained, Path, Pieces, Rows, Stream, as_array
+from distributary.data._nodes import (
+    INFINITE_CARDINALITY,
+    Chained,
+    Node,
+    Path,
+    Pieces,
+    Random,
+    Rows,
+    SameElements,
+    Stream,
+    as_array,
+)
 from distributary.data._structure import Block, stack
 from distributary.devices import Nest
 from distributary.options import Options

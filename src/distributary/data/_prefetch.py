@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias, final
 
 from distributary._threads import start_thread
-from distributary.data._nodes import Node, SameElements
-from distributary.data._streams import Path, Stream
+from distributary.data._nodes import Node, Path, SameElements, Stream
 from distributary.devices import Nest
 
 # Interval at which a consumer that waits for an element checks if there is still a reason to wait.

@@ -14,9 +14,8 @@ from typing import IO, Any, final
 from google_crc32c import value as crc32c
 
 from distributary.data._dataset import Dataset
-from distributary.data._nodes import UNKNOWN_CARDINALITY, FileSource
+from distributary.data._nodes import UNKNOWN_CARDINALITY, FileSource, IteratedStream, Path, Stream
 from distributary.data._sources import FilePaths, file_names
-from distributary.data._streams import IteratedStream, Path, Stream
 from distributary.data._structure import TensorSpec
 from distributary.devices import Nest
 from distributary.errors import InvalidValueError

@@ -1,27 +1,223 @@
-"""Data of distributed datasets: global batches, or elements for single replicas."""
+"""Data of distributed datasets: the part that each worker reads, and its rows for each replica."""
 
 import abc
-from collections.abc import Callable
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, final
 
 import jax
 import numpy as np
 
-from distributary.data._batching import BatchedStream
-from distributary.data._foreign import node_of
-from distributary.data._nodes import Node, NumberedNode, combined
-from distributary.data._order import WithOptions
+from distributary.data._making import Batch, BatchedStream, Generated, Interleave
+from distributary.data._nodes import FileSource, Node, NumberedNode, Stream, combined
+from distributary.data._order import ShardHint, Slice, WithOptions, options_of
 from distributary.data._prefetch import Prefetch
-from distributary.data._replica_rows import WorkerBatch, WorkerShare
-from distributary.data._sharding import worker_dataset
-from distributary.data._sources import Once, OneShot, RandomAccess
-from distributary.data._streams import Stream
-from distributary.data._structure import check_dense, some_rows
+from distributary.data._sources import Once, OneShot, RandomAccess, node_of
+from distributary.data._structure import Block, check_dense, num_rows, some_rows
 from distributary.devices import Nest
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError, shown
 from distributary.job import Coworkers, check_same_data, fingerprint
 from distributary.options import AutoShardPolicy
 from distributary.tracing import narrowed, native
+
+# The rows of a batch for each replica.
+
+
+@final
+@dataclass(frozen=True)
+class WorkerShare:
+    """The place of one worker among those that read a dataset together.
+
+    Args:
+        num_workers: Number of workers.
+        worker: Number of this worker.
+        replicas_per_worker: Number of replicas that each worker feeds.
+    """
+
+    num_workers: int = 1
+    worker: int = 0
+    replicas_per_worker: int = 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas of all workers."""
+        return self.num_workers * self.replicas_per_worker
+
+    def divides(self, num_rows: int) -> bool:
+        """Returns whether every replica gets the same number of rows of a global batch."""
+        return num_rows % self.num_replicas == 0
+
+    def ends(self, num_rows: int) -> list[int]:
+        """Returns where this worker's rows begin in a global batch, then where each replica's end.
+
+        Each replica gets consecutive rows, in replica order. Their numbers differ by at most one,
+        and the larger parts come first.
+        """
+        small, larger = divmod(num_rows, self.num_replicas)
+        first = self.worker * self.replicas_per_worker
+        replicas = range(first, first + self.replicas_per_worker + 1)
+        return [replica * small + min(replica, larger) for replica in replicas]
+
+    def rows(self, num_rows: int) -> slice:
+        """Returns the rows of a global batch that belong to this worker."""
+        ends = self.ends(num_rows)
+        return slice(ends[0], ends[-1])
+
+    def sizes(self, num_rows: int) -> tuple[int, ...]:
+        """Returns the number of rows of a global batch that each replica of this worker gets."""
+        return _sizes(self, num_rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _sizes(share: WorkerShare, num_rows: int) -> tuple[int, ...]:
+    return tuple(b - a for a, b in itertools.pairwise(share.ends(num_rows)))
+
+
+@final
+@dataclass(frozen=True)
+class WorkerBatch:
+    """A worker's rows of a global batch.
+
+    Attributes:
+        rows: Nest of arrays `[row, ...]`.
+        sizes: Number of rows that each of its replicas gets, in order.
+    """
+
+    rows: Nest
+    sizes: tuple[int, ...]
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OwnRows:
+    """The rows of this worker's replicas, for a batch that all replicas split evenly."""
+
+    rows: Any
+
+
+def split_rows(rows: Nest, sizes: Sequence[int]) -> list[Nest]:
+    """Splits a worker's rows into the parts of its replicas."""
+    ends = [0, *np.cumsum(sizes).tolist()]
+    return [some_rows(rows, slice(a, b)) for a, b in itertools.pairwise(ends)]
+
+
+class DistributedInput:
+    """Base class of distributed datasets and their iterators."""
+
+
+# The part of a dataset that each worker reads.
+
+
+_log = logging.getLogger(__name__)
+
+
+def worker_dataset(node: Node, share: WorkerShare) -> tuple[AutoShardPolicy, Node]:
+    """Returns how a worker reads a dataset of global batches, and the dataset that it reads.
+
+    The policy is never AUTO, and DATA if there is only one worker. With DATA, and with no other
+    policy, all workers see the same batches.
+
+    Raises:
+        InvalidValueError: if the policy of the dataset cannot be followed.
+    """
+    policy = _policy_of(node, share)
+    if policy is AutoShardPolicy.FILE:
+        node = _sharded_by_file(node, share)
+    elif policy is AutoShardPolicy.HINT:
+        own_shard = lambda part: Slice.shard(part.input, share.num_workers, share.worker)
+        node = node.rewrite(lambda part: own_shard(part) if isinstance(part, ShardHint) else part)
+    if policy is not AutoShardPolicy.DATA:
+        node = _with_batches_of_worker(node, share)
+    return policy, node
+
+
+def _policy_of(node: Node, share: WorkerShare) -> AutoShardPolicy:
+    asked = options_of(node).experimental_distribute.auto_shard_policy
+    if share.num_workers == 1:
+        return AutoShardPolicy.DATA
+    if asked is not None and asked is not AutoShardPolicy.AUTO:
+        return asked
+    fewest = min((len(source.files) for source in _file_sources(node)), default=0)
+    by_file = fewest >= share.num_workers
+    _log.info("Dataset %s is sharded by %s.", node.describe(), "file" if by_file else "data")
+    return AutoShardPolicy.FILE if by_file else AutoShardPolicy.DATA
+
+
+def _file_sources(node: Node) -> list[FileSource]:
+    return [part for part in node.tree() if isinstance(part, FileSource)]
+
+
+def _sharded_by_file(node: Node, share: WorkerShare) -> Node:
+    def with_own_files(part: Node) -> Node:
+        if not isinstance(part, FileSource):
+            return part
+        return part.replace(files=part.files[share.worker :: share.num_workers])
+
+    for source in _file_sources(node):
+        if len(source.files) < share.num_workers:
+            raise InvalidValueError(
+                f"AutoShardPolicy.FILE: {len(source.files)} files are too few for"
+                f" {share.num_workers} workers: {list(source.files)[:3]}. Write at least"
+                f" {share.num_workers} files, or use AutoShardPolicy.DATA."
+            )
+    if _file_sources(node):
+        return node.rewrite(with_own_files)
+    # The names of files come from elsewhere, and the contents of the files are interleaved.
+    for interleave in node.tree():
+        if isinstance(interleave, Interleave) and any(map(_file_sources, interleave.first_part())):
+            break
+    else:
+        raise InvalidValueError(
+            f"AutoShardPolicy.FILE: the dataset {node.describe()} reads no files. Use"
+            " AutoShardPolicy.DATA, which gives every worker its rows of each batch."
+        )
+    sharded = interleave.replace(
+        input=Slice.shard(interleave.input, share.num_workers, share.worker)
+    )
+    return node.rewrite(lambda node: sharded if node is interleave else node)
+
+
+def _with_batches_of_worker(node: Node, share: WorkerShare) -> Node:
+    """Returns the dataset with every global batch size replaced by this worker's share of it."""
+    if isinstance(node, WithOptions):
+        return node.replace(input=_with_batches_of_worker(node.input, share))
+    if isinstance(node, Batch):
+        return node.replace(size=_share_of(node.size, share))
+    return _cut(node, share)
+
+
+def _share_of(size: int, share: WorkerShare) -> int:
+    rows = WorkerShare(share.num_workers, share.worker).rows(size)
+    count = rows.stop - rows.start
+    if not count:
+        raise InvalidValueError(
+            f"A global batch of {size} examples is less than one example for each of the"
+            f" {share.num_workers} workers, which read different data. Choose a larger batch, or"
+            " AutoShardPolicy.DATA."
+        )
+    return int(count)
+
+
+def _cut(node: Node, share: WorkerShare) -> Node:
+    """Returns batches of one worker's size, cut from global batches that other operations make."""
+
+    def pieces(batches: Stream) -> Iterator[Block]:
+        for batch in batches:
+            size = num_rows(batch)
+            step = max(1, -(-size // share.num_workers))
+            for start in range(0, size, step):
+                yield some_rows(batch, slice(start, start + step))
+
+    count = lambda size: size if size < 0 else size * share.num_workers
+    return Generated((node,), pieces, f"cut({share.num_workers})", count, in_memory=None)
+
+
+# Global batches, or elements for single replicas.
+
 
 _T = TypeVar("_T")
 
