@@ -34,11 +34,6 @@ if TYPE_CHECKING:
         ParameterServerStrategy as ParameterServerStrategy,
         Server as Server,
     )
-    from distributary.data import (
-        DistributedDataset as DistributedDataset,
-        DistributedIterator as DistributedIterator,
-        PerReplicaSpec as PerReplicaSpec,
-    )
     from distributary.devices import StepStatistics as StepStatistics
     from distributary.engine import function as function
     from distributary.gradients import (
@@ -58,9 +53,12 @@ if TYPE_CHECKING:
     )
     from distributary.strategies import (
         CentralStorageStrategy as CentralStorageStrategy,
+        DistributedDataset as DistributedDataset,
+        DistributedIterator as DistributedIterator,
         MirroredStrategy as MirroredStrategy,
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
         OneDeviceStrategy as OneDeviceStrategy,
+        PerReplicaSpec as PerReplicaSpec,
         Strategy as Strategy,
         StrategyExtended as StrategyExtended,
         TPUStrategy as TPUStrategy,
@@ -154,7 +152,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             " get_replica_context get_strategy has_strategy in_cross_replica_context"
         ),
         "distributary.coordinator": "ParameterServerStrategy Server coordinator",
-        "distributary.data": "DistributedDataset DistributedIterator PerReplicaSpec data",
+        "distributary.data": "data",
         "distributary.devices": "StepStatistics",
         "distributary.engine": "function",
         "distributary.experimental": "experimental",
@@ -167,8 +165,9 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             " VariableSynchronization"
         ),
         "distributary.strategies": (
-            "CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy"
-            " OneDeviceStrategy Strategy StrategyExtended TPUStrategy"
+            "CentralStorageStrategy DistributedDataset DistributedIterator MirroredStrategy"
+            " MultiWorkerMirroredStrategy OneDeviceStrategy PerReplicaSpec Strategy"
+            " StrategyExtended TPUStrategy"
         ),
         "distributary.tpu": "tpu",
         "distributary.variables": (

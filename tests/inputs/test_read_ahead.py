@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.data import Dataset, PerReplicaSpec, TensorSpec
+from distributary.data import Dataset, TensorSpec
 from distributary.errors import DistributaryWarning, OutOfRangeError
+from distributary.strategies import PerReplicaSpec
 
 _WAIT_SECONDS = 30.0
 

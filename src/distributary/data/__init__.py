@@ -1,11 +1,6 @@
 """Datasets with the method names of tf.data, in NumPy, and their batches for replicas."""
 
-from distributary.data._dataset import SHARD_HINT, Dataset, DatasetIterator, Optional
-from distributary.data._distributed_dataset import (
-    DistributedDataset,
-    DistributedIterator,
-    PerReplicaSpec,
-)
+from distributary.data._dataset import SHARD_HINT, Dataset, DatasetIterator, Optional, PassIterator
 from distributary.data._making import Drawn, Generated, call, common_spec
 from distributary.data._nodes import (
     AUTOTUNE,
@@ -36,6 +31,8 @@ from distributary.data._step_data import (
     DistributedInput,
     Elements,
     OwnRows,
+    StepData,
+    WorkerBatch,
     WorkerShare,
     split_rows,
 )

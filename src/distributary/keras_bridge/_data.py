@@ -24,9 +24,7 @@ from distributary.data import (
     AutoShardPolicy,
     Batches,
     Dataset,
-    DistributedDataset,
     DistributedInput,
-    DistributedIterator,
     Options,
     OwnRows,
     WorkerShare,
@@ -45,6 +43,7 @@ from distributary.job import check_same_data, consensus, fingerprint
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._text import require_numbers
 from distributary.options import InputOptions
+from distributary.strategies import DistributedDataset, DistributedIterator
 
 
 @final

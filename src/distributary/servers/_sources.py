@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, final
 
 from distributary.context import InputContext
-from distributary.data import Batches, DistributedDataset, DistributedInput, Elements, WorkerShare
+from distributary.data import Batches, DistributedInput, Elements, WorkerShare
 from distributary.devices import StepCounts
 from distributary.errors import DistributaryError
 from distributary.servers._messages import JSON
+from distributary.strategies import DistributedDataset
 
 _MAIN, _MAIN_COPY = "__main__", "__mp_main__"  # the second name is that of multiprocessing
 _INSTALLED = ("site-packages", "dist-packages")

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from distributary._late import late_names
 from distributary.strategies._base import MISSING, Strategy, accept_any_strategy, check_job
 from distributary.strategies._central_storage import CentralStorageStrategy
+from distributary.strategies._distributed_dataset import (
+    DistributedDataset,
+    DistributedIterator,
+    PerReplicaSpec,
+)
 from distributary.strategies._extended import RemoteSteps, StrategyExtended, unused_strategies
 from distributary.strategies._mirrored import MirroredStrategy
 from distributary.strategies._one_device import DefaultStrategy, OneDeviceStrategy

@@ -15,7 +15,6 @@ import jax
 
 from distributary._late import no_attribute
 from distributary.context import InputContext, StrategyScope, ValueContext, require_cross_replica
-from distributary.data import DistributedDataset
 from distributary.devices import StepStatistics, current_trial
 from distributary.engine import RUNS
 from distributary.errors import (
@@ -29,6 +28,7 @@ from distributary.errors import (
 )
 from distributary.launch import refuse_job, size_of_job
 from distributary.options import InputOptions, ReduceOp, RunOptions
+from distributary.strategies._distributed_dataset import DistributedDataset
 from distributary.strategies._extended import StrategyExtended
 from distributary.tracing import advise, current_scope, is_recording, name_of, shorten
 from distributary.variables import as_reduce_op, in_order, key_order

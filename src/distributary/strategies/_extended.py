@@ -28,14 +28,7 @@ from distributary.context import (
     in_global_view,
     require_cross_replica,
 )
-from distributary.data import (
-    Batches,
-    DistributedDataset,
-    DistributedInput,
-    Elements,
-    WorkerShare,
-    kept,
-)
+from distributary.data import Batches, DistributedInput, Elements, WorkerShare, kept
 from distributary.devices import (
     LOCAL_AXIS,
     REPLICA_AXIS,
@@ -67,6 +60,7 @@ from distributary.launch import report_progress
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode, ReduceOp
 from distributary.strategies._broadcast import broadcast
 from distributary.strategies._cross_replica import CrossReplica, gather_nest
+from distributary.strategies._distributed_dataset import DistributedDataset
 from distributary.strategies._layout_rules import LayoutRules
 from distributary.tracing import current_scope, in_role, push, script_line
 from distributary.variables import (

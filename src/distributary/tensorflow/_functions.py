@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.data import PerReplicaSpec, TensorSpec
+from distributary.data import TensorSpec
 from distributary.devices import Nest
 from distributary.engine import Function as Compiled
 from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.strategies import PerReplicaSpec
 from distributary.tensorflow._operations import converted
 from distributary.tensorflow.autograph import plain
 from distributary.variables import DistributedValues, PerReplica, Variable

@@ -144,12 +144,11 @@ def _distribute() -> Names:
             " has_strategy in_cross_replica_context",
         ),
         **named(experimental.coordinator, "ParameterServerStrategy Server"),
-        **named(data, "DistributedDataset DistributedIterator"),
         **named(options, "InputOptions InputReplicationMode ReduceOp RunOptions"),
         **named(
             strategies,
-            "MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy Strategy"
-            " StrategyExtended TPUStrategy",
+            "DistributedDataset DistributedIterator MirroredStrategy MultiWorkerMirroredStrategy"
+            " OneDeviceStrategy Strategy StrategyExtended TPUStrategy",
         ),
         "DistributedValues": values.DistributedValues,
     }

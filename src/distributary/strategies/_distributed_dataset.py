@@ -6,25 +6,26 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
 from distributary._late import no_attribute
-from distributary.data._dataset import PassIterator
-from distributary.data._nodes import INFINITE_CARDINALITY, Node
-from distributary.data._prefetch import Prefetched
-from distributary.data._step_data import (
+from distributary.data import (
+    INFINITE_CARDINALITY,
     DistributedInput,
+    Node,
     OwnRows,
+    PassIterator,
+    Prefetched,
     StepData,
+    TensorSpec,
     WorkerBatch,
     WorkerShare,
     split_rows,
 )
-from distributary.data._structure import TensorSpec
 from distributary.devices import (
     JobEvent,
     Loop,
@@ -34,6 +35,7 @@ from distributary.devices import (
     local_copy,
     progress,
 )
+from distributary.engine import Placement
 from distributary.errors import (
     DistributaryWarning,
     InvalidValueError,
@@ -55,14 +57,6 @@ _ELSEWHERE = {
     ),
     "get_next": "Write iterator = iter(dataset), and next(iterator).",
 }
-
-
-class Placer(Protocol):
-    """An object that puts the parts of a batch on the devices of the replicas."""
-
-    def place_rows(self, value: PerReplica) -> PerReplica: ...
-
-    def place_alone(self, value: Nest) -> Nest: ...
 
 
 @final
@@ -100,7 +94,7 @@ class DistributedDataset(DistributedInput):
     def __init__(
         self,
         source: StepData,
-        placer: Placer | None,
+        placer: Placement | None,
         share: WorkerShare,
         depth: int,
         counts: StepCounts,
