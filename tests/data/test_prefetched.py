@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.data import Prefetched
+from distributary._threads import Prefetched
 
 
 def _idents(seconds):

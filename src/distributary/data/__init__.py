@@ -16,7 +16,6 @@ from distributary.data._nodes import (
     drawn_seed,
     is_peek,
 )
-from distributary.data._prefetch import Prefetched
 from distributary.data._record_files import (
     FixedLengthRecordDataset,
     TextLineDataset,

@@ -32,8 +32,15 @@ from distributary.data._nodes import (
     Stream,
     drawn_seed,
 )
-from distributary.data._order import Repeat, ShardHint, Shuffle, Slice, WithOptions, options_of
-from distributary.data._prefetch import Prefetch
+from distributary.data._order import (
+    Prefetch,
+    Repeat,
+    ShardHint,
+    Shuffle,
+    Slice,
+    WithOptions,
+    options_of,
+)
 from distributary.data._sources import (
     FileNames,
     FilePaths,

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from distributary._threads import Prefetched
 from distributary.data._nodes import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
@@ -32,7 +33,6 @@ from distributary.data._nodes import (
     combined,
     is_peek,
 )
-from distributary.data._prefetch import Prefetched
 from distributary.data._sources import RandomAccess
 from distributary.data._structure import (
     Block,
@@ -507,8 +507,8 @@ class Interleave(Random):
     def elements(self, path: Path) -> Stream:
         return IteratedStream(self._in_turns(self._streams(path)))
 
-    def _in_turns(self, streams: Iterator[Stream]) -> Iterator[Nest]:
-        places: list[Stream | None] = [None] * self.cycle_length
+    def _in_turns(self, streams: Iterator[Iterator[Nest]]) -> Iterator[Nest]:
+        places: list[Iterator[Nest] | None] = [None] * self.cycle_length
         while True:
             for i in range(self.cycle_length):
                 stream = places[i] = places[i] or next(streams, None)
@@ -523,7 +523,7 @@ class Interleave(Random):
                     return
                 places[0] = stream
 
-    def _streams(self, path: Path) -> Iterator[Stream]:
+    def _streams(self, path: Path) -> Iterator[Iterator[Nest]]:
         depth = max(self.block_length, 2)
         for number, element in enumerate(self.input.stream(path)):
             stream = self.make(element).with_drawn(self.seed_of(()), number).stream(path)

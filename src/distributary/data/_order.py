@@ -1,4 +1,4 @@
-"""Operations that choose among elements, repeat them, or change their order."""
+"""Operations that choose among elements, repeat them, read them ahead, or change their order."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -8,9 +8,11 @@ from typing import Any, final
 
 import numpy as np
 
+from distributary._threads import Prefetched
 from distributary.data._nodes import (
     INFINITE_CARDINALITY,
     Chained,
+    IteratedStream,
     Node,
     Path,
     Pieces,
@@ -258,6 +260,26 @@ def _read(upstream: Stream, count: int, numbers: bool) -> Any:
         return list(itertools.islice(upstream, count))
     block = upstream.block(count)
     return () if block is None else as_array(block)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Prefetch(SameElements):
+    """Elements that a thread makes ahead of time."""
+
+    input: Node
+    depth: int
+    pattern = "prefetch"
+
+    def elements(self, path: Path) -> Stream:
+        source = self.input.stream(path)
+        ahead = Prefetched(source, self.depth)
+
+        def skip(count: int) -> int:
+            # Until the thread has started, skipped elements need not be made.
+            return (IteratedStream(ahead) if ahead.has_started else source).advance(count)
+
+        return IteratedStream(ahead, skip)
 
 
 @final

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from distributary._threads import Prefetched
 from distributary.data._nodes import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
@@ -25,7 +26,6 @@ from distributary.data._nodes import (
     Stream,
     is_peek,
 )
-from distributary.data._prefetch import Prefetched
 from distributary.data._structure import (
     Block,
     TensorSpec,

@@ -13,13 +13,13 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from distributary._late import no_attribute
+from distributary._threads import Prefetched
 from distributary.data import (
     INFINITE_CARDINALITY,
     DistributedInput,
     Node,
     OwnRows,
     PassIterator,
-    Prefetched,
     StepData,
     TensorSpec,
     WorkerBatch,
