@@ -1,7 +1,7 @@
 """Data of `fit`, `evaluate` and `predict`: distributed datasets, and arrays in memory."""
 
-import contextlib
 import dataclasses
+import functools
 import itertools
 import operator
 import random
@@ -9,10 +9,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import GeneratorType
-from typing import Any, Self, final
+from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
@@ -43,7 +42,14 @@ from distributary.job import check_same_data, consensus, fingerprint
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._text import require_numbers
 from distributary.options import InputOptions
-from distributary.strategies import DistributedDataset, DistributedIterator
+from distributary.strategies import (
+    ArrayBatches,
+    DatasetBatches,
+    DistributedDataset,
+    DistributedIterator,
+    ReadAhead,
+    next_own,
+)
 
 
 @final
@@ -443,7 +449,10 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
         sliceables = slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
         leaves, tree = jax.tree.flatten(sliceables)
         if leaves and all(type(leaf) is slicing.NumpySliceable for leaf in leaves):
-            return ArrayBatches([leaf.array for leaf in leaves], tree, adapter, extended)
+            arrays = [leaf.array for leaf in leaves]
+            begin = functools.partial(_begin_pass, arrays, adapter, extended)
+            share = extended.worker_share()
+            return ArrayBatches(arrays, tree, adapter.batch_size, share, begin)
     iterator: Iterator[Any] = iter(adapter.get_jax_iterator())
     if isinstance(adapter, UnknownSizes):
         return iterator
@@ -465,61 +474,6 @@ def _with_dense(batch: object) -> Any:
     return jax.tree.map(dense, batch, is_leaf=is_sparse)
 
 
-class ReadAhead:
-    """Batches, of which one can be read ahead to learn whether it is there.
-
-    Args:
-        begin: Begins a pass after a number of batches. Called when the first batch is needed,
-            because Keras makes iterators that it does not use.
-    """
-
-    def __init__(self, begin: Callable[[int], Iterator[Any]]) -> None:
-        self._begin = begin
-        self._batches: Iterator[Any] | None = None
-        self._ahead: list[Any] = []
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        return self.next_own()
-
-    def is_at_end(self) -> bool:
-        """Returns whether there is no batch left."""
-        if not self._ahead:
-            try:
-                self._ahead.append(self.next_own())
-            except StopIteration:
-                self._batches = iter(())
-        return not self._ahead
-
-    def next_own(self) -> Any:
-        """Returns the next batch; `OwnRows` if the replicas of several workers split it evenly."""
-        if self._ahead:
-            return self._ahead.pop()
-        if self._batches is None:
-            self._batches = self._begin(0)
-        return next(self._batches)
-
-
-@final
-class DatasetBatches(ReadAhead):
-    """The batches of a dataset, or the rows of them that a worker has read."""
-
-    def __next__(self) -> Any:
-        batch = self.next_own()
-        return batch.rows if isinstance(batch, OwnRows) else batch
-
-    def skip(self, count: int) -> None:
-        """Begins the pass after so many batches."""
-        self._batches = self._begin(count)
-
-
-def next_own(batches: Any) -> Any:
-    """Returns the next batch for a step, as `OwnRows` if the iterator knows this worker's rows."""
-    return batches.next_own() if hasattr(batches, "next_own") else next(batches)
-
-
 def _same_everywhere(batches: Iterator[Any]) -> Iterator[Any]:
     for number, batch in enumerate(batches):
         if number == 0:
@@ -538,81 +492,15 @@ def check_same(batch: object, what: str = "The first batch of the data") -> None
     check_same_data(what, job.agree(what, lambda: fingerprint(batch)))
 
 
-@final
-class ArrayBatches:
-    """Batches of NumPy arrays, in the order in which Keras' own adapter yields them.
-
-    Args:
-        arrays: Arrays `[row, ...]` with the same number of rows.
-        tree: Structure of a batch.
-        adapter: Keras' adapter, which has the size of a batch and whether rows are shuffled.
-        extended: The `extended` of the strategy.
-    """
-
-    def __init__(self, arrays: list[Any], tree: object, adapter: Any, extended: Any) -> None:
-        self._arrays = arrays
-        self._adapter = adapter
-        self._extended = extended
-        self._share = extended.worker_share()
-        self._tree = tree
-        self._batch_size = adapter.batch_size
-        self._num_rows = len(arrays[0])
-        self._order: Any = None
-        self._start = 0
-
-    def __iter__(self) -> "ArrayBatches":
-        return self
-
-    def __next__(self) -> Any:
-        return self.next_own(is_own=False)
-
-    def next_own(self, is_own: bool = True) -> Any:
-        """Returns the next batch; `OwnRows` if the replicas of several workers split it evenly."""
-        if self._start >= self._num_rows:
-            raise StopIteration
-        return self._next(min(self._batch_size, self._num_rows - self._start), None, is_own)
-
-    def skip(self, count: int) -> None:
-        """Begins the pass after so many batches."""
-        self._begin()
-        self._start = count * self._batch_size
-
-    def take(self, count: int) -> tuple[Any, int]:
-        """Returns up to `count` full batches as one nest `[batch, row, ...]`, and their number."""
-        count = min(count, (self._num_rows - self._start) // self._batch_size)
-        return (self._next(self._batch_size, count, True), count) if count else (None, 0)
-
-    def _next(self, size: int, count: int | None, is_own: bool) -> Any:
-        """Returns the next batch, of `size` rows; if `count` is given, so many batches, stacked."""
-        if self._start == 0:
-            self._begin()
-        rows = slice(self._start, self._start + size * (count or 1))
-        self._start = rows.stop
-        batches = (count, size) if count else (size,)
-        order = None if self._order is None else self._order[rows].reshape(batches)
-        is_own = is_own and self._share.num_workers > 1 and self._share.divides(size)
-        kept = self._share.rows(size) if is_own else slice(None)
-        at = (slice(None), kept) if count else kept
-
-        def part(array: Any) -> Any:
-            if order is not None:
-                return array.take(order[at], axis=0)
-            part = array[rows]
-            if count:
-                part = part.reshape(*batches, *array.shape[1:])
-            return part[at] if is_own else part
-
-        batch = jax.tree.unflatten(self._tree, [part(array) for array in self._arrays])
-        return OwnRows(batch) if is_own else batch
-
-    def _begin(self) -> None:
-        # Only when the first batch is needed, as in `DatasetBatches`.
-        if self._adapter._shuffle:
-            self._order = _permutation(self._num_rows, self._adapter, self._extended)
-        if self._share.num_workers > 1:
-            first: Any = slice(self._batch_size)
-            first = first if self._order is None else self._order[first]
-            check_same([self._num_rows, *(a[first] for a in self._arrays)])
+def _begin_pass(arrays: list[Any], adapter: Any, extended: Any) -> Any:
+    """Returns the order in which Keras' own adapter yields the rows, or None."""
+    num_rows = len(arrays[0])
+    order = _permutation(num_rows, adapter, extended) if adapter._shuffle else None
+    if extended.num_workers > 1:
+        first: Any = slice(adapter.batch_size)
+        first = first if order is None else order[first]
+        check_same([num_rows, *(a[first] for a in arrays)])
+    return order
 
 
 def _permutation(num_rows: int, adapter: Any, extended: Any) -> Any:
@@ -649,31 +537,3 @@ def _share_order() -> None:
 def epoch_of(adapter: Any) -> int | None:
     """Returns how many epochs Keras' adapter has seen; None before Keras 3.16, or of our own."""
     return getattr(adapter, "_epoch", None)
-
-
-def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
-    """Yields up to `count` batches, stacked if their shapes are equal, each with their number."""
-    if isinstance(iterator, ArrayBatches):
-        stacked, taken = iterator.take(count)
-        if taken:
-            yield stacked, taken
-        if taken == count:
-            return
-        count -= taken
-    batches: list[Any] = []
-    with contextlib.suppress(StopIteration):
-        while len(batches) < count:
-            batches.append(next_own(iterator))
-    for _, run in itertools.groupby(batches, _shapes):
-        several = list(run)
-        yield jax.tree.map(_stack, *several), len(several)
-
-
-def _shapes(batch: Any) -> object:
-    leaves, tree = jax.tree.flatten(batch)
-    return tree, [(np.shape(leaf), leaf.dtype) for leaf in leaves]
-
-
-def _stack(*leaves: Any) -> Any:
-    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
-    return (np if on_host else jnp).stack(leaves)

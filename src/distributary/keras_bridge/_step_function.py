@@ -23,9 +23,9 @@ from distributary.devices import Loop, Nest, current_trial, latest_program, loca
 from distributary.engine import Programs, StepKind, global_batch, mode_of, several_steps
 from distributary.errors import TracedValueError
 from distributary.keras_bridge._custom_loops import assign_agreed
-from distributary.keras_bridge._data import DatasetBatches, next_own, take
 from distributary.keras_bridge._losses import warn_of_labels
 from distributary.keras_bridge._variables import in_parts, keeps_on_servers, model_step
+from distributary.strategies import DatasetBatches, next_own, take_stacked
 from distributary.tracing import current_scope
 
 # The model's own step of `fit`, `evaluate` or `predict`, as a function for the engine.
@@ -182,7 +182,7 @@ class StepFunction:
         if self._steps == 1:
             return self._run(self._wait(next_own, iterator)), state
         outputs: list[Any] = []
-        batches = take(iterator, self._steps)
+        batches = take_stacked(iterator, self._steps)
         while (several := self._wait(next, batches, None)) is not None:
             stacked, count = several
             if count > 1 and self._fuses(stacked):

@@ -11,6 +11,13 @@ from distributary.strategies._distributed_dataset import (
     PerReplicaSpec,
 )
 from distributary.strategies._extended import RemoteSteps, StrategyExtended, unused_strategies
+from distributary.strategies._global_batches import (
+    ArrayBatches,
+    DatasetBatches,
+    ReadAhead,
+    next_own,
+    take_stacked,
+)
 from distributary.strategies._mirrored import MirroredStrategy
 from distributary.strategies._one_device import DefaultStrategy, OneDeviceStrategy
 
