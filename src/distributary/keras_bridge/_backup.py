@@ -15,12 +15,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import h5py  # type: ignore[import-untyped]
 import keras
 import numpy as np
 
-from distributary.checkpoint import hold, keep_programs, release, remove_programs
+from distributary.checkpoint import (
+    complete_file,
+    hold,
+    is_damaged,
+    is_sealed,
+    keep_programs,
+    release,
+    remove_programs,
+    seal,
+)
 from distributary.context import get_strategy
 from distributary.devices import job_programs
 from distributary.errors import CheckpointError, InvalidValueError
@@ -33,7 +41,7 @@ from distributary.keras_bridge._keras_private import (
     sync_state,
 )
 from distributary.keras_bridge._models import strategy_of
-from distributary.keras_bridge._saving import by_itself, complete_file, take_over
+from distributary.keras_bridge._saving import by_itself, take_over
 from distributary.keras_bridge._turns import in_turn
 
 _log = logging.getLogger(__name__)
@@ -48,9 +56,7 @@ _STATES = (
     (keras.callbacks.ModelCheckpoint, ("best",)),
     (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",)),
 )
-_SEAL = b"\ndistributary crc32c %08x"
 _LOCK = "latest"
-_PIECE_BYTES = 4 << 20
 
 
 def distribute(callback: keras.callbacks.BackupAndRestore) -> None:
@@ -114,9 +120,7 @@ def _write_backup(callback: Any, progress: dict[str, Any]) -> None:
         with h5py.File(path, "r+") as file:
             file[_PROGRESS] = np.frombuffer(described, np.uint8)
             file[_CALLBACKS] = np.frombuffer(_packed_callbacks(), np.uint8)
-        seal = _SEAL % _checksum(path)
-        with path.open("ab") as file:
-            file.write(seal)
+        seal(path)
     of_keras = {"epoch": callback._current_epoch, "batch": callback._last_batch_seen}
     with complete_file(Path(callback._training_metadata_path)) as path:
         path.write_text(json.dumps(of_keras))  # for Keras without a strategy
@@ -134,7 +138,7 @@ def _take_folder(callback: Any) -> None:
     except CheckpointError as error:
         raise InvalidValueError(f"BackupAndRestore: {error}") from None
     foreign = None
-    if _seal_of(weights) is None:  # or Keras has made it without a strategy
+    if not is_sealed(weights):  # or Keras has made it without a strategy
         if metadata.exists():
             try:
                 int(json.loads(metadata.read_bytes())["epoch"])
@@ -147,36 +151,6 @@ def _take_folder(callback: Any) -> None:
             f"BackupAndRestore: {foreign} is there already, and is not from a backup. Move it"
             " away, or choose another backup_dir."
         )
-
-
-def _seal_of(path: Path) -> bytes | None:
-    """Returns the last bytes of a backup that was made with a strategy."""
-    try:
-        with path.open("rb") as file:
-            file.seek(-len(_SEAL % 0), os.SEEK_END)
-            seal = file.read()
-    except OSError:
-        return None
-    return seal if seal.startswith(_SEAL.partition(b"%")[0]) else None
-
-
-def _check_seal(path: Path) -> None:
-    """Checks that a backup is complete and unchanged."""
-    seal = _seal_of(path)
-    if seal is not None and seal != _SEAL % _checksum(path, len(seal)):
-        raise CheckpointError(
-            f"BackupAndRestore: {path} is damaged: its checksum is not right. Remove it to begin"
-            " anew; double_checkpoint=True keeps the backup before."
-        )
-
-
-def _checksum(path: Path, num_last_bytes: int = 0) -> int:
-    """Returns the checksum of a file, except for its last bytes."""
-    left, checksum = path.stat().st_size - num_last_bytes, 0
-    with path.open("rb") as file:
-        while data := file.read(min(left, _PIECE_BYTES)):
-            checksum, left = google_crc32c.extend(checksum, data), left - len(data)
-    return checksum
 
 
 def _restore(callback: Any, original: Callable[[Any], None]) -> None:
@@ -288,8 +262,11 @@ def _read_backup(callback: Any) -> tuple[bytes, bytes]:
         _take_folder(callback)
     if not file_utils.exists(path):
         return b"", b""
-    if is_local:
-        _check_seal(Path(path))
+    if is_local and is_damaged(Path(path)):
+        raise CheckpointError(
+            f"BackupAndRestore: {path} is damaged: its checksum is not right. Remove it to begin"
+            " anew; double_checkpoint=True keeps the backup before."
+        )
     inspect.unwrap(saving_api.load_weights)(callback.model, path)
     if is_local:
         with h5py.File(path, "r") as file:

@@ -5,19 +5,16 @@ worker writes its file. The others wait for it, and write only if their path is 
 model is loaded, all workers get the values of the first one, so the others do not need the files.
 """
 
-import errno
 import inspect
 import os
-import re
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distributary.checkpoint import not_of_keras
+from distributary.checkpoint import complete_file, not_of_keras
 from distributary.context import default_mode, entered, get_strategy, has_strategy
 from distributary.devices import job_programs, progress
 from distributary.errors import CheckpointError, ClusterError
@@ -176,47 +173,3 @@ def _once(model: Any, strategy: Any, path: str, write: Callable[[], None]) -> No
         write()
     elif result["error"] is not None:
         raise OSError(f"Worker 0 could not save {path!r}: {result['error']}")
-
-
-@contextmanager
-def complete_file(path: Path) -> Iterator[Path]:
-    """Yields a path to write to; at the end, it replaces the file, or is removed after an error."""
-    path = path.resolve()  # of a link, so that its target is replaced and not the link
-    temporary = _temporary(path)
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException as error:
-        # HDF5 has the file open. If it cannot write the rest, it crashes when this process ends.
-        with suppress(OSError):
-            os.truncate(temporary, 0)
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            problem = CheckpointError(
-                f"{path} was not saved: the disk is full ({os.strerror(error.errno)}). What was"
-                " there before is kept."
-            )
-            problem.errno = error.errno
-            raise problem from None
-        raise
-
-
-def _temporary(path: Path) -> Path:
-    """Returns a name for this process; removes files of processes of this host that were killed."""
-    # The name keeps its ending, from which Keras knows the format.
-    stem, dot, end = path.name.partition(".")
-    start, end = f".{stem}.distributary-{socket.gethostname()}-", f"{dot}{end}"
-    pattern = re.compile(rf"{re.escape(start)}(\d+){re.escape(end)}")
-    for name in os.listdir(path.parent):
-        match = pattern.fullmatch(name)
-        if match and not _is_running(int(match[1])):
-            path.with_name(name).unlink(missing_ok=True)
-    return path.with_name(f"{start}{os.getpid()}{end}")
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:  # also if the process belongs to another user
-        return not isinstance(error, ProcessLookupError)
-    return True

@@ -1,0 +1,100 @@
+"""Single files of other formats that appear complete, and can end with a checksum.
+
+Formats such as HDF5 ignore what follows their content.
+"""
+
+import errno
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import google_crc32c
+
+from distributary.errors import CheckpointError
+
+_SEAL = b"\ndistributary crc32c %08x"
+_PIECE_BYTES = 4 << 20
+
+
+@contextmanager
+def complete_file(path: Path) -> Iterator[Path]:
+    """Yields a path to write to; at the end, it replaces the file, or is removed after an error."""
+    path = path.resolve()  # of a link, so that its target is replaced and not the link
+    temporary = _temporary(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException as error:
+        # HDF5 has the file open. If it cannot write the rest, it crashes when this process ends.
+        with suppress(OSError):
+            os.truncate(temporary, 0)
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            problem = CheckpointError(
+                f"{path} was not saved: the disk is full ({os.strerror(error.errno)}). What was"
+                " there before is kept."
+            )
+            problem.errno = error.errno
+            raise problem from None
+        raise
+
+
+def _temporary(path: Path) -> Path:
+    """Returns a name for this process; removes files of processes of this host that were killed."""
+    # The name keeps its ending, from which Keras knows the format.
+    stem, dot, end = path.name.partition(".")
+    start, end = f".{stem}.distributary-{socket.gethostname()}-", f"{dot}{end}"
+    pattern = re.compile(rf"{re.escape(start)}(\d+){re.escape(end)}")
+    for name in os.listdir(path.parent):
+        match = pattern.fullmatch(name)
+        if match and not _is_running(int(match[1])):
+            path.with_name(name).unlink(missing_ok=True)
+    return path.with_name(f"{start}{os.getpid()}{end}")
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:  # also if the process belongs to another user
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
+def seal(path: Path) -> None:
+    """Appends its checksum to a file."""
+    checksum = _SEAL % _checksum(path)
+    with path.open("ab") as file:
+        file.write(checksum)
+
+
+def is_sealed(path: Path) -> bool:
+    """Returns whether there is a file, and it ends with a checksum."""
+    return _seal_of(path) is not None
+
+
+def is_damaged(path: Path) -> bool:
+    """Returns whether a sealed file has changed, or is not complete."""
+    seal = _seal_of(path)
+    return seal is not None and seal != _SEAL % _checksum(path, len(seal))
+
+
+def _seal_of(path: Path) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(_SEAL % 0), os.SEEK_END)
+            seal = file.read()
+    except OSError:
+        return None
+    return seal if seal.startswith(_SEAL.partition(b"%")[0]) else None
+
+
+def _checksum(path: Path, num_last_bytes: int = 0) -> int:
+    """Returns the checksum of a file, except for its last bytes."""
+    left, checksum = path.stat().st_size - num_last_bytes, 0
+    with path.open("rb") as file:
+        while data := file.read(min(left, _PIECE_BYTES)):
+            checksum, left = google_crc32c.extend(checksum, data), left - len(data)
+    return checksum
