@@ -40,7 +40,6 @@ from distributary.keras_bridge._data import (
 )
 from distributary.keras_bridge._losses import warn_of_labels
 from distributary.keras_bridge._replica import refuse_in_step
-from distributary.keras_bridge._roles import check_rules
 from distributary.keras_bridge._step_function import (
     PARTS,
     Kind,
@@ -151,6 +150,8 @@ def _cleaned(config: object) -> Any:
 
 # Strategies that have a model already: a further one outside of their scope is on purpose.
 _with_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+_MIN_BYTES = 1 << 10  # of whole variables that are worth a word
 
 # The thread and the name of the outermost call of each model that changes its metrics.
 _calls: "weakref.WeakKeyDictionary[Any, tuple[int, str]]" = weakref.WeakKeyDictionary()
@@ -415,8 +416,25 @@ def get_jax_state(
     variables = getattr(getattr(self, "optimizer", None), "variables", ())
     for variable in (*variables, *self.variables, *self.metrics_variables):
         place(variable, strategy)
-    check_rules(self, strategy)
+    _check_rules(self, strategy)
     return ((),) * sum(parts.values())
+
+
+def _check_rules(model: Any, strategy: Any) -> None:
+    """Checks that each rule of a strategy fits a variable, before a model's first step."""
+    rules = strategy.extended.layout_rules
+    if rules.is_settled or not model.built or not model.variables:
+        return
+    variables = model.variables
+    rules.check_complete(model.name, [v.path for v in variables])
+    if not rules.is_auto:
+        return
+    whole = [v for v in variables if not hasattr(v, "_distributary_dim")]
+    rules.tell_whole(
+        model.name,
+        [v.path for v in whole if v._value.nbytes >= _MIN_BYTES],
+        1 - sum(v._value.nbytes for v in whole) / sum(v._value.nbytes for v in variables),
+    )
 
 
 def symbolic_build(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

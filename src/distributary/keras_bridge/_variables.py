@@ -35,7 +35,6 @@ from distributary.devices import (
 from distributary.errors import UnsupportedError, WorkerMismatchError
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._initial_values import first_value
-from distributary.keras_bridge._roles import note_role
 from distributary.keras_bridge._turns import before_assign, before_read
 from distributary.tracing import current_scope, describe_value, gathered, is_recording, noted_read
 from distributary.variables import ShardedVariable, Variable, colocated_with, computed
@@ -114,7 +113,7 @@ def init(
         if not isinstance(value, jax.core.Tracer):
             initializer = lambda shape, dtype: jnp.asarray(value, dtype)
             shape, dtype = value.shape, value.dtype
-    note_role(self, kw.get("name"), shape)
+    _note_dim(self, kw.get("name"), shape)
     try:
         original(self, initializer, shape, dtype, *args, **kw)
     except WorkerMismatchError as error:
@@ -124,6 +123,33 @@ def init(
         self._shape = tuple(np.shape(initializer))  # Keras has that of the stored array
     if scope is not None:
         scope.created.append(self.path)
+
+
+def _note_dim(variable: Any, name: object, shape: Any) -> None:
+    """Notes along which dim the layer that creates a variable divides it, if layers decide it."""
+    if shape is None or not has_strategy():
+        return
+    rules = get_strategy().extended.layout_rules
+    layer = keras_private.current_layer()
+    if rules.is_auto and rules.num_devices > 1 and isinstance(layer, keras.Layer):
+        dim = _divided_dim(rules, layer, name, tuple(shape))
+        if dim is not None and shape[dim] % rules.num_devices == 0:
+            variable._distributary_dim = dim
+
+
+def _divided_dim(rules: Any, layer: Any, name: object, shape: tuple[int, ...]) -> int | None:
+    """Returns the dim of a new variable of a layer that devices divide; None for the whole."""
+    if isinstance(layer, keras.layers.Embedding):  # its vocabulary, also where it is reversed
+        return {"embeddings": 0, "reverse_embeddings": len(shape) - 1}.get(str(name))
+    if shape and getattr(layer, "num_experts", None) == shape[0]:  # as a bank of keras-hub has it
+        return 0
+    is_einsum = isinstance(layer, keras.layers.EinsumDense)
+    if name not in ("kernel", "bias") or not (is_einsum or isinstance(layer, keras.layers.Dense)):
+        return None
+    equation = layer.equation if is_einsum else "ab,bc->ac"
+    block = keras_private.current_path().rpartition("/")[0]
+    kernel, bias = (shape, None) if name == "kernel" else (tuple(layer.weights[0].shape), shape)
+    return rules.dim_of_product(block, layer.name, equation, kernel, bias)
 
 
 def initialize(original: Callable[..., Any], self: Any, initializer: Any) -> None:

@@ -1,8 +1,17 @@
-"""Rules that say how the variables of Keras models are divided over the devices of a replica."""
+"""Rules that say how the variables of Keras models are divided over the devices of a replica.
+
+With "auto", the layers of transformers say it. The projections of attention that make heads, and
+the feed-forward layers that widen, divide what they make. Those that bring heads together, and the
+ones that narrow, divide what they take. So each device computes its heads and its part of the
+width, and there is one sum after each pair of layers, as in Megatron. Of a bank of experts, each
+device computes some. Nothing else depends on this choice, least of all a number.
+"""
 
 import difflib
 import logging
+import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -15,6 +24,9 @@ from distributary.errors import DeviceError, InvalidValueError, check_type, chec
 _log = logging.getLogger(__name__)
 _AXES = ("batch", "model")
 _NUM_NEAR = 3  # paths in a message
+# For a layer that makes as much as it takes, its name has to tell.
+_MAKES = re.compile("query|key|value|qkv|gate|up_|intermediate")
+_TAKES = re.compile("out|down")
 
 
 @final
@@ -32,7 +44,6 @@ class LayoutRules:
     Attributes:
         num_devices: Number of devices of each replica.
         is_auto: Whether layers say how their variables are divided.
-        sizes: By the path of a block of layers, the sizes that its layers make and divide.
 
     Raises:
         InvalidTypeError: for arguments of another type.
@@ -70,7 +81,9 @@ class LayoutRules:
                 " experimental_model_parallel=k as well, for k devices per replica."
             )
         self._unused = dict.fromkeys(self._rules)
-        self.sizes: dict[str, set[tuple[int, ...]]] = {}
+        # By the path of a block of layers, the sizes that its layers make and divide. A layer that
+        # takes something else would divide what comes before the block.
+        self._sizes = defaultdict[str, set[tuple[int, ...]]](set)
         self._has_told = False
 
     def _axes_of(self, pattern: Any, layout: Any, names: Sequence[str]) -> tuple[str | None, ...]:
@@ -160,6 +173,45 @@ class LayoutRules:
         names = tuple(axes_of_devices)
         device_axes = None if not names else names[0] if len(names) == 1 else names
         return spec_of_axes([device_axes if axis == "model" else axis for axis in axes])
+
+    def dim_of_product(
+        self,
+        block: str,
+        name: str,
+        equation: str,
+        kernel: Sequence[int],
+        bias: Sequence[int] | None,
+    ) -> int | None:
+        """Returns the dim that devices divide of the kernel of a layer, or of its bias, if any.
+
+        Args:
+            block: Path of the block to which the layer belongs.
+            name: Name of the layer.
+            equation: The product with the kernel that it computes, as `"ab,bc->ac"`.
+            kernel: Shape of the kernel.
+            bias: Shape of the bias; None for the dim of the kernel.
+        """
+        operands, result = equation.replace(" ", "").split("->")
+        taken, letters = operands.split(",")
+        sizes = dict(zip(letters, kernel, strict=False))
+        outer = [letter for letter in result if letter in sizes and letter not in taken]
+        inner = [letter for letter in letters if letter not in result]
+        if not outer or not inner:
+            return None
+        # First heads tell, then sizes, and then names.
+        to, of = (tuple([sizes[letter] for letter in side]) for side in (outer, inner))
+        making, taking = ((len(side), math.prod(side)) for side in (to, of))
+        makes = making > taking
+        if making == taking:
+            makes = bool(_MAKES.search(name))
+            if makes == bool(_TAKES.search(name)):
+                return None
+        if bias is None:
+            self._sizes[block].update([to] if makes else [])
+            takes = not makes and of in self._sizes[block]
+            return letters.index(outer[0]) if makes else letters.index(inner[0]) if takes else None
+        place = result.index(outer[0]) - len(result) + len(bias)
+        return place if makes and place >= 0 else None
 
     @property
     def is_settled(self) -> bool:
