@@ -20,7 +20,13 @@ from distributary.checkpoint._leaves import RemoteStore, SavedVariable
 from distributary.checkpoint._manager import CheckpointManager, keep_programs, remove_programs
 from distributary.checkpoint._preemption import PreemptionCheckpointHandler, TerminationConfig
 from distributary.checkpoint._save_locks import hold, release
-from distributary.checkpoint._whole_files import complete_file, is_damaged, is_sealed, seal
+from distributary.checkpoint._whole_files import (
+    complete_file,
+    is_damaged,
+    is_sealed,
+    seal,
+    write_once,
+)
 
 __all__ = [  # for users
     "Checkpoint",

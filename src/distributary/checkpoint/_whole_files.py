@@ -1,4 +1,4 @@
-"""Single files of other formats that appear complete, and can end with a checksum.
+"""Single files of other formats: complete, written by one worker, perhaps with a checksum.
 
 Formats such as HDF5 ignore what follows their content.
 """
@@ -7,16 +7,20 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 
-from distributary.errors import CheckpointError
+from distributary.devices import job_programs
+from distributary.errors import CheckpointError, ClusterError
+from distributary.job import consensus
 
 _SEAL = b"\ndistributary crc32c %08x"
 _PIECE_BYTES = 4 << 20
+_WAIT_SECONDS = 600.0
 
 
 @contextmanager
@@ -61,6 +65,50 @@ def _is_running(process: int) -> bool:
     except OSError as error:  # also if the process belongs to another user
         return not isinstance(error, ProcessLookupError)
     return True
+
+
+def write_once(path: str, place: str, write: Callable[[], None]) -> None:
+    """Calls `write` on the first worker of a job, and on those that write to another place.
+
+    All of them call this, or the first one alone. There is no collective, so it waits for
+    nobody.
+
+    Args:
+        path: Path of the file, as the user has given it.
+        place: The same for all workers that mean the same file.
+        write: Writes the file.
+
+    Raises:
+        ClusterError: on another worker, if the first one writes nothing in time.
+        OSError: on another worker with the same place, if the first one cannot write.
+    """
+    job = consensus()
+    assert job is not None
+    # The first worker may save files that the others do not. So they ask for files of this
+    # position.
+    position = job_programs.position
+    topic = f"file {job.count(f'files at {position}')} saved at place {position}"
+    if job.number == 0:
+        result: dict[str, Any] = {"path": place, "error": None}
+        try:
+            write()
+        except BaseException as error:
+            result["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            job.send_to_all(topic, result)
+        return
+    try:
+        result = job.receive(topic, _WAIT_SECONDS)
+    except TimeoutError as error:
+        raise ClusterError(
+            f"Saving {path!r}: worker 0 has not saved anything within {_WAIT_SECONDS:g} s."
+            " Call save on all workers, or on the first one alone."
+        ) from error
+    if result["path"] != place:
+        write()
+    elif result["error"] is not None:
+        raise OSError(f"Worker 0 could not save {path!r}: {result['error']}")
 
 
 def seal(path: Path) -> None:

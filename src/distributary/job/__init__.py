@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from distributary.job._copies import check_same_data, copies, fingerprint
     from distributary.job._programs import compiled_once, share_compilation
     from distributary.job._rendezvous import package_versions
+    from distributary.job._turns import Turn, in_turn
 else:  # imported on first use: the launcher talks on channels without JAX
     __getattr__ = late_names(
         __name__,
@@ -37,5 +38,6 @@ else:  # imported on first use: the launcher talks on channels without JAX
             "_agreed_steps": "AgreedSteps Coworkers Ready signature spec_of",
             "_copies": "check_same_data copies fingerprint",
             "_rendezvous": "package_versions",
+            "_turns": "Turn in_turn",
         },
     )

@@ -42,7 +42,7 @@ from distributary.keras_bridge._keras_private import (
 )
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._saving import by_itself, take_over
-from distributary.keras_bridge._turns import in_turn
+from distributary.keras_bridge._turns import take_turn
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _backup(callback: Any, original: Callable[[Any], None]) -> None:
         with by_itself(strategy):
             _write_backup(callback, progress)
 
-    in_turn(0, model, strategy, write)
+    take_turn(0, model, strategy, write)
 
 
 def back_up_due() -> None:
@@ -175,7 +175,7 @@ def _restore(callback: Any, original: Callable[[Any], None]) -> None:
 
     sync_state(model)
     try:
-        in_turn(0, model, strategy, read)
+        take_turn(0, model, strategy, read)
     except OSError as error:
         if strategy.extended.num_workers == 1:
             raise

@@ -14,23 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from distributary.checkpoint import complete_file, not_of_keras
+from distributary.checkpoint import complete_file, not_of_keras, write_once
 from distributary.context import default_mode, entered, get_strategy, has_strategy
 from distributary.devices import job_programs, progress
-from distributary.errors import CheckpointError, ClusterError
+from distributary.errors import CheckpointError
 from distributary.job import consensus
 from distributary.keras_bridge._keras_private import file_utils, sync_state
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._replica import refuse_in_step
 from distributary.keras_bridge._turns import (
-    in_turn,
     is_in_parts_of_workers,
     loading_together,
     saved_variables,
+    take_turn,
 )
 from distributary.keras_bridge._variables import keeps_on_servers
-
-_WAIT_SECONDS = 600.0
 
 
 def save(
@@ -76,7 +74,7 @@ def load_weights(original: Callable[..., Any], model: Any, *args: Any, **kwargs:
         raise CheckpointError(f"{model.name}.load_weights cannot read {path}: {other}")
     sync_state(model)
     try:
-        in_turn(0, model, strategy, load)
+        take_turn(0, model, strategy, load)
     finally:  # before an error, the first worker may have assigned some
         take_over(model, strategy)
     return None
@@ -135,41 +133,16 @@ def take_over(model: Any, strategy: Any) -> None:
 
 def _once(model: Any, strategy: Any, path: str, write: Callable[[], None]) -> None:
     """Calls `write` on the first worker, and on those that have another path."""
-    extended = strategy.extended
-    if extended.num_workers == 1:
+    if strategy.extended.num_workers == 1:
         write()
+        return
+    place = path if file_utils.is_remote_path(path) else os.path.abspath(path)
+    if not any(map(is_in_parts_of_workers, saved_variables(model))):
+        write_once(path, place, write)
         return
     job = consensus()
     assert job is not None
-    place = path if file_utils.is_remote_path(path) else os.path.abspath(path)
-    if any(map(is_in_parts_of_workers, saved_variables(model))):
-        paths = job.agree(f"saving {model.name}", lambda: place)
-        for worker, worker_path in enumerate(paths):
-            if worker == 0 or worker_path != paths[0]:
-                in_turn(worker, model, strategy, write)
-        return
-    # The first worker may save files that the others do not. So they ask for files of this
-    # position.
-    position = job_programs.position
-    topic = f"file {job.count(f'files at {position}')} saved at place {position}"
-    if extended.worker_number == 0:
-        result: dict[str, Any] = {"path": place, "error": None}
-        try:
-            write()
-        except BaseException as error:
-            result["error"] = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            job.send_to_all(topic, result)
-        return
-    try:
-        result = job.receive(topic, _WAIT_SECONDS)
-    except TimeoutError as error:
-        raise ClusterError(
-            f"Saving {path!r}: worker 0 has not saved anything within {_WAIT_SECONDS:g} s."
-            " Call save on all workers, or on the first one alone."
-        ) from error
-    if result["path"] != place:
-        write()
-    elif result["error"] is not None:
-        raise OSError(f"Worker 0 could not save {path!r}: {result['error']}")
+    paths = job.agree(f"saving {model.name}", lambda: place)
+    for worker, worker_path in enumerate(paths):
+        if worker == 0 or worker_path != paths[0]:
+            take_turn(worker, model, strategy, write)

@@ -5,7 +5,6 @@ hold the whole model. So the worker whose turn it is says which variable it is a
 assign, and the others do that with it.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,9 +18,9 @@ import numpy as np
 from distributary._threads import bound
 from distributary.devices import fetch_whole, is_divided, job_programs, put_sharded
 from distributary.errors import InvalidValueError
-from distributary.job import consensus
+from distributary.job import Turn, consensus, in_turn
 
-_READ, _ASSIGN, _END = "read", "assign", "end"
+_READ, _ASSIGN = "read", "assign"
 
 
 def saved_variables(model: Any) -> list[Any]:
@@ -59,22 +58,18 @@ def is_in_parts_of_workers(variable: Any) -> bool:
 
 @final
 @dataclass(frozen=True)
-class _Turn:
-    """What one worker does with variables in parts.
+class _Access:
+    """The access of the worker whose turn it is to variables in parts.
 
     Args:
+        turn: Its turn.
         variables: The variables, in the same order on all workers.
         extended: The `extended` of their strategy.
-        place: Name of what the worker does, for people.
     """
 
+    turn: Turn
     variables: list[Any]
     extended: Any
-    place: str
-
-    def say(self, what: str, detail: object) -> None:
-        """Tells the others what this worker does next, or how its turn has ended."""
-        self._meet(json.dumps([what, detail]).encode())
 
     def say_of(self, what: str, variable: Any) -> None:
         """Tells the others what this worker does next with a variable.
@@ -86,39 +81,19 @@ class _Turn:
         number = next(numbers, None)
         if number is None:
             raise InvalidValueError(
-                f"{self.place}: {variable.path!r} is in parts on several workers, and belongs to no"
-                " attribute of the model that Keras saves. Make it a variable of a layer, or save"
-                " it with dist.checkpoint."
+                f"{self.turn.place}: {variable.path!r} is in parts on several workers, and belongs"
+                " to no attribute of the model that Keras saves. Make it a variable of a layer, or"
+                " save it with dist.checkpoint."
             )
-        self.say(what, number)
-
-    def follow(self, worker: int) -> Any:
-        """Does what a worker says until its turn ends; returns its error as texts, or None."""
-        while True:
-            what, detail = json.loads(self._meet(b"")[worker])
-            if what == _END:
-                return detail
-            variable = self.variables[detail]
-            if what == _READ:
-                fetch_whole(variable._value, variable.shape)
-            else:
-                zeros = np.zeros(variable.shape, jnp.dtype(variable._dtype))
-                value = _of_chief(self.extended, variable, zeros)
-                variable._value = put_sharded(value, variable._layout)
-                variable._shared = False
-
-    def _meet(self, message: bytes) -> list[bytes]:
-        job = consensus()
-        assert job is not None
-        return job.exchange(self.place, message)
+        self.turn.say(what, number)
 
 
-_turn: ContextVar[_Turn | None] = ContextVar("turn of this worker", default=None)
+_access: ContextVar[_Access | None] = ContextVar("turn of this worker", default=None)
 # The `extended` of the strategy whose workers load a model together.
 _loading: ContextVar[Any] = ContextVar("workers load a model together", default=None)
 
 
-def in_turn(worker: int, model: Any, strategy: Any, act: Callable[[], None]) -> None:
+def take_turn(worker: int, model: Any, strategy: Any, act: Callable[[], None]) -> None:
     """Runs `act` on one worker, which may read and assign the model's variables in parts.
 
     All workers call this. Only the first worker may assign.
@@ -127,29 +102,29 @@ def in_turn(worker: int, model: Any, strategy: Any, act: Callable[[], None]) -> 
         OSError: on the other workers, if `act` raises one.
         InvalidValueError: on the other workers, if `act` raises another error.
     """
-    if strategy.extended.num_workers == 1:
+    extended = strategy.extended
+    if extended.num_workers == 1:
         act()
         return
     name = getattr(model, "name", type(model).__name__)
-    in_parts = list(filter(is_in_parts_of_workers, saved_variables(model)))
-    turn = _Turn(in_parts, strategy.extended, f"saving or loading {name}")
-    with job_programs.alone():
-        if strategy.extended.worker_number != worker:
-            problem = turn.follow(worker)
-            if problem is not None:
-                is_of_files, text = problem
-                error = OSError if is_of_files else InvalidValueError
-                raise error(f"Worker {worker} could not save or load {name}: {text}")
+    variables = list(filter(is_in_parts_of_workers, saved_variables(model)))
+
+    def act_on(turn: Turn) -> None:
+        with bound(_access, _Access(turn, variables, extended)):
+            act()
+
+    def take_part(what: str, number: int) -> None:
+        variable = variables[number]
+        if what == _READ:
+            fetch_whole(variable._value, variable.shape)
             return
-        ended = None
-        try:
-            with bound(_turn, turn):
-                act()
-        except BaseException as raised:
-            ended = [isinstance(raised, OSError), f"{type(raised).__name__}: {raised}"]
-            raise
-        finally:
-            turn.say(_END, ended)
+        zeros = np.zeros(variable.shape, jnp.dtype(variable._dtype))
+        variable._value = put_sharded(_of_chief(extended, variable, zeros), variable._layout)
+        variable._shared = False
+
+    problem = in_turn(worker, f"saving or loading {name}", act_on, take_part)
+    if problem is not None:
+        raise type(problem)(f"Worker {worker} could not save or load {name}: {problem}")
 
 
 @contextmanager
@@ -161,17 +136,17 @@ def loading_together(strategy: Any) -> Iterator[None]:
 
 def before_read(variable: Any) -> None:
     """Lets the other workers take part in reading a variable in parts, if they wait for that."""
-    turn = _turn.get()
-    if turn is not None:
-        turn.say_of(_READ, variable)
+    access = _access.get()
+    if access is not None:
+        access.say_of(_READ, variable)
 
 
 def before_assign(variable: Any, value: Any) -> Any:
     """Returns the value to assign to a variable in parts: that of the first worker, if all load."""
-    turn, loading = _turn.get(), _loading.get()
-    if turn is not None:
-        turn.say_of(_ASSIGN, variable)
-        return _of_chief(turn.extended, variable, value)
+    access, loading = _access.get(), _loading.get()
+    if access is not None:
+        access.say_of(_ASSIGN, variable)
+        return _of_chief(access.extended, variable, value)
     if loading is None:
         return value
     job = consensus()
