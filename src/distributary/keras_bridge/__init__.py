@@ -55,9 +55,9 @@ def connect() -> bool:
 @functools.cache
 def _modules_with_keras() -> Any:
     """Returns the modules of this package that import Keras."""
-    from distributary.keras_bridge import _custom_loops, _hooks, _models, _state
+    from distributary.keras_bridge import _custom_loops, _hooks, _models, _saving
 
-    return types.SimpleNamespace(loops=_custom_loops, hooks=_hooks, models=_models, state=_state)
+    return types.SimpleNamespace(loops=_custom_loops, hooks=_hooks, models=_models, saving=_saving)
 
 
 def import_keras() -> Any:
@@ -159,13 +159,13 @@ class _Keras(Library):
         return _modules_with_keras().loops.resolve(value) if _uses_jax() else None
 
     def parts(self, value: object) -> Mapping[str, Any] | None:
-        return _modules_with_keras().state.parts_of(value) if _uses_jax() else None
+        return _modules_with_keras().saving.parts_of(value) if _uses_jax() else None
 
     def is_unbuilt(self, value: object) -> bool:
-        return _uses_jax() and _modules_with_keras().state.waits(value) and connect()
+        return _uses_jax() and _modules_with_keras().saving.waits(value) and connect()
 
     def build(self, value: object, others: Iterable[Any]) -> bool:
-        return _uses_jax() and _modules_with_keras().state.build_optimizer(value, others)
+        return _uses_jax() and _modules_with_keras().saving.build_optimizer(value, others)
 
 
 register(_Keras())

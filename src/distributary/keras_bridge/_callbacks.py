@@ -1,27 +1,391 @@
-"""Makes callbacks free in steps that none of them observes; only the first worker reports."""
+"""Callbacks: free in steps that none of them observes; only the first worker reports and backs up.
 
+`BackupAndRestore` writes one file from which all workers go on in the middle of an epoch. Weights
+and progress are in one file, so that they match even after a kill. The file ends with a checksum,
+which HDF5 ignores.
+"""
+
+import dataclasses
 import functools
+import inspect
 import itertools
-from collections.abc import Callable
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, final
 
+import h5py  # type: ignore[import-untyped]
 import jax
 import keras
+import numpy as np
 
+from distributary.checkpoint import (
+    complete_file,
+    hold,
+    is_damaged,
+    is_sealed,
+    keep_programs,
+    release,
+    remove_programs,
+    seal,
+)
 from distributary.context import get_strategy
 from distributary.devices import Fit, JobEvent, job_programs, progress
-from distributary.errors import InvalidTypeError, shown
+from distributary.errors import CheckpointError, InvalidTypeError, InvalidValueError, shown
 from distributary.job import consensus, copies
-from distributary.keras_bridge._backup import (
-    back_up_due,
-    distribute,
-    ending,
-    is_backup,
-    resume_metrics,
+from distributary.keras_bridge._data import Position, current_call
+from distributary.keras_bridge._keras_private import (
+    file_utils,
+    find,
+    saving_api,
+    saving_lib,
+    sync_state,
 )
-from distributary.keras_bridge._data import current_call
 from distributary.keras_bridge._models import strategy_of
+from distributary.keras_bridge._saving import by_itself, take_over
 from distributary.keras_bridge._summaries import Summaries, has_tensorflow
+from distributary.keras_bridge._turns import take_turn
+
+# Backups
+
+
+_log = logging.getLogger(__name__)
+
+# Datasets of the weights file: how far training is, and the state of the other callbacks.
+_PROGRESS = "distributary_progress"
+_CALLBACKS = "distributary_callbacks"
+# The attributes with the state of Keras' callbacks, which Keras does not save.
+_STATES = (
+    (keras.callbacks.EarlyStopping, ("best", "wait", "best_epoch", "best_weights")),
+    (keras.callbacks.ReduceLROnPlateau, ("best", "wait", "cooldown_counter")),
+    (keras.callbacks.ModelCheckpoint, ("best",)),
+    (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",)),
+)
+_LOCK = "latest"
+
+
+def distribute(callback: keras.callbacks.BackupAndRestore) -> None:
+    """Makes the first worker write backups, and all workers continue from them."""
+    for name, function in (("_save_model", _backup), ("_load_model", _restore)):
+        original = vars(find("keras.callbacks.BackupAndRestore", name))[name]
+        setattr(callback, name, functools.partial(function, callback, original))
+    if not file_utils.is_remote_path(callback.backup_dir):
+        keep_programs(Path(callback.backup_dir).absolute())
+
+
+def _backup(callback: Any, original: Callable[[Any], None]) -> None:
+    """Makes the first worker write a backup, which includes the state of the random numbers."""
+    model = callback.model
+    strategy = strategy_of(model)
+    if strategy is None or file_utils.is_remote_path(callback.backup_dir):
+        original(callback)
+        return
+    call = current_call.get()
+    assert call is not None
+    steps = 0
+    in_epoch = callback._current_epoch == call.epoch
+    if in_epoch and call.order_is_known and strategy.extended.remote_steps is None:
+        steps = callback._last_batch_seen + 1
+        if call.is_last_step(steps, callback.params.get("steps")):
+            call.due.append(callback)  # Keras cannot go on with an epoch without a step
+            return
+    sync_state(model)
+    progress = {
+        "epoch": callback._current_epoch,
+        "steps": callback.params.get("steps"),
+        "batch_size": getattr(call.data, "batch_size", None),
+        "position": dataclasses.asdict(call.position(steps)),
+        "metrics": [np.asarray(v).tolist() for v in model.metrics_variables if steps],
+    }
+
+    def write() -> None:
+        with by_itself(strategy):
+            _write_backup(callback, progress)
+
+    take_turn(0, model, strategy, write)
+
+
+def back_up_due() -> None:
+    """Writes the backups that have waited for the end of an epoch."""
+    call = current_call.get()
+    while call is not None and call.due:
+        call.due.pop()._save_model()
+
+
+def _write_backup(callback: Any, progress: dict[str, Any]) -> None:
+    model = callback.model
+    _take_folder(callback)
+    if callback.double_checkpoint and os.path.exists(callback._weights_path):
+        file_utils.copy(callback._weights_path, callback._prev_weights_path)
+        file_utils.copy(callback._training_metadata_path, callback._prev_training_metadata_path)
+    seeds = [np.asarray(state.value).tolist() for state in _seed_states(model)]
+    described = json.dumps({**progress, "model_seeds": seeds}).encode()
+    with complete_file(Path(callback._weights_path)) as path:
+        inspect.unwrap(saving_lib.save_weights_only)(model, str(path))
+        with h5py.File(path, "r+") as file:
+            file[_PROGRESS] = np.frombuffer(described, np.uint8)
+            file[_CALLBACKS] = np.frombuffer(_packed_callbacks(), np.uint8)
+        seal(path)
+    of_keras = {"epoch": callback._current_epoch, "batch": callback._last_batch_seen}
+    with complete_file(Path(callback._training_metadata_path)) as path:
+        path.write_text(json.dumps(of_keras))  # for Keras without a strategy
+
+
+def _take_folder(callback: Any) -> None:
+    """Checks that the folder belongs to this job, and that nothing else uses its file names.
+
+    Raises:
+        InvalidValueError: if not. Keras would take an OSError for a damaged backup, and replace it.
+    """
+    weights, metadata = Path(callback._weights_path), Path(callback._training_metadata_path)
+    try:
+        hold(Path(callback.backup_dir), _LOCK, is_series=True)
+    except CheckpointError as error:
+        raise InvalidValueError(f"BackupAndRestore: {error}") from None
+    foreign = None
+    if not is_sealed(weights):  # or Keras has made it without a strategy
+        if metadata.exists():
+            try:
+                int(json.loads(metadata.read_bytes())["epoch"])
+            except (OSError, ValueError, KeyError, TypeError):
+                foreign = metadata
+        elif weights.exists():
+            foreign = weights
+    if foreign is not None:
+        raise InvalidValueError(
+            f"BackupAndRestore: {foreign} is there already, and is not from a backup. Move it"
+            " away, or choose another backup_dir."
+        )
+
+
+def _restore(callback: Any, original: Callable[[Any], None]) -> None:
+    """Makes all workers continue training from the first worker's backup."""
+    model = callback.model
+    strategy = strategy_of(model)
+    if strategy is None:
+        original(callback)
+        return
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    found: list[bytes] = []
+
+    def read() -> None:
+        with by_itself(strategy):
+            try:
+                found.extend(_read_backup(callback))
+            except OSError:  # as Keras does, which would do it on every worker
+                if not _take_previous(callback):
+                    raise
+                found.extend(_read_backup(callback))
+
+    sync_state(model)
+    try:
+        take_turn(0, model, strategy, read)
+    except OSError as error:
+        if strategy.extended.num_workers == 1:
+            raise
+        raise InvalidValueError(f"BackupAndRestore: {error}") from error
+    from_chief = strategy.extended.from_chief
+    (sizes,) = from_chief(
+        [np.array([len(part) for part in found] or [0, 0])], "the sizes of the backup"
+    )
+    if not sizes[0]:
+        return
+    take_over(model, strategy)
+    parts = [np.frombuffer(part, np.uint8) for part in found or map(bytes, map(int, sizes))]
+    described, packed = (part.tobytes() for part in from_chief(parts, "the progress of training"))
+    _go_on(callback, json.loads(described))
+    _unpack_callbacks(packed)
+
+
+def _go_on(callback: Any, progress: dict[str, Any]) -> None:
+    """Lets training go on from there."""
+    model, call = callback.model, current_call.get()
+    callback._current_epoch = model._initial_epoch = epoch = progress["epoch"]
+    if call is None or "position" not in progress:  # Keras made it without a strategy
+        return
+    for generator, state in zip(_seed_states(model), progress["model_seeds"], strict=True):
+        generator.assign(np.array(state, generator.dtype))
+    position = Position(**progress["position"])
+    was, steps = progress["steps"], callback.params.get("steps")
+    size = getattr(call.data, "batch_size", None)
+    has_other_size = progress["batch_size"] != size
+    if (position.steps and was != steps) or (position.batches and has_other_size):
+        _log.warning(
+            "BackupAndRestore: the backup was made after %s of %s steps of epoch %s, with"
+            " batch_size %s, and an epoch has %s with %s now. So that epoch begins anew, and uses"
+            " its first examples again.",
+            *(position.steps, was, epoch + 1, progress["batch_size"], steps, size),
+        )
+        batches = 0 if has_other_size else position.batches - position.steps
+        position = dataclasses.replace(position, steps=0, batches=batches)
+    elif position.steps:
+        call.metrics = progress["metrics"]
+        callback._last_batch_seen = position.steps - 1
+    call.go_to(position)
+
+
+def resume_metrics(model: Any) -> None:
+    """Gives the metrics of an epoch that goes on the values that they had there."""
+    call = current_call.get()
+    if call is None or not call.metrics:
+        return
+    values, call.metrics = call.metrics, []
+    variables = model.metrics_variables
+    if [np.shape(value) for value in values] != [tuple(v.shape) for v in variables]:
+        _log.warning(
+            "BackupAndRestore: the backup was made with other metrics. Those of this epoch are the"
+            " ones of its remaining steps."
+        )
+        return
+    with job_programs.alone():  # the values are the same on all workers
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(np.array(value, variable.dtype))
+
+
+def _take_previous(callback: Any) -> bool:
+    """Replaces a backup by the one before it; returns False if there is none."""
+    if not file_utils.exists(callback._prev_weights_path):
+        return False
+    file_utils.copy(callback._prev_weights_path, callback._weights_path)
+    if file_utils.exists(callback._prev_training_metadata_path):
+        file_utils.copy(callback._prev_training_metadata_path, callback._training_metadata_path)
+    elif file_utils.exists(callback._training_metadata_path):
+        file_utils.remove(callback._training_metadata_path)
+    return True
+
+
+def _read_backup(callback: Any) -> tuple[bytes, bytes]:
+    """Loads weights.
+
+    Returns:
+        The progress of training, as JSON, and the state of the callbacks. Empty without a backup.
+    """
+    path = callback._weights_path
+    is_local = not file_utils.is_remote_path(path)
+    if is_local:
+        _take_folder(callback)
+    if not file_utils.exists(path):
+        return b"", b""
+    if is_local and is_damaged(Path(path)):
+        raise CheckpointError(
+            f"BackupAndRestore: {path} is damaged: its checksum is not right. Remove it to begin"
+            " anew; double_checkpoint=True keeps the backup before."
+        )
+    inspect.unwrap(saving_api.load_weights)(callback.model, path)
+    if is_local:
+        with h5py.File(path, "r") as file:
+            if _PROGRESS in file:
+                return file[_PROGRESS][:].tobytes(), file[_CALLBACKS][:].tobytes()
+    # Keras made it without a strategy.
+    if not file_utils.exists(callback._training_metadata_path):
+        return b'{"epoch": 0}', b""
+    with file_utils.File(callback._training_metadata_path, "r") as file:
+        return json.dumps({"epoch": int(json.loads(file.read())["epoch"])}).encode(), b""
+
+
+def _callbacks() -> list[tuple[Any, list[str]]]:
+    """Returns the other callbacks of this call with a state, and the attributes that have it."""
+    call = current_call.get()
+    states = []
+    for callback in call.callbacks if call else ():
+        names = [name for cls, names in _STATES if isinstance(callback, cls) for name in names]
+        states.append((callback, [name for name in names if hasattr(callback, name)]))
+    return [(callback, names) for callback, names in states if names]
+
+
+def _packed_callbacks() -> bytes:
+    """Returns the state of the other callbacks: a line of JSON, and the bytes of its arrays."""
+    states, data = [], []
+    for callback, names in _callbacks():
+        state: dict[str, Any] = {}
+        for name in names:
+            value = state[name] = getattr(callback, name)
+            if isinstance(value, list):
+                arrays = [np.asarray(one) for one in value]
+                state[name] = [[array.dtype.name, array.shape] for array in arrays]
+                data += [array.tobytes() for array in arrays]
+        states.append([type(callback).__name__, state])
+    return b"".join([json.dumps(states, default=float).encode(), b"\n", *data])
+
+
+def _unpack_callbacks(packed: bytes) -> None:
+    """Gives the other callbacks the state that `_packed_callbacks` has returned."""
+    line, _, data = packed.partition(b"\n")
+    states, callbacks, start = json.loads(line or b"[]"), _callbacks(), 0
+    names = [name for name, _ in states]
+    callback_names = [type(callback).__name__ for callback, _ in callbacks]
+    if names != callback_names:
+        _log.warning(
+            "BackupAndRestore: the backup was made with %s, and this call has %s. So these"
+            " callbacks begin anew, and forget what they have counted and the best they have seen.",
+            ", ".join(names) or "no callbacks that have a state",
+            ", ".join(callback_names) or "none of them",
+        )
+        return
+    for (callback, _), (_, state) in zip(callbacks, states, strict=True):
+        for name, value in state.items():
+            if isinstance(value, list):
+                arrays = []
+                for dtype, shape in value:
+                    arrays.append(np.ndarray(shape, dtype, data, start).copy())
+                    start += arrays[-1].nbytes
+                value = arrays
+            setattr(callback, name, value)
+
+
+def _seed_states(model: Any) -> list[Any]:
+    layers = model._flatten_layers()
+    return [generator.state for layer in layers for generator in layer._seed_generators]
+
+
+@contextmanager
+def ending(callbacks: Sequence[Any]) -> Iterator[None]:
+    """Runs the end of training; then the first worker removes its backups, and no other file."""
+    backups = [
+        (callback, callback.delete_checkpoint)
+        for callback in callbacks
+        if is_backup(callback) and not file_utils.is_remote_path(callback.backup_dir)
+    ]
+    for callback, _ in backups:
+        callback.delete_checkpoint = False  # Keras would remove the whole folder
+    try:
+        yield
+    finally:
+        for callback, deletes in backups:
+            callback.delete_checkpoint = deletes
+    for callback, deletes in backups:
+        if deletes:
+            remove_programs(Path(callback.backup_dir).absolute())
+        if get_strategy().extended.worker_number == 0:
+            _end_backup(callback, deletes)
+
+
+def is_backup(callback: object) -> bool:
+    """Returns whether a callback backs up the progress of training."""
+    return isinstance(callback, keras.callbacks.BackupAndRestore)
+
+
+def _end_backup(callback: Any, deletes: bool) -> None:
+    for path in (
+        callback._weights_path,
+        callback._prev_weights_path,
+        callback._training_metadata_path,
+        callback._prev_training_metadata_path,
+    ):
+        if deletes:
+            Path(path).unlink(missing_ok=True)
+    release(Path(callback.backup_dir), _LOCK)
+    if deletes:
+        with suppress(OSError):  # the folder has other files
+            os.rmdir(callback.backup_dir)
+
+
+# The list of callbacks
+
 
 # These write or send data of the whole job, not of a single worker. So do those of other packages,
 # which are not imported here.

@@ -15,18 +15,7 @@ from typing import Any
 import keras
 
 from distributary.devices import warn_of_untested
-from distributary.keras_bridge import (
-    _callbacks,
-    _data,
-    _gradient_sums,
-    _layers,
-    _losses,
-    _models,
-    _saving,
-    _state,
-    _text,
-    _variables,
-)
+from distributary.keras_bridge import _callbacks, _data, _models, _replica_view, _saving, _variables
 from distributary.keras_bridge._keras_private import find
 from distributary.keras_bridge._step_function import PARTS
 
@@ -40,14 +29,14 @@ HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("keras.src.backend.common.variables.Variable", "value", _variables.value),
     ("keras.StatelessScope", "add_update", _variables.add_update),
     # State of a checkpoint can wait for objects that are not built yet.
-    ("keras.Operation", "_post_build", _state.post_build),
+    ("keras.Operation", "_post_build", _saving.post_build),
     # Models train under their strategy, see also `METHODS`.
     ("BaseTrainer", "compile", _models.compile_),  # Keras looks whether a class overrides it
     ("keras.src.trainers.epoch_iterator.EpochIterator", "__iter__", _models.begin_epoch),
     ("keras.src.trainers.data_adapters", "get_data_adapter", _data.get_data_adapter),
     # Functional models of text compute on the host.
-    (_text.FUNCTIONAL, "_convert_inputs_to_tensors", _text.convert_inputs),
-    (_text.FUNCTIONAL, "_adjust_input_rank", _text.adjust_input_rank),
+    (_data.FUNCTIONAL, "_convert_inputs_to_tensors", _data.convert_inputs),
+    (_data.FUNCTIONAL, "_adjust_input_rank", _data.adjust_input_rank),
     # Files.
     ("keras.src.saving.saving_lib", "save_model", _saving.save),
     ("keras.src.saving.saving_lib", "save_weights_only", _saving.save),
@@ -56,17 +45,17 @@ HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("keras.src.saving.saving_lib", "_load_state", _saving.load_state),
     ("keras.src.legacy.saving.legacy_h5_format", "load_model_from_hdf5", _saving.load_model),
     # In `Strategy.run`, turn numbers of one replica into those of the whole batch.
-    ("keras.Loss", "__call__", _losses.call),
-    ("keras.src.losses.loss", "reduce_weighted_values", _losses.reduce_weighted_values),
-    ("BaseTrainer", "_aggregate_additional_loss", _losses.aggregate_additional_loss),
+    ("keras.Loss", "__call__", _replica_view.call_loss),
+    ("keras.src.losses.loss", "reduce_weighted_values", _replica_view.reduce_weighted_values),
+    ("BaseTrainer", "_aggregate_additional_loss", _replica_view.aggregate_additional_loss),
     ("BaseOptimizer", "add_variable", _variables.add_variable),
-    ("BaseOptimizer", "apply", _gradient_sums.combining),
-    ("keras.optimizers.LossScaleOptimizer", "stateless_apply", _gradient_sums.combining),
-    ("keras.optimizers.LossScaleOptimizer", "apply", _gradient_sums.combining),
-    ("keras.random.SeedGenerator", "next", _layers.next_seed),
-    ("keras.layers.BatchNormalization", "__init__", _layers.batch_normalization_init),
-    ("keras.layers.BatchNormalization", "_moments", _layers.batch_normalization_moments),
-    ("keras.layers.BatchNormalization", "call", _layers.batch_normalization_call),
+    ("BaseOptimizer", "apply", _replica_view.combining),
+    ("keras.optimizers.LossScaleOptimizer", "stateless_apply", _replica_view.combining),
+    ("keras.optimizers.LossScaleOptimizer", "apply", _replica_view.combining),
+    ("keras.random.SeedGenerator", "next", _replica_view.next_seed),
+    ("keras.layers.BatchNormalization", "__init__", _replica_view.batch_normalization_init),
+    ("keras.layers.BatchNormalization", "_moments", _replica_view.batch_normalization_moments),
+    ("keras.layers.BatchNormalization", "call", _replica_view.batch_normalization_call),
 )
 #: Methods of one more base class of `keras.Model`, before the others; each calls that of a class.
 METHODS: tuple[tuple[str, str, Callable[..., Any]], ...] = (

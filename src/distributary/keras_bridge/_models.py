@@ -29,6 +29,7 @@ from distributary.errors import (
     user_stacklevel,
 )
 from distributary.keras_bridge import _keras_private as keras_private
+from distributary.keras_bridge._custom_loops import refuse_in_step
 from distributary.keras_bridge._data import (
     Call,
     DatasetAdapter,
@@ -38,8 +39,7 @@ from distributary.keras_bridge._data import (
     current_call,
     explained_by_data,
 )
-from distributary.keras_bridge._losses import warn_of_labels
-from distributary.keras_bridge._replica import refuse_in_step
+from distributary.keras_bridge._replica_view import warn_of_labels
 from distributary.keras_bridge._step_function import (
     PARTS,
     Kind,

@@ -7,21 +7,28 @@ model is loaded, all workers get the values of the first one, so the others do n
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
-from distributary.checkpoint import complete_file, not_of_keras, write_once
+from distributary.checkpoint import complete_file, not_of_keras, settle, write_once
 from distributary.context import default_mode, entered, get_strategy, has_strategy
 from distributary.devices import job_programs, progress
-from distributary.errors import CheckpointError
+from distributary.errors import CheckpointError, DistributaryError
 from distributary.job import consensus
-from distributary.keras_bridge._keras_private import file_utils, sync_state
+from distributary.keras_bridge._custom_loops import refuse_in_step
+from distributary.keras_bridge._keras_private import (
+    file_utils,
+    in_stateless_scope,
+    sync_state,
+    to_snake_case,
+)
 from distributary.keras_bridge._models import strategy_of
-from distributary.keras_bridge._replica import refuse_in_step
 from distributary.keras_bridge._turns import (
     is_in_parts_of_workers,
     loading_together,
@@ -146,3 +153,110 @@ def _once(model: Any, strategy: Any, path: str, write: Callable[[], None]) -> No
     for worker, worker_path in enumerate(paths):
         if worker == 0 or worker_path != paths[0]:
             take_turn(worker, model, strategy, write)
+
+
+# The state of Keras objects for checkpoints, under names that are the same in every process.
+
+
+def parts_of(value: object) -> dict[str, Any] | None:
+    """Returns the variables and parts of a Keras object by name; None for other objects.
+
+    Keras numbers objects over the whole process, as in `dense_7`. Here, they are numbered within
+    the object that contains them.
+    """
+    if isinstance(value, keras.optimizers.Optimizer):
+        return _of_optimizer(value)
+    if isinstance(value, keras.Layer):
+        return _of_layer(value)
+    if isinstance(value, keras.metrics.Metric):
+        return _numbered((_name(variable), variable) for variable in value.variables)
+    if isinstance(value, keras.random.SeedGenerator):
+        return {"state": value.state}
+    return None
+
+
+def build_optimizer(value: object, others: Iterable[Any]) -> bool:
+    """Builds an optimizer for the only model among the other objects of a checkpoint.
+
+    An optimizer gets its state in the first step, and a checkpoint is restored before that.
+    """
+    models = [other for other in others if isinstance(other, keras.Model) and other.built]
+    if not isinstance(value, keras.optimizers.Optimizer) or value.built or len(models) != 1:
+        return False
+    _build(value, models[0])
+    return True
+
+
+def _build(optimizer: Any, model: Any) -> None:
+    strategy = strategy_of(model)
+    with nullcontext() if strategy is None else strategy.scope():
+        optimizer.build(model.trainable_variables)
+
+
+def waits(value: object) -> bool:
+    """Returns whether a layer, model or optimizer is not built yet."""
+    return isinstance(value, (keras.Layer, keras.optimizers.Optimizer)) and not value.built
+
+
+def post_build(original: Callable[..., Any], self: Any) -> Any:
+    """Tells that a layer or model has been built."""
+    result = original(self)
+    try:
+        settle(self)
+    except DistributaryError:
+        # Keras goes on if its first, symbolic call fails: then the next call builds it again.
+        self.built = False
+        raise
+    return result
+
+
+def _of_layer(layer: Any) -> dict[str, Any]:
+    if isinstance(layer, keras.Model):
+        sync_state(layer)
+    variables = [*layer._trainable_variables, *layer._non_trainable_variables]
+    variables += [generator.state for generator in layer._seed_generators]
+    parts = [(_name(part), part) for part in (*variables, *layer._layers)]
+    optimizer = getattr(layer, "optimizer", None) if isinstance(layer, keras.Model) else None
+    if optimizer is not None:
+        if layer.built and not optimizer.built and not in_stateless_scope():
+            _build(optimizer, layer)
+        parts.append(("optimizer", optimizer))
+    return _numbered(parts)
+
+
+def _of_optimizer(optimizer: Any) -> dict[str, Any]:
+    """Names an optimizer's variables: `momentum.3` belongs to the fourth variable of the model."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    prefixes = {
+        f"{reference.path.replace('/', '_')}_": number
+        for number, reference in enumerate(inner._trainable_variables)
+    }
+    parts = []
+    for variable in optimizer.variables:
+        name = variable.name
+        starts = (name[: i + 1] for i in range(len(name) - 1, -1, -1) if name[i] == "_")
+        prefix = next((start for start in starts if start in prefixes), None)
+        if prefix is not None:
+            name = f"{name.removeprefix(prefix)}.{prefixes[prefix]}"
+        parts.append((name, variable))
+    return _numbered(parts)
+
+
+def _name(part: Any) -> str:
+    """Returns a part's name without the number that Keras gives it."""
+    kind = "variable" if isinstance(part, keras.Variable) else to_snake_case(type(part).__name__)
+    # `Bidirectional` names its layers after the name that it got for one of them.
+    numbered = re.fullmatch(rf"((?:forward_|backward_)?{re.escape(kind)})_\d+", part.name)
+    return numbered[1] if numbered else part.name
+
+
+def _numbered(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the parts by name; the second `dense` becomes `dense_1`."""
+    result: dict[str, Any] = {}
+    for name, part in parts:
+        unique, number = name, 0
+        while unique in result:
+            number += 1
+            unique = f"{name}_{number}"
+        result[unique] = part
+    return result

@@ -23,7 +23,7 @@ from distributary.devices import Loop, Nest, current_trial, latest_program, loca
 from distributary.engine import Programs, StepKind, global_batch, mode_of, several_steps
 from distributary.errors import TracedValueError
 from distributary.keras_bridge._custom_loops import assign_agreed
-from distributary.keras_bridge._losses import warn_of_labels
+from distributary.keras_bridge._replica_view import warn_of_labels
 from distributary.keras_bridge._variables import in_parts, keeps_on_servers, model_step
 from distributary.strategies import DatasetBatches, next_own, take_stacked
 from distributary.tracing import current_scope
