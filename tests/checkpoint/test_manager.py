@@ -95,6 +95,12 @@ def test_one_is_kept_every_n_hours(tmp_path, monkeypatch):
     assert _listed(tmp_path) == ["ckpt-1", "ckpt-3", "ckpt-5", "ckpt-6"]
     assert _names(manager) == ["ckpt-6"]
 
+    later = CheckpointManager(Checkpoint(a=1), tmp_path, 1, asynchronous=False)
+    later.restore_or_initialize()
+    later.save()
+
+    assert _listed(tmp_path) == ["ckpt-1", "ckpt-3", "ckpt-5", "ckpt-7"]  # for good
+
 
 def test_saving_waits_for_the_interval(tmp_path):
     step = dist.Variable(jnp.int32(3))

@@ -3,6 +3,7 @@
     ckpt-7/
     ├── checkpoint.json       names, shapes, dtypes; numbers, states of iterators; checksums
     ├── arrays.safetensors    arrays by name
+    ├── kept                  empty; of a checkpoint that a manager keeps for good
     ├── worker-0.safetensors  what worker 0 has of arrays in parts, written by it
     └── ps-0.safetensors      variables of parameter server 0, written by it. For an array that is
                               not in the first file, the index lists the parts that make it up
@@ -49,8 +50,9 @@ _log = logging.getLogger(__name__)
 _FORMAT = 3
 _INDEX = "checkpoint.json"
 _ARRAYS = "arrays.safetensors"
+_KEPT = "kept"
 #: The files of a checkpoint, and `token`, which exists while parameter servers write theirs.
-_OWN_FILE = re.compile(r"checkpoint\.json|(arrays|worker-\d+|ps-\d+)\.safetensors|token")
+_OWN_FILE = re.compile(r"checkpoint\.json|(arrays|worker-\d+|ps-\d+)\.safetensors|token|kept")
 _MARK = b'"written_by": "distributary"'  # at the beginning of these files
 _MARK_BYTES = 256
 _SEALED = re.compile(rb'(.*")([0-9a-f]{8})"\n\}', re.DOTALL)
@@ -377,6 +379,16 @@ def siblings(path: Path) -> list[tuple[Path, Saved]]:
     """Returns the complete checkpoints of the same name with any number, in order of saving."""
     name, number = name_and_number(path)
     return [] if number is None else numbered(path.parent, name)
+
+
+def keep(path: Path) -> None:
+    """Notes that a checkpoint is kept for good, also by later managers of the directory."""
+    (located(path) / _KEPT).touch()
+
+
+def is_kept(path: Path) -> bool:
+    """Returns whether `keep` has noted a checkpoint."""
+    return (located(path) / _KEPT).exists()
 
 
 def remove(path: Path) -> None:

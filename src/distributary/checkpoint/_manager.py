@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from distributary.checkpoint._checkpoint import Checkpoint
-from distributary.checkpoint._commit import numbered, remove
+from distributary.checkpoint._commit import is_kept, keep, numbered, remove
 from distributary.checkpoint._save_locks import agree, wait_for_writers
 from distributary.checkpoint._saving import Save
 from distributary.devices import progress
@@ -280,15 +280,18 @@ class CheckpointManager:
         if self._max_to_keep is None:
             return
         kept_at: int | None = None
+        hours = self._keep_every_n_hours
         for path, saved in numbered(self._directory, self._name)[: -self._max_to_keep]:
-            hours = self._keep_every_n_hours
-            if hours is not None and (
+            is_due = hours is not None and (
                 kept_at is None or saved.saved_at - kept_at >= hours * _NS_PER_HOUR
-            ):
-                kept_at = saved.saved_at
-                continue
+            )
             try:
-                remove(path)
+                if is_due:
+                    keep(path)
+                if is_due or is_kept(path):
+                    kept_at = saved.saved_at
+                else:
+                    remove(path)
             except OSError as error:  # not raised: the new checkpoint is there all the same
                 _log.warning("The old checkpoint is not removed: %s", error)
 
