@@ -66,11 +66,11 @@ def test_it_is_read_and_assigned_like_the_whole(table):
     assert table.assign(2 * TABLE) is table
     table.assign_add(np.ones_like(TABLE)).assign_sub(TABLE)
     np.testing.assert_allclose(table, TABLE + 1, rtol=1e-6)
-    ids = [16, 17, 17, 49, 50, -3]
-    table.scatter_add(dist.IndexedSlices(np.ones((6, 4), np.float32), ids))
+    ids = [16, 17, 17, 49, -3, 50, -51]
+    table.scatter_add(dist.IndexedSlices(np.ones((7, 4), np.float32), np.int8(ids)))
     table.scatter_update(dist.IndexedSlices(np.zeros((1, 4), np.float32), [33]))
     expected = TABLE + 1
-    np.add.at(expected, ids[:4], 1)
+    np.add.at(expected, ids[:5], 1)
     expected[33] = 0
     np.testing.assert_allclose(table, expected, rtol=1e-6)
     with pytest.raises(InvalidValueError, match=r"'table': assign got a value of shape \(4,\)"):

@@ -113,8 +113,8 @@ class Assignable(ArrayOperators):
         """Adds rows: `self[indices[i]] += values[i]`. Rows with equal indices add up.
 
         In `run`, the rows of all replicas are first combined by the aggregation: SUM and MEAN
-        concatenate them. Rows out of range are dropped. The rows of a `ShardedVariable` are
-        numbered as in the whole variable.
+        concatenate them. Negative indices count from the end, and rows out of range are dropped.
+        The rows of a `ShardedVariable` are numbered as in the whole variable.
 
         Args:
             sparse_delta: `IndexedSlices` of the variable's row shape.

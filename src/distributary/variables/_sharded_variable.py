@@ -135,6 +135,9 @@ class ShardedVariable(Assignable):
         slices = checked_slices(f"ShardedVariable {self._name!r}: {kind}", slices)
         array_module: Any = np if current_scope() is None else jnp
         ids = array_module.asarray(slices.indices)
+        if ids.dtype.itemsize < 4:  # cannot count all rows
+            ids = ids.astype(np.int32)
+        ids = array_module.where(ids < 0, ids + len(self), ids)
         for shard, start, end in self._ranges():
             is_own = (ids >= start) & (ids < end)
             # Rows of other shards get an index out of range, so that they are dropped.
