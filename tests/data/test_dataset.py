@@ -615,6 +615,17 @@ def test_a_function_that_does_not_take_the_parts_of_an_element_is_refused():
         _values(pairs.map(lambda x, y: sum(3)))
 
 
+@pytest.mark.parametrize("num_parallel_calls", [None, 2])
+def test_a_function_that_stops_iteration_does_not_end_the_data(num_parallel_calls):
+    labels = [[1], [], [1]]
+    first = lambda i: np.int32(next(iter(labels[int(i)])))
+    mapped = Dataset.range(3).map(first, num_parallel_calls=num_parallel_calls)
+
+    for dataset in (mapped, mapped.batch(3), Dataset.range(3).filter(lambda i: first(i) > 0)):
+        with pytest.raises(RuntimeError, match=r"lambda.* raised StopIteration, .* a default\."):
+            list(dataset)
+
+
 def test_windows_of_nests_are_nests_of_datasets():
     pairs = Dataset.from_tensor_slices((np.arange(6), np.arange(6) * 10.0))
 

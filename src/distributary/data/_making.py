@@ -280,6 +280,11 @@ def call(fn: Callable[..., Any], element: Nest) -> Any:
         names = "x, y" if len(args) == 2 else ", ".join(f"x{i or ''}" for i in range(len(args)))
         check_takes("The dataset", fn, f"fn({names})")
         raise
+    except StopIteration as error:  # which would end the data
+        raise RuntimeError(
+            f"The dataset: {_name(fn)} raised StopIteration, as next() does at the end of an"
+            " iterator. Catch it, or pass next() a default."
+        ) from error
 
 
 def mapped(fn: Callable[..., Any], element: Nest) -> Nest:
