@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -37,6 +38,17 @@ def test_a_source_that_is_slow_gets_a_thread_and_others_have_their_errors_and_en
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(empty)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_threads_may_share_a_pass_and_all_of_them_end(is_ahead):
+    dataset = dist.data.Dataset.from_generator(lambda: iter(range(300)))
+    elements = iter(dataset.prefetch(2) if is_ahead else dataset)
+
+    with ThreadPoolExecutor(4) as executor:
+        taken = list(executor.map(lambda _: [int(x) for x in elements], range(4)))
+
+    assert sorted(itertools.chain(*taken)) == list(range(300))
 
 
 def _names_of_new_threads(strategy, dataset):

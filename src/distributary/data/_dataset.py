@@ -4,6 +4,7 @@ import abc
 import functools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Self, final
 
@@ -646,7 +647,7 @@ class PassIterator(abc.ABC):
 
 @final
 class DatasetIterator(PassIterator):
-    """One pass over a `Dataset`.
+    """One pass over a `Dataset`. Several threads may take elements, each of which one gets.
 
     Source: `tf.data.Iterator`.
     """
@@ -660,6 +661,8 @@ class DatasetIterator(PassIterator):
         self._node = dataset.node
         self._stream: Stream | None = None
         self._returned: list[Nest] = []
+        # Generators refuse a second thread, and those that read ahead say their end once.
+        self._lock = threading.RLock()
 
     def current_node(self) -> Node:
         return self._node
@@ -669,19 +672,20 @@ class DatasetIterator(PassIterator):
 
     def pull(self) -> Any:
         """Returns the next element, also in a function that is traced."""
-        if self._returned:
-            element = self._returned.pop()
-        else:
-            if self._stream is None:
-                self._stream = self._node.stream((self._number,))
-            try:
-                element = next(self._stream)
-            except StopIteration:
-                raise at_end() from None
-            if self._show is not None:
-                element = self._show(element)
-        self._position += 1
-        return element
+        with self._lock:
+            if self._returned:
+                element = self._returned.pop()
+            else:
+                if self._stream is None:
+                    self._stream = self._node.stream((self._number,))
+                try:
+                    element = next(self._stream)
+                except StopIteration:
+                    raise at_end() from None
+                if self._show is not None:
+                    element = self._show(element)
+            self._position += 1
+            return element
 
     def put_back(self, element: Nest) -> None:
         """Puts back the element that was taken last, so that it comes next again."""
