@@ -615,6 +615,30 @@ def test_a_function_that_does_not_take_the_parts_of_an_element_is_refused():
         _values(pairs.map(lambda x, y: sum(3)))
 
 
+def test_a_function_may_write_to_its_arrays(tmp_path):
+    def add_one(x):
+        x += 1
+        return x
+
+    zeros = np.zeros((2, 2))
+    np.save(tmp_path / "zeros.npy", zeros)
+    mapped = np.load(tmp_path / "zeros.npy", mmap_mode="r+")
+    rows = Dataset.from_tensor_slices(zeros)
+    for dataset in (
+        *(rows, rows.batch(1), rows.cache(), rows.batch(1).cache(), rows.shuffle(2, seed=1)),
+        *(Dataset.from_tensors(zeros[0]).repeat(2), Dataset.from_tensor_slices(mapped)),
+        rows.map(lambda x: 2 * x).cache(),
+    ):
+        for threads in (None, 2):
+            ones = dataset.map(add_one, num_parallel_calls=threads)
+            for _ in range(2):
+                assert np.ravel([*ones]).tolist() == [1, 1, 1, 1]
+    assert not zeros.any()
+    assert not np.load(tmp_path / "zeros.npy").any()
+    popped = Dataset.from_tensors({"x": 1, "y": 2}).repeat(2).map(lambda row: row.pop("x"))
+    assert _values(popped) == [1, 1]
+
+
 @pytest.mark.parametrize("num_parallel_calls", [None, 2])
 def test_a_function_that_stops_iteration_does_not_end_the_data(num_parallel_calls):
     labels = [[1], [], [1]]

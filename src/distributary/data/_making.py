@@ -40,6 +40,7 @@ from distributary.data._structure import (
     batched_spec,
     flatten,
     join,
+    kept,
     num_rows,
     pad_and_stack,
     some_rows,
@@ -205,6 +206,7 @@ class Map(Node):
     input: Node
     fn: Callable[..., Any]
     num_threads: int | None
+    own_arrays = True
     in_memory = False
 
     def cardinality(self) -> int:
@@ -214,7 +216,8 @@ class Map(Node):
         source = self.input.source() if self.num_threads is None else None
         if source is None:
             return None
-        return MadeRows(lambda number: mapped(self.fn, source.row(number)))
+        make = self._make()
+        return MadeRows(lambda number: make(source.row(number)))
 
     def order(self, path: Path) -> Stream:
         return self.input.order(path)
@@ -222,8 +225,15 @@ class Map(Node):
     def elements(self, path: Path) -> Stream:
         upstream = self.input.stream(path)
         if self.num_threads is None:
-            return IteratedStream(map(partial(mapped, self.fn), upstream), upstream.advance)
-        return _MappedInThreads(upstream, self.fn, self.num_threads)
+            return IteratedStream(map(self._make(), upstream), upstream.advance)
+        return _MappedInThreads(upstream, self._make(), self.num_threads)
+
+    def _make(self) -> Callable[[Nest], Nest]:
+        """Returns what makes an element; the function may write to the arrays that it is given."""
+        is_cached = any(isinstance(node, Cache) for node in self.input.tree())
+        if self.input.trait("own_arrays") and not is_cached:
+            return partial(mapped, self.fn)
+        return lambda element: mapped(self.fn, kept(element))
 
     def spec(self) -> Nest:
         """Returns the spec of the first result; what counts the rows of a batch stays open."""
@@ -241,7 +251,7 @@ class Map(Node):
             sizes = (None, *spec.shape[1:]) if spec.shape[:1] == rows else spec.shape
             return TensorSpec(sizes, spec.dtype)
 
-        return jax.tree.map(opened, spec_of(mapped(self.fn, first[0])))
+        return jax.tree.map(opened, spec_of(self._make()(first[0])))
 
     def label(self) -> str:
         return f"map({_name(self.fn)})"
@@ -308,11 +318,11 @@ def mapped(fn: Callable[..., Any], element: Nest) -> Nest:
 
 @final
 class _MappedInThreads(Stream):
-    """The results of a function that runs in `num_threads` threads, in order."""
+    """The elements that a function makes in `num_threads` threads, in order."""
 
-    def __init__(self, upstream: Stream, fn: Callable[..., Any], num_threads: int) -> None:
+    def __init__(self, upstream: Stream, make: Callable[[Nest], Nest], num_threads: int) -> None:
         self._upstream = upstream
-        self._fn = fn
+        self._make = make
         self._num_threads = num_threads
         # Its threads end when it is garbage collected, together with this stream.
         self._executor = ThreadPoolExecutor(num_threads, "distributary-map")
@@ -324,7 +334,7 @@ class _MappedInThreads(Stream):
                 element = next(self._upstream)
             except StopIteration:
                 break
-            self._running.append(self._executor.submit(mapped, self._fn, element))
+            self._running.append(self._executor.submit(self._make, element))
         if not self._running:
             self._executor.shutdown(wait=False)
             raise StopIteration
