@@ -167,13 +167,7 @@ def _report(ended: threading.Event) -> None:
 Numbers: TypeAlias = dict[str, float]
 
 # Reported per step, for the time between two samples.
-_PER_STEP = (
-    "seconds",
-    "host_seconds",
-    "input_wait_seconds",
-    "compute_seconds",
-    "collective_bytes",
-)
+_PER_STEP = ("seconds", "host_seconds", "input_wait_seconds", "compute_seconds", "collective_bytes")
 
 
 def numbers_of(extended: Any) -> Numbers:

@@ -230,6 +230,7 @@ def _summary() -> Names:
     return {**names, **traces, "SummaryWriter": keras_bridge.SummaryWriter}
 
 
+_FILES = "TFRecordOptions TFRecordWriter matching_files read_file write_file"
 _GENERATORS = "Generator get_global_generator set_global_generator"
 
 #: Functions that return the names of TensorFlow's modules; "" is `tf` itself.
@@ -320,12 +321,7 @@ MODULES: dict[str, Callable[[], Names]] = {
         **of_host(named(_examples, "decode_image decode_jpeg decode_png encode_jpeg encode_png")),
         "ResizeMethod": _image.ResizeMethod,
     },
-    "io": lambda: of_host(
-        {
-            **public(_examples),
-            **named(_io, "TFRecordOptions TFRecordWriter matching_files read_file write_file"),
-        }
-    ),
+    "io": lambda: of_host({**public(_examples), **named(_io, _FILES)}),
     "io.gfile": lambda: named(
         _io,
         "GFile copy exists get_registered_schemes glob isdir join listdir makedirs mkdir remove"
@@ -340,8 +336,7 @@ MODULES: dict[str, Callable[[], Names]] = {
     "lookup.experimental": lambda: named(_lookup, "DenseHashTable MutableHashTable"),
     "math": lambda: {**_math.EVERYWHERE, **_math.MATH, **operations(_math)},
     "nest": lambda: named(
-        _composites,
-        "assert_same_structure flatten is_nested map_structure pack_sequence_as",
+        _composites, "assert_same_structure flatten is_nested map_structure pack_sequence_as"
     ),
     "nn": lambda: {
         **_nn.ACTIVATIONS,
