@@ -154,6 +154,11 @@ def test_what_is_saved_is_the_state_at_the_time_of_saving(strategy_of, tmp_path)
             np.testing.assert_array_equal(np.asarray(array), step)
 
 
+def test_a_negative_number_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"checkpoint_number is -3, expected a number >= 0\."):
+        CheckpointManager(Checkpoint(a=1), tmp_path, 1).save(-3)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
 from tests.collectives.conftest import tape_gradient
 
 
@@ -110,3 +110,12 @@ def test_inside_jit_and_scan(on_replicas):
 def test_misuse(value, axis, error, message, on_replicas):
     with pytest.raises(error, match=message):
         on_replicas(lambda x: _all_gather(x, axis), [value, value])
+
+
+def test_parts_that_differ_in_another_dim_are_refused(on_replicas):
+    parts = [np.ones((2, 3)), np.ones((4, 1))]
+
+    with pytest.raises(
+        ReplicaMismatchError, match=r"^all_gather: .* \(4, 1\),.* \(2, 3\);.* dim 0"
+    ):
+        on_replicas(lambda x: _all_gather(x, 0), parts)

@@ -137,6 +137,16 @@ def test_unknown_operations(op, error, message, strategy_of):
 # Gradients, as in tf.distribute
 
 
+def test_replicas_that_ask_for_different_operations_are_refused(strategy_of):
+    def step():
+        context = dist.get_replica_context()
+        op = "SUM" if int(context.replica_id_in_sync_group) == 0 else "MEAN"
+        return context.all_reduce(op, jnp.float32(1))
+
+    with pytest.raises(dist.errors.ReplicaMismatchError, match="asks for SUM, but replica 1 for M"):
+        strategy_of(2).run(step)
+
+
 @pytest.mark.parametrize("gradient_of", [tape_gradient, _jax_gradient], ids=["tape", "jax.grad"])
 @pytest.mark.parametrize(("op", "expected"), [("SUM", 16.0), ("MEAN", 4.0)])
 def test_upstream_gradients_that_differ_between_replicas(op, expected, gradient_of, on_replicas):

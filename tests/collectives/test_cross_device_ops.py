@@ -122,6 +122,15 @@ def test_what_is_last_travels_first(name):
     assert [math.prod(map(int, shape.split("x")[:-1])) for shape in shapes] == [17, 1, 8, 3]
 
 
+@pytest.mark.parametrize("name", ["default", "hierarchical", "one device"])
+def test_nothing_is_summed(name):
+    make_ops, _ = ALGORITHMS[name]
+    strategy = _strategy(4, make_ops and make_ops())
+    value = dist.PerReplica([np.zeros((0, 2), np.float32)] * 4)
+
+    assert strategy.reduce("SUM", value, axis=None).shape == (0, 2)
+
+
 def test_hierarchical_reduces_inside_groups_and_then_across():
     assert "hierarchical" in repr(_strategy(2, dist.HierarchicalCopyAllReduce()))
     assert "replica order" in repr(_strategy(2, dist.ReductionToOneDevice()))

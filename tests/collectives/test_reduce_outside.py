@@ -167,6 +167,44 @@ def test_what_cannot_be_reduced_or_has_no_place_is_refused(use, error, message, 
         use(strategy)
 
 
+@pytest.mark.parametrize(
+    ("components", "axis"),
+    [
+        ([np.ones((2, 3)), np.ones((1, 3))], 1),
+        ([np.ones((2, 3)), np.ones((4, 1))], 0),
+        ([np.ones(3), np.ones((3, 1))], 0),
+    ],
+)
+def test_parts_that_would_broadcast_are_refused(components, axis, strategy):
+    value = dist.PerReplica([np.float32(part) for part in components])
+
+    for op in ("SUM", "MEAN"):
+        with pytest.raises(ReplicaMismatchError, match=r"components are \['float32\[.* axis=\("):
+            strategy.reduce(op, value, axis=axis)
+
+
+def test_rows_of_a_table_reduced_over_a_dim_are_those_of_the_table(strategy):
+    def rows(context):
+        number = context.replica_id_in_sync_group
+        return dist.IndexedSlices(np.ones((2, 2), np.float32), np.int32([number, 3]), (5, 2))
+
+    value = strategy.experimental_distribute_values_from_function(rows)
+
+    assert isinstance(value, dist.PerReplica)
+    np.testing.assert_array_equal(strategy.reduce("SUM", value, axis=0), [4, 4])
+    np.testing.assert_allclose(strategy.reduce("MEAN", value, axis=0), [0.4, 0.4])
+    np.testing.assert_array_equal(strategy.reduce("SUM", value, axis=None).indices, [0, 3, 1, 3])
+
+
+def test_numbers_of_replicas_in_a_function(strategy):
+    def total():
+        number = lambda context: context.replica_id_in_sync_group + 1.0
+        value = strategy.experimental_distribute_values_from_function(number)
+        return strategy.reduce("SUM", strategy.run(lambda x: 2 * x, args=(value,)), axis=None)
+
+    assert float(dist.function(total)()) == 6
+
+
 # In a merged function; the call itself is in tests/context/.
 
 

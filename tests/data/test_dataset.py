@@ -216,6 +216,8 @@ def test_elements_of_different_shape_are_refused_or_filled_up():
     with_scalar = ragged.map(lambda row: (row, len(row))).padded_batch(2, ([np.int32(4)], []))
     ((rows, sizes),) = with_scalar
     assert (rows.shape, sizes.tolist()) == ((2, 4), [2, 3])
+    with pytest.raises(TypeError, match=r"padding_values has 1.5 for arrays of int64"):
+        list(ragged.padded_batch(2, None, 1.5))
     with pytest.raises(ValueError, match=r"asks for \(2,\).*\(3,\)"):
         list(ragged.padded_batch(2, [2]))
     with pytest.raises(ValueError, match="ragged list"):
@@ -613,6 +615,18 @@ def test_a_function_that_does_not_take_the_parts_of_an_element_is_refused():
             _values(pairs.map(fn))
     with pytest.raises(TypeError, match="'int' object is not iterable"):  # one of its own
         _values(pairs.map(lambda x, y: sum(3)))
+
+
+def test_an_item_that_stops_iteration_does_not_end_the_data():
+    class Items:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, number):
+            return next(iter([[0], [], [2]][number]))
+
+    with pytest.raises(RuntimeError, match="item 1 of Items raised StopIteration"):
+        list(Dataset.from_source(Items()))
 
 
 def test_a_function_may_write_to_its_arrays(tmp_path):

@@ -153,7 +153,7 @@ def test_values_that_are_the_same_everywhere(strategy_of):
         (SUM, np.ones(2), 0.5, TypeError, "axis is 0.5"),
         (SUM, _matrices(), -3, InvalidValueError, r"axis -3 is out of range .*shape \(2, 3\)"),
         (SUM, _matrices(), (0, 5), InvalidValueError, "axis 5 is out of range"),
-        (SUM, _ragged(), None, ValueError, r"\(4,\), \(2,\).*axis=0"),
+        (SUM, _ragged(), None, ValueError, r"\[4\].*\[2\].*axis=0"),
         (SUM, dist.PerReplica([np.array(True)] * 2), None, TypeError, "boolean"),
         (SUM, dist.PerReplica([np.array("a")] * 2), None, TypeError, "strings"),
     ],

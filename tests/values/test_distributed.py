@@ -135,6 +135,14 @@ def test_per_replica_captured_by_a_step_is_refused(per_replica, strategy):
     for use in (lambda: jnp.asarray(per_replica), lambda: jnp.ones(2) * per_replica):
         with pytest.raises(ValueError, match=r"args, not through a closure"):
             strategy.run(use)
+    context = dist.get_replica_context
+    for use in (
+        lambda: context().all_reduce("SUM", per_replica),
+        lambda: jax.tree.map(lambda x: 2 * x, per_replica),
+        lambda: context().merge_call(lambda s: s.reduce("SUM", per_replica, axis=None)),
+    ):
+        with pytest.raises(TypeError, match=r"replica cannot use this PerReplica: .*not through a"):
+            strategy.run(use)
 
 
 def test_per_replica_is_a_pytree(per_replica):

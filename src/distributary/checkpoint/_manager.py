@@ -198,6 +198,11 @@ class CheckpointManager:
 
         Source: `tf.train.CheckpointManager.save`.
         """
+        if checkpoint_number is not None and int(checkpoint_number) < 0:
+            raise InvalidValueError(
+                f"CheckpointManager.save: checkpoint_number is {checkpoint_number}, expected a"
+                " number >= 0."
+            )
         step = self._step()
         if self.checkpoint_interval is not None and step is not None:
             last = self._latest_step

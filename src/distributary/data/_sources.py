@@ -185,7 +185,12 @@ class RandomAccess(NumberedNode):
         return INFINITE_CARDINALITY if size == sys.maxsize else size
 
     def row(self, number: int) -> Nest:
-        return kept(self.convert(self.items[int(number)]))
+        try:
+            item = self.items[int(number)]
+        except StopIteration as error:  # which would end the data
+            what = f"The dataset: item {number} of {type(self.items).__name__} raised StopIteration"
+            raise RuntimeError(f"{what}. Raise another error, or return the item.") from error
+        return kept(self.convert(item))
 
     def rows(self, numbers: np.ndarray) -> Block:
         return super().rows(numbers) if self.getitems is None else self.getitems(numbers)

@@ -227,7 +227,13 @@ def _pad_and_stack_leaves(
         )
     if value is None:
         value = "" if arrays[0].dtype.kind in "UO" else 0
-    result = np.full((len(arrays), *target), value, arrays[0].dtype)
+    dtype = arrays[0].dtype
+    if dtype.kind in "iub" and np.asarray(value).astype(dtype) != value:
+        raise InvalidTypeError(
+            f"padded_batch: padding_values has {value} for arrays of {dtype}. Give a number that"
+            " the dtype holds, or convert the arrays with map."
+        )
+    result = np.full((len(arrays), *target), value, dtype)
     for number, array in enumerate(arrays):
         result[number, ...][tuple(map(slice, array.shape))] = array
     return result

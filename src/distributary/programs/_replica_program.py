@@ -48,6 +48,7 @@ from distributary.tracing import (
     Pure,
     SizesMissing,
     Subject,
+    TraceScope,
     UnevenSizes,
     current_feeding,
     fed_by,
@@ -63,15 +64,24 @@ Results = Literal["per replica", "shared"]
 Rewrite: TypeAlias = Callable[[Callable[..., Any], Sequence[Jaxpr], Any], Callable[..., Any]]
 
 
-def _check_merge_calls(counts: Sequence[int]) -> None:
-    for replica, count in enumerate(counts):
-        if count != counts[0]:
+def _check_calls(scopes: Sequence[TraceScope]) -> None:
+    """Checks what joining the programs of replicas does not show."""
+    first = scopes[0]
+    for replica, scope in enumerate(scopes):
+        if scope.merge_calls != first.merge_calls:
             raise ReplicaMismatchError(
-                f"merge_call: replica 0 calls it {counts[0]} times in a step, but replica"
-                f" {replica} {count} times; all replicas must call it together. Do not let Python"
-                " branches on the replica id or on the size of an uneven batch decide whether it"
-                " runs."
+                f"merge_call: replica 0 calls it {first.merge_calls} times in a step, but replica"
+                f" {replica} {scope.merge_calls} times; all replicas must call it together. Do not"
+                " let Python branches on the replica id or on the size of an uneven batch decide"
+                " whether it runs."
             )
+        # Their numbers are compared where they are joined.
+        for op, other in zip(first.reduced_by, scope.reduced_by, strict=False):
+            if op != other:
+                raise ReplicaMismatchError(
+                    f"all_reduce: replica 0 asks for {op}, but replica {replica} for {other}. All"
+                    " replicas must ask for the same."
+                )
 
 
 def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_replicas: int) -> None:
@@ -296,7 +306,7 @@ class ReplicaProgram(TracedProgram):
         position = 0 if feeding is None else feeding.position
         while True:
             pures = []
-            merge_calls = []
+            scopes = []
             stopped = False
             for replica, replica_avals in enumerate(avals):
                 uneven.start(replica)
@@ -316,10 +326,10 @@ class ReplicaProgram(TracedProgram):
                 except SizesMissing:
                     stopped = True
                     continue
-                merge_calls.append(scope.merge_calls)
+                scopes.append(scope)
                 pures.append(pure)
             if not stopped:
-                _check_merge_calls(merge_calls)
+                _check_calls(scopes)
                 return pures
             if not uneven.settle():
                 raise ReplicaMismatchError(

@@ -159,6 +159,9 @@ class CrossReplica:
                 f"A PerReplica with {leaf.num_replicas} components cannot be combined by"
                 f" {shown(self._strategy)}, which has {self._num_replicas} replicas."
             )
+        scope = current_scope()
+        if scope is not None and scope.kind == "replica" and leaf.form != "local":
+            leaf.refuse()  # in `merge_call`
         if leaf.form != "components":
             return leaf
         stacked = stack_components(leaf)
@@ -199,6 +202,7 @@ class CrossReplica:
         ops, num_replicas = self._ops, self._num_replicas
         if axes is None:
             return reduce_nest(ops, op, nest, num_replicas, options)
+        nest = _dense(nest)
 
         def reduce_leaf(leaf: object) -> Any:
             part, num_elements, dtype = _summed(op, axes, leaf)
@@ -218,16 +222,22 @@ class CrossReplica:
                 values = values / self._num_replicas
             ids = jnp.concatenate([c.indices for c in components])
             return IndexedSlices(values, ids, components[0].dense_shape)
+        texts = [jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", c) for c in components]
         if axes is None:
-            shapes = [jax.tree.map(lambda x: x.shape, c) for c in components]
             raise ReplicaMismatchError(
-                f"reduce: the components have shapes {shapes}; with axis=None all replicas must"
+                f"reduce: the components are {texts}; with axis=None all replicas must"
                 " agree. For values with one entry per example give the axis of the examples,"
                 " strategy.reduce(op, value, axis=0), which weights every example the same."
             )
+        components = [_dense(component) for component in components]
 
         def total(*leaves: Any) -> Any:
             sums, counts, dtypes = zip(*(_summed(op, axes, leaf) for leaf in leaves), strict=True)
+            if len({part.shape for part in sums}) > 1:
+                raise ReplicaMismatchError(
+                    f"reduce: the components are {texts}; they may differ in the dims of axis="
+                    f"{axes} only. Give the axis of the examples, or (0, 1) for both."
+                )
             result = sum(sums[1:], sums[0])
             return result if op is ReduceOp.SUM else _divide(result, sum(counts), dtypes[0])
 
@@ -249,6 +259,13 @@ class CrossReplica:
             return value
         total, count, dtype = _summed(op, axes, value)
         return total * num_replicas if op is ReduceOp.SUM else _divide(total, count, dtype)
+
+
+def _dense(nest: object) -> Any:
+    """Returns a nest whose `IndexedSlices` are dense arrays: their indices do not add up."""
+    is_slices = lambda leaf: isinstance(leaf, IndexedSlices)
+    make = lambda leaf: leaf.to_dense() if isinstance(leaf, IndexedSlices) else leaf
+    return jax.tree.map(make, nest, is_leaf=is_slices)
 
 
 def _event_of(key: tuple[Any, ...], trees: list[Any]) -> JobEvent:

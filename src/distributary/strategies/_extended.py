@@ -66,6 +66,7 @@ from distributary.tracing import current_scope, in_role, push, script_line
 from distributary.variables import (
     CrossDeviceOps,
     DistributedValues,
+    IndexedSlices,
     Mirrored,
     NcclAllReduce,
     PerReplica,
@@ -729,7 +730,8 @@ class StrategyExtended:
         if self.placement.stacked is None:
             return kept(value_fn(ValueContext(0, 1)))
         values = [kept(value_fn(ValueContext(i, self.num_replicas))) for i in self._local_replicas]
-        flat = [jax.tree.flatten(value, is_leaf=lambda x: x is None) for value in values]
+        is_leaf = lambda x: x is None or isinstance(x, IndexedSlices)
+        flat = [jax.tree.flatten(value, is_leaf=is_leaf) for value in values]
         for i, (_, tree) in enumerate(flat):
             if not same_structure(tree, flat[0][1]):
                 raise InvalidValueError(
@@ -807,8 +809,10 @@ class StrategyExtended:
         op = as_reduce_op(reduce_op, "all_reduce")
         merged, num_replicas = self.options.merge(options), self.num_replicas
         reduced = reduce_nest(self.cross_device_ops, op, value, num_replicas, merged)
-        if current_scope() is None:
+        scope = current_scope()
+        if scope is None:
             return reduced
+        scope.reduced_by.append(op.name)
         # Everything after a collective is computed where the variables lie.
         if self._layout.kind is not None:
             return jax.tree.map(push, reduced)
@@ -832,7 +836,8 @@ class StrategyExtended:
 
 
 def _is_array_like(value: Any) -> bool:
-    return isinstance(value, (int, float, complex)) or hasattr(value, "dtype")
+    is_number = isinstance(value, (int, float, complex))
+    return is_number or (hasattr(value, "dtype") and not isinstance(value, IndexedSlices))
 
 
 def _input_options(options: InputOptions | None) -> InputOptions:

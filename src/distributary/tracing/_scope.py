@@ -107,6 +107,7 @@ class TraceScope:
         # The functions whose control flow cannot be converted, and why.
         self.unconverted: dict[str, str] = {}
         self.merge_calls = 0
+        self.reduced_by: list[str] = []  # the operation of each all_reduce
         # Whether the function has asked for the number of replicas, such as to divide by it.
         self.asked_for_replicas = False
         # The results of `int(value)` and `float(value)` of converted code.
@@ -272,15 +273,21 @@ class UnevenSizes:
         self.known: list[tuple[int, ...]] = []
         self._calls = 0
         self.replica = 0
-        self._pending: dict[int, int] = {}
+        self._axis = 0
+        self._pending: dict[int, tuple[int, ...]] = {}  # shapes
         self._first: Decisions = {}  # of replica 0; its tapes are counted from 0
 
     def start(self, replica: int) -> None:
         self.replica = replica
         self._calls = 0
 
-    def sizes(self, size: int) -> tuple[int, ...]:
-        """Returns every replica's size for the next gather, where this one brings `size`."""
+    def sizes(self, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+        """Returns every replica's size along `axis` for the next gather; this one brings `shape`.
+
+        Raises:
+            ReplicaMismatchError: if they do not fit together.
+        """
+        size = shape[axis]
         if self._calls < len(self.known):
             sizes = self.known[self._calls]
             self._calls += 1
@@ -291,7 +298,14 @@ class UnevenSizes:
                     " jax.jit function with all_gather in it on several arrays."
                 )
             return sizes
-        self._pending[self.replica] = size
+        others = {(*one[:axis], *one[axis + 1 :]) for one in (*self._pending.values(), shape)}
+        if len(others) > 1:
+            raise ReplicaMismatchError(
+                f"all_gather: replica {self.replica} has shape {shape}, but another one"
+                f" {next(iter(self._pending.values()))}; they may differ in dim {axis} only."
+            )
+        self._pending[self.replica] = shape
+        self._axis = axis
         raise SizesMissing
 
     def with_gradients(self, decisions: Decisions, tapes: Mapping[int, int]) -> Decisions:
@@ -316,7 +330,8 @@ class UnevenSizes:
         """Stores the sizes of a call that all replicas stopped at; False if some did not."""
         complete = len(self._pending) == self.num_replicas
         if complete:
-            self.known.append(tuple(self._pending[i] for i in range(self.num_replicas)))
+            shapes = [self._pending[i] for i in range(self.num_replicas)]
+            self.known.append(tuple([shape[self._axis] for shape in shapes]))
         self._pending = {}
         return complete
 

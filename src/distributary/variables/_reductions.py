@@ -203,7 +203,7 @@ def two_level(arrays: list[jax.Array], groups: Groups) -> list[jax.Array]:
         whole = lax.all_gather(part, REPLICA_AXIS, axis_index_groups=inside, tiled=True)
         return whole[: vector.size]
 
-    return _as_vectors(arrays, lambda vectors: [one(vector) for vector in vectors])
+    return _as_vectors(arrays, lambda vectors: [one(v) if v.size else v for v in vectors])
 
 
 def neighbors(num_replicas: int) -> Groups:
@@ -321,7 +321,7 @@ def all_gather(array: jax.Array, axis: int, num_replicas: int) -> jax.Array:
         return lax.all_gather(array, REPLICA_AXIS, axis=axis, tiled=True)
     # The parts of an uneven batch differ in length: each replica puts its own into zeros, and these
     # are summed.
-    sizes = scope.uneven.sizes(array.shape[axis])
+    sizes = scope.uneven.sizes(array.shape, axis)
     starts = jnp.asarray([sum(sizes[:i]) for i in range(num_replicas)], jnp.int32)
     shape = (*array.shape[:axis], sum(sizes), *array.shape[axis + 1 :])
     dtype = jnp.int8 if array.dtype == jnp.bool_ else array.dtype

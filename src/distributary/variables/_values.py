@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
+from distributary.context import in_cross_replica_context, in_default_context
 from distributary.devices import REPLICA_AXIS, Nest, local_copy, num_logical_devices, uncommitted
 from distributary.errors import (
     InvalidTypeError,
@@ -126,6 +127,9 @@ class PerReplica(DistributedValues):
         return _components(self.payload, rows, self.num_replicas)
 
     def tree_flatten(self) -> tuple[Any, tuple[str, int]]:
+        if self.form != "local" and not (in_default_context() or in_cross_replica_context()):
+            # As a nest of its components, a replica would compute with those of all replicas.
+            self.refuse()
         return (self.payload,), (self.form, self.num_replicas)
 
     @classmethod
@@ -136,6 +140,10 @@ class PerReplica(DistributedValues):
         new._values = new.payload if new.form == "components" else None
         new._traced_values = None
         return new
+
+    def refuse(self) -> NoReturn:
+        """Raises the error for a value that a step uses and was not given."""
+        raise InvalidTypeError(f"A replica cannot use this PerReplica: {self._advice()}")
 
     def _refuse_number(self, *_: object) -> NoReturn:
         raise InvalidTypeError(f"A PerReplica is not a number: {self._advice()}")
@@ -302,7 +310,8 @@ def _component_array(leaf: object, replica: int) -> Array:
     if isinstance(leaf, (jax.Array, np.ndarray)):
         array = leaf
     elif isinstance(leaf, (bool, int, float, complex, np.generic)):
-        array = np.asarray(jnp.asarray(leaf))
+        with jax.ensure_compile_time_eval():  # also in a `dist.function`
+            array = np.asarray(jnp.asarray(leaf))
     else:
         raise InvalidTypeError(
             f"PerReplica: the component of replica {replica} is"
