@@ -35,7 +35,6 @@ __getattr__ = late_names(
         "_data": "UnknownSizes check_given current_call",
         "_keras_private": "lazy_tensorflow replace_shape_inference",
         "_step_function": "ModelStep num_rows",
-        "_summaries": "Summaries SummaryWriter has_tensorflow",
     },
 )
 

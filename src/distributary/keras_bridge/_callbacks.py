@@ -22,6 +22,7 @@ import jax
 import keras
 import numpy as np
 
+from distributary._summaries import Summaries, has_tensorflow
 from distributary.checkpoint import (
     complete_file,
     hold,
@@ -46,7 +47,6 @@ from distributary.keras_bridge._keras_private import (
 )
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._saving import by_itself, take_over
-from distributary.keras_bridge._summaries import Summaries, has_tensorflow
 from distributary.keras_bridge._turns import take_turn
 
 # Backups

@@ -13,16 +13,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from distributary._summaries import Summaries, has_tensorflow
 from distributary.context import get_strategy
 from distributary.data import DistributedInput
 from distributary.errors import check_type
-from distributary.keras_bridge import (
-    Summaries,
-    has_tensorflow,
-    import_keras,
-    lazy_tensorflow,
-    replace_shape_inference,
-)
+from distributary.keras_bridge import import_keras, lazy_tensorflow, replace_shape_inference
 from distributary.options import InputOptions
 from distributary.tensorflow import _arrays, _math, _random, _text_layers
 from distributary.tensorflow._operations import (

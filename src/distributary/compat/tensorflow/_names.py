@@ -25,11 +25,11 @@ import distributary.data as data
 import distributary.errors as errors
 import distributary.experimental as experimental
 import distributary.gradients as gradients
-import distributary.keras_bridge as keras_bridge
 import distributary.options as options
 import distributary.strategies as strategies
 import distributary.tpu as tpu
 import distributary.variables as values
+from distributary._summaries import Summaries, SummaryWriter
 from distributary.tensorflow import (
     _arrays,
     _checks,
@@ -219,7 +219,7 @@ def _config_experimental() -> Names:
 
 @functools.cache
 def _summaries() -> Any:
-    return keras_bridge.Summaries()
+    return Summaries()
 
 
 def _summary() -> Names:
@@ -227,7 +227,7 @@ def _summary() -> Names:
     methods = [name for name in dir(summaries) if not name.startswith(("_", "get_", "set_"))]
     names = {name: getattr(summaries, name) for name in methods}
     traces = named(_config, "trace_export trace_off trace_on")
-    return {**names, **traces, "SummaryWriter": keras_bridge.SummaryWriter}
+    return {**names, **traces, "SummaryWriter": SummaryWriter}
 
 
 _FILES = "TFRecordOptions TFRecordWriter matching_files read_file write_file"
