@@ -649,6 +649,10 @@ def test_a_function_may_write_to_its_arrays(tmp_path):
                 assert np.ravel([*ones]).tolist() == [1, 1, 1, 1]
     assert not zeros.any()
     assert not np.load(tmp_path / "zeros.npy").any()
+    for dataset in (rows, rows.cache(), Dataset.from_tensors(zeros), rows.batch(2).cache()):
+        for use in (lambda d: [*map(add_one, d)], lambda d: list(d.filter(add_one))):
+            with pytest.raises(ValueError, match="read-only"):
+                use(dataset)
     popped = Dataset.from_tensors({"x": 1, "y": 2}).repeat(2).map(lambda row: row.pop("x"))
     assert _values(popped) == [1, 1]
 

@@ -3,7 +3,6 @@
 import abc
 import functools
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Self, final
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
+from distributary._threads import num_cores
 from distributary.data._making import (
     Batch,
     Cache,
@@ -551,7 +551,7 @@ def _num_threads(what: str, num_parallel_calls: int | None) -> int | None:
         return None
     calls = checked_int(f"{what}: num_parallel_calls", num_parallel_calls, minimum=-1)
     if calls == AUTOTUNE:
-        return os.cpu_count() or 1
+        return num_cores()
     if calls == 0:
         raise InvalidValueError(
             f"{what}: num_parallel_calls is 0, expected a number of threads, AUTOTUNE, or None."

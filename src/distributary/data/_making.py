@@ -43,6 +43,7 @@ from distributary.data._structure import (
     kept,
     num_rows,
     pad_and_stack,
+    read_only,
     some_rows,
     spec_of,
     stack,
@@ -81,8 +82,10 @@ class Batch(Node):
         return batched_spec(spec, self.size if self.drop_remainder else None)
 
     def label(self) -> str:
-        name = "batch" if self.padding is None else "padded_batch"
-        return f"{name}({self.size}, drop_remainder={self.drop_remainder})"
+        name, padding = "batch", ""
+        if self.padding is not None:
+            name, padding = "padded_batch", f"{self.padding[0]}, {self.padding[1]}, "
+        return f"{name}({self.size}, {padding}drop_remainder={self.drop_remainder})"
 
 
 @final
@@ -365,7 +368,7 @@ class Cache(SameElements):
             try:
                 return self.cache[number]
             except KeyError:
-                element = self.cache[number] = source.row(number)
+                element = self.cache[number] = read_only(source.row(number))
                 return element
 
         return MadeRows(row)
@@ -380,7 +383,7 @@ class Cache(SameElements):
 
     def _kept(self, elements: Stream) -> Iterator[Nest]:
         kept = []
-        for element in elements:
+        for element in map(read_only, elements):
             kept.append(element)
             yield element
         self.cache[_ALL] = kept

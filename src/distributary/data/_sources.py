@@ -33,6 +33,7 @@ from distributary.data._structure import (
     conform,
     flatten,
     kept,
+    read_only,
     spec_of,
 )
 from distributary.devices import Nest
@@ -63,7 +64,7 @@ class Slices(NumberedNode):
         rows = [leaf[number] for leaf in self.leaves]
         return self.structure.unflatten(
             [
-                row if leaf.dtype.hasobject else native(row)
+                row if leaf.dtype.hasobject else read_only(native(row))
                 for row, leaf in zip(rows, self.leaves, strict=True)
             ]
         )
@@ -152,7 +153,7 @@ class Single(NumberedNode):
         return 1
 
     def row(self, number: int) -> Nest:
-        return self.element
+        return read_only(self.element)
 
     def spec(self) -> Nest:
         return spec_of(self.element)

@@ -88,6 +88,23 @@ def kept(element: Nest) -> Nest:
     return jax.tree.map(lambda x: native(x.copy()) if isinstance(x, np.ndarray) else x, element)
 
 
+def read_only(element: Nest) -> Nest:
+    """Returns an element whose NumPy arrays cannot be written to, but share its memory.
+
+    It is made of arrays that come again in the next pass, or that belong to the user.
+    """
+    if isinstance(element, np.ndarray):
+        array = element.view()
+        array.flags.writeable = False
+        return array
+    if type(element) is dict:  # not by JAX, which sorts the keys
+        return {key: read_only(part) for key, part in element.items()}
+    if isinstance(element, (tuple, list)):
+        parts = map(read_only, element)
+        return type(element)(*parts) if hasattr(element, "_fields") else type(element)(parts)
+    return element
+
+
 def as_array(leaf: object) -> Any:
     """Returns a leaf of an element as a NumPy array; arrays of JAX stay where they are.
 

@@ -392,7 +392,7 @@ def _end_backup(callback: Any, deletes: bool) -> None:
 _OF_CHIEF = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 _PACKAGES_OF_CHIEF = {"mlflow", "wandb"}
 
-_UNKNOWN = (-1, False)
+_UNKNOWN = (None, False)
 
 
 def compare_copies(model: Any, what: str) -> None:
@@ -421,10 +421,10 @@ def _if_wanted(method: Callable[..., None], names: tuple[str, ...]) -> Callable[
     @functools.wraps(method)
     def limited(self: Any, batch: int, logs: object = None) -> None:
         callbacks = self.callbacks
-        size, is_wanted = getattr(self, attribute, _UNKNOWN)
-        if size != len(callbacks):
+        known, is_wanted = getattr(self, attribute, _UNKNOWN)
+        if known != callbacks:
             is_wanted = any(_has(callback, name) for callback in callbacks for name in names)
-            setattr(self, attribute, (len(callbacks), is_wanted))
+            setattr(self, attribute, ([*callbacks], is_wanted))
         if is_wanted:
             method(self, batch, logs)
 
