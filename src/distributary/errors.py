@@ -34,6 +34,7 @@ import math
 import re
 import sys
 import types
+import warnings
 from numbers import Integral
 from typing import Any, Final
 
@@ -189,15 +190,15 @@ class DistributaryWarning(UserWarning):
     """Something works, but more slowly or differently than you probably expect."""
 
 
-def user_stacklevel() -> int:
-    """Returns the `stacklevel` that makes a caller's warning point to the user's code."""
+def warn(text: str) -> None:
+    """Warns of something, at the line of the user's code that led here."""
     frame: Any = sys._getframe(1)
-    level = 1
-    inside = ("distributary.", "keras.src.")
+    level = 2
+    inside = ("distributary.", "jax.", "jax_", "keras.src.")
     while frame is not None and frame.f_globals.get("__name__", "").startswith(inside):
         frame = frame.f_back
         level += 1
-    return level
+    warnings.warn(text, DistributaryWarning, stacklevel=level)
 
 
 def check_type(what: str, value: object, kind: Any, expected: str) -> None:

@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +14,7 @@ import numpy as np
 
 from distributary._threads import call_after
 from distributary.devices._dispatcher import ProgramTimer, latest_program
-from distributary.errors import DistributaryWarning, user_stacklevel
+from distributary.errors import warn
 
 _log = logging.getLogger(__name__)
 
@@ -332,14 +331,12 @@ class StepCounts:
         if loop.num_steps < _MIN_STEPS or loop.seconds < _MIN_SECONDS:
             return
         self._warned = True
-        warnings.warn(
+        warn(
             f"The devices wait for data {loop.wait_seconds / loop.seconds:.0%} of the time"
             f" ({loop.num_steps} steps, {1000 * loop.seconds / loop.num_steps:.1f} ms each): the"
             " dataset is slower than the training step. Let it do its work for whole batches (map"
             " after batch), in threads (map with num_parallel_calls), once (cache), or not at all"
-            " (prepare files). strategy.step_statistics has the numbers.",
-            DistributaryWarning,
-            stacklevel=user_stacklevel(),
+            " (prepare files). strategy.step_statistics has the numbers."
         )
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ import jax
 import numpy as np
 
 from distributary._threads import bound
-from distributary.errors import DistributaryWarning, user_stacklevel
+from distributary.errors import warn
 
 _TRACES_BEFORE_WARNING = 8
 
@@ -70,11 +69,9 @@ class ProgramCache:
 
     def _warn(self, code: object, function: object, cause: str) -> None:
         self._warned.add(code)
-        warnings.warn(
+        warn(
             f"{self._what}: {getattr(function, '__qualname__', function)!r} has been traced and"
-            f" compiled {_TRACES_BEFORE_WARNING} times, which is slow: {cause}.",
-            DistributaryWarning,
-            stacklevel=user_stacklevel(),
+            f" compiled {_TRACES_BEFORE_WARNING} times, which is slow: {cause}."
         )
 
 

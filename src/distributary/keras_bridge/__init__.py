@@ -22,7 +22,7 @@ from distributary.errors import (
     UnsupportedError,
     pip_install,
     shown,
-    user_stacklevel,
+    warn,
 )
 from distributary.variables import ForeignVariable
 
@@ -115,12 +115,10 @@ class _Keras(Library):
         connected = connect()
         other = sys.modules["keras"].distribution.distribution() if connected else None
         if other is not None:
-            warnings.warn(
+            warn(
                 f"keras.distribution.set_distribution was called with {shown(other)}, and"
                 f" {shown(strategy)} is there, too: it alone decides where variables and batches of"
-                " its models lie. Leave one of the two out; set_distribution(None) ends the other.",
-                DistributaryWarning,
-                stacklevel=user_stacklevel(),
+                " its models lie. Leave one of the two out; set_distribution(None) ends the other."
             )
         was_on = False
         if connected and strategy.extended.worker_number > 0:  # only the first worker prints

@@ -4,7 +4,6 @@ import gc
 import inspect
 import json
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,10 +22,9 @@ from distributary.devices import JobEvent, job_programs
 from distributary.engine import mode_of
 from distributary.errors import (
     ContextError,
-    DistributaryWarning,
     InvalidTypeError,
     shown,
-    user_stacklevel,
+    warn,
 )
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._custom_loops import refuse_in_step
@@ -232,12 +230,10 @@ def compile_(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
         )
     is_off = kwargs.get("jit_compile") is False and not kwargs.get("run_eagerly")
     if is_off and strategy is not None:
-        warnings.warn(
+        warn(
             f"{self.name}.compile: jit_compile=False has no effect under {shown(strategy)},"
             " where a step is one compiled program of all replicas. Leave it out; to look"
-            " into a step while debugging use run_eagerly=True.",
-            DistributaryWarning,
-            stacklevel=user_stacklevel(),
+            " into a step while debugging use run_eagerly=True."
         )
     return original(self, *args, **kwargs)
 
@@ -253,13 +249,11 @@ def _warn_outside(model: Any) -> None:
         gc.collect()  # strategies that nothing refers to any more
     for strategy in _waiting()[:1]:
         _with_models.add(strategy)  # so that it is warned about once
-        warnings.warn(
+        warn(
             f"{model.name}.fit runs on one device: the model was created outside of the scope of"
             f" {shown(strategy)}, which has no model. Create it and compile it inside `with"
             " strategy.scope():`. If one device is what you want, ignore this with"
-            ' warnings.filterwarnings("ignore", ".*fit runs on one device").',
-            DistributaryWarning,
-            stacklevel=user_stacklevel(),
+            ' warnings.filterwarnings("ignore", ".*fit runs on one device").'
         )
 
 

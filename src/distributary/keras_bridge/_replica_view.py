@@ -6,7 +6,6 @@ it is the mean of the replicas' means.
 """
 
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -23,11 +22,10 @@ from distributary.checkpoint import settle
 from distributary.context import current_mode, get_strategy, in_global_view
 from distributary.devices import REPLICA_AXIS
 from distributary.errors import (
-    DistributaryWarning,
     InvalidTypeError,
     UnsupportedError,
     shown,
-    user_stacklevel,
+    warn,
 )
 from distributary.keras_bridge._custom_loops import (
     build_optimizer,
@@ -160,12 +158,10 @@ def warn_of_labels(model: Any, y: Any) -> None:
     if isinstance(shape, tuple) and shape and isinstance(shape[-1], int):
         label = y.max() if y.max() >= shape[-1] else y.min()
         if label < 0 or label >= shape[-1]:  # not NaN
-            warnings.warn(
+            warn(
                 f"{model.name}: y has the label {label}, but the {shape[-1]} classes of the"
                 f" output are 0 to {shape[-1] - 1}. The loss of such a row is 0. Number the classes"
-                " from 0, or give the last layer more units.",
-                DistributaryWarning,
-                stacklevel=user_stacklevel(),
+                " from 0, or give the last layer more units."
             )
 
 

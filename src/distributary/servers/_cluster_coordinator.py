@@ -5,7 +5,6 @@ import functools
 import itertools
 import os
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,11 @@ from distributary.data import DatasetIterator
 from distributary.devices import Nest
 from distributary.engine import ProgramCache, is_dynamic, signature_of, struct_of
 from distributary.errors import (
-    DistributaryWarning,
     InvalidTypeError,
     InvalidValueError,
     a_kind,
     shown,
-    user_stacklevel,
+    warn,
 )
 from distributary.servers._closures import Plan, plan_of
 from distributary.servers._messages import (
@@ -293,13 +291,11 @@ class ClusterCoordinator:
         except UnknownMakerError as error:
             if not self._has_warned_of_feeding:
                 self._has_warned_of_feeding = True
-                warnings.warn(
+                warn(
                     f"The coordinator makes the data of {maker!r} and sends it to the workers,"
                     f" because {error}. Workers make it themselves, and faster, if you pass a"
                     " function of a module beside the script, or one at the top level of the"
-                    " script, above the line that creates the strategy.",
-                    DistributaryWarning,
-                    stacklevel=user_stacklevel(),
+                    " script, above the line that creates the strategy."
                 )
             return None
         return number
@@ -371,12 +367,10 @@ class ClusterCoordinator:
     def _warn_of_refusals(self, refusals: Mapping[str, str]) -> None:
         for name in refusals.keys() - self._warned_of_rows:
             self._warned_of_rows.add(name)
-            warnings.warn(
+            warn(
                 f"Rows of variable {name!r} are looked up, but all of it travels in every step:"
                 f" {refusals[name]}. Only rows travel of a variable that is read by table[ids],"
-                " jnp.take or embedding_lookup alone, with ids that depend on no variable.",
-                DistributaryWarning,
-                stacklevel=user_stacklevel(),
+                " jnp.take or embedding_lookup alone, with ids that depend on no variable."
             )
 
 

@@ -1,7 +1,6 @@
 """The strategy of asynchronous training, with variables on parameter servers."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -16,13 +15,12 @@ from distributary.data import DistributedInput
 from distributary.devices import Nest, make_abstract_mesh
 from distributary.engine import Placement, counted
 from distributary.errors import (
-    DistributaryWarning,
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
     check_takes,
     shown,
-    user_stacklevel,
+    warn,
 )
 from distributary.options import (
     InputOptions,
@@ -156,12 +154,10 @@ class ParameterServerStrategy(Strategy):
         """
         if current_trace() is None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 "ParameterServerStrategy.run was called outside of a scheduled function, so the"
                 " coordinator computes it, and no worker. To use the workers, call it in a function"
-                " that is given to ClusterCoordinator.schedule.",
-                DistributaryWarning,
-                stacklevel=user_stacklevel(),
+                " that is given to ClusterCoordinator.schedule."
             )
         return super().run(fn, args, kwargs, options)
 

@@ -3,7 +3,6 @@
 import collections
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -37,10 +36,9 @@ from distributary.devices import (
 )
 from distributary.engine import Placement
 from distributary.errors import (
-    DistributaryWarning,
     InvalidValueError,
     ReplicaMismatchError,
-    user_stacklevel,
+    warn,
 )
 from distributary.job import AgreedSteps, Ready, signature
 from distributary.tracing import at_end, refuse_in_trace
@@ -149,12 +147,10 @@ class DistributedDataset(DistributedInput):
         _check_not_traced()
         once = self._source.once
         if once is not None and once.started:
-            warnings.warn(
+            warn(
                 f"The distributed dataset {once.iterator!r} is a generator or iterator: it"
                 " continues where it stopped, which may be its end. For several epochs, distribute"
-                " something that starts over, such as a list or an object with __iter__.",
-                DistributaryWarning,
-                stacklevel=user_stacklevel(),
+                " something that starts over, such as a list or an object with __iter__."
             )
         self._num_passes += 1
         return DistributedIterator(self, self._num_passes - 1, self._distribute, _per_replica)

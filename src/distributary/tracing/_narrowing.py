@@ -1,11 +1,9 @@
 """NumPy arrays in dtypes that JAX can hold."""
 
-import warnings
-
 import jax
 import numpy as np
 
-from distributary.errors import DistributaryWarning, user_stacklevel
+from distributary.errors import warn
 
 _told: set[str] = set()  # dtypes
 
@@ -36,11 +34,9 @@ def narrowed(array: np.ndarray, what: str) -> np.ndarray:
     if wrong.any():
         _told.add(old_dtype.name)
         place = tuple(int(index[0]) for index in np.nonzero(np.atleast_1d(wrong)))
-        warnings.warn(
+        warn(
             f"{what}: the value {np.atleast_1d(array)[place]} at {[*place]} of an array of dtype"
             f" {old_dtype} becomes {np.atleast_1d(held)[place]}, because JAX holds {dtype}. Choose"
-            " smaller values, or call jax.config.update('jax_enable_x64', True) first.",
-            DistributaryWarning,
-            stacklevel=user_stacklevel(),
+            " smaller values, or call jax.config.update('jax_enable_x64', True) first."
         )
     return held

@@ -2,7 +2,6 @@
 
 import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,14 +28,13 @@ from distributary.devices import (
 )
 from distributary.errors import (
     ContextError,
-    DistributaryWarning,
     InvalidTypeError,
     InvalidValueError,
     ReplicaDivergenceError,
     ReplicaMismatchError,
     UnsupportedError,
     shown,
-    user_stacklevel,
+    warn,
 )
 from distributary.options import VariableAggregation, VariableSynchronization
 from distributary.tracing import (
@@ -741,10 +739,8 @@ _thread_state = _ThreadState()
 def _warn_if_scope_is_in_another_thread(what: str) -> None:
     if in_default_context() and not _thread_state.warned and another_thread_in_scope():
         _thread_state.warned = True
-        warnings.warn(
+        warn(
             f"{what} is created in a thread without a strategy scope while another thread has one"
             " open. Scopes hold for one thread only: enter `with strategy.scope():` in this thread"
-            " too, or the variable stays on one device.",
-            DistributaryWarning,
-            stacklevel=user_stacklevel(),
+            " too, or the variable stays on one device."
         )
