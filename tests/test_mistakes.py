@@ -678,6 +678,10 @@ told_each(
             ".compile: optimizer is a GradientTransformation | keras.optimizers.Adam",
             lambda s: _model(s).compile(optax.adam(0.1), "mse"),
         ),
+        "train_step_without_a_result": (
+            "train_step: the result is None, expected a dict of logs: return",
+            lambda s: _fit_own_step(s, lambda loss: None),
+        ),
         "save_in_a_step": (
             ".save was called inside Strategy.run | call it outside",
             lambda s: (lambda model: s.run(lambda: model.save("model.keras")))(_model(s)),
@@ -891,6 +895,109 @@ def test_all_frames_stay_if_jax_shows_its_own(strategy):
     files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert any("/jax/" in file for file in files)
     assert any("/distributary/" in file for file in files)
+
+
+# Warnings: Keras trains, and the numbers are wrong
+
+_SPARSE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+_LABELS = np.resize(range(4), 8)
+
+
+def _fit(strategy, loss, *data):
+    """Trains a model with 4 outputs on batches of 4 rows."""
+    _model(strategy, loss).fit(dist.data.Dataset.from_tensor_slices(data).batch(4), verbose=0)
+
+
+def _fit_outputs(strategy, y):
+    with strategy.scope():
+        x = keras.Input((3,))
+        model = keras.Model(x, {name: keras.layers.Dense(4, name=name)(x) for name in ("a", "b")})
+        model.compile("sgd", {"a": "mse", "b": _SPARSE})
+    model.fit(BATCH, y, verbose=0)
+
+
+def _fit_ids(strategy, ids):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(5, 3)])
+        model.compile("sgd", "mse")
+    model.fit(ids, np.ones((*ids.shape, 3)), batch_size=2, verbose=0)
+
+
+class _OwnStep(keras.Model):
+    def __init__(self, log):
+        super().__init__()
+        self.dense, self.log = keras.layers.Dense(1), log
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        return self.log(keras.ops.mean((self(data[0]) - data[1]) ** 2))
+
+
+def _fit_own_step(strategy, log):
+    with strategy.scope():
+        model = _OwnStep(log)
+        model.compile("sgd", "mse")
+    model.fit(BATCH, BATCH[:, :1], verbose=0)
+
+
+_WARNED: dict[str, tuple[str, Mistake]] = {
+    "label_in_a_later_batch": (
+        "y has the label 4, but the 4 classes of the output are 0 to 3 | Number them from 0",
+        lambda s: _fit(s, _SPARSE, BATCH, [0, 0, 0, 0, 0, 4, 0, 0]),
+    ),
+    "label_of_one_of_two_outputs": (
+        "y has the label -1, but the 4 classes of the output are 0 to 3",
+        lambda s: _fit_outputs(s, {"a": BATCH[:, :1].repeat(4, 1), "b": _LABELS - 1}),
+    ),
+    "third_class_of_two": (
+        "y has the label 2, but the 2 classes | sparse_categorical_crossentropy",
+        lambda s: _fit(s, "binary_crossentropy", BATCH, np.full((8, 4), 2)),
+    ),
+    "id_beyond_the_embedding": (
+        "x has the id 5, but the ids of embedding | are 0 to 4 | NaN | input_dim",
+        lambda s: _fit_ids(s, np.array([[0, 1], [2, 3], [4, 5]])),
+    ),
+    "one_column_of_four": (
+        "y has shape (4, 1), and the output (4, 4): the one column is repeated | units",
+        lambda s: _fit(s, "mse", BATCH, BATCH[:, :1]),
+    ),
+    "loss_beside_its_metric": (
+        "train_step returns 'loss', but Keras shows the metric | call its update_state(value)",
+        lambda s: _fit_own_step(s, lambda loss: {"loss": loss}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _WARNED)
+def test_a_warning_says_what_to_write_instead(name, strategy):
+    parts, mistake = _WARNED[name]
+
+    with pytest.warns(dist.errors.DistributaryWarning) as caught:
+        mistake(strategy)
+
+    (warning,) = caught
+    text = str(warning.message)
+    assert [part for part in parts.split(" | ") if part not in text] == [], text
+    assert warning.filename == __file__
+    _check_short(text)
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        lambda s: _fit(s, _SPARSE, BATCH, _LABELS - 1, np.float32(_LABELS > 0)),
+        lambda s: _fit(s, "binary_crossentropy", BATCH, np.full((8, 4), 0.5)),
+        lambda s: _fit(s, "mse", BATCH, np.full((8, 4), 5)),
+        lambda s: _fit(s, lambda y, z: (y[:, :1] - z) ** 2, BATCH, np.ones((8, 1))),
+        lambda s: _fit_outputs(s, {"a": np.full((8, 4), 5), "b": _LABELS}),
+        lambda s: _fit_ids(s, np.array([[0, 4]])),
+        lambda s: _fit_own_step(s, lambda loss: {"another": loss}),
+    ],
+)
+def test_numbers_that_a_model_takes_are_no_mistake(fit, strategy):
+    fit(strategy)  # warnings are errors
 
 
 def test_nothing_is_said_of_y_if_a_step_fails_for_another_reason(strategy):

@@ -409,7 +409,7 @@ class _MomentumContrast(Step):
         others = list(others)
         for position, value in zip(self.positions(others), [*slow, queue], strict=True):
             others[position] = value
-        return {"loss": loss}, (trainable, others, optimizer, metrics)
+        return {"contrast": loss}, (trainable, others, optimizer, metrics)
 
     def positions(self, others):
         paths = [v.path for v in self.non_trainable_variables]
@@ -460,7 +460,7 @@ class _InnerLoop(Step):
         return loss, (jnp.concatenate([p, p])[: x.shape[0]], others)
 
     def measured(self, variables, loss, y, p):
-        return {"loss": loss}, variables
+        return {"outer": loss}, variables
 
 
 # Examples of keras.io.

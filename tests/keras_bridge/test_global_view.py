@@ -50,7 +50,9 @@ class _Divides(keras.Model):
 
         value, gradients = dist.value_and_grad(loss, self.trainable_variables)()
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"loss": value / dist.get_strategy().num_replicas_in_sync}
+        for metric in self.metrics:  # Keras shows it
+            metric.update_state(value / dist.get_strategy().num_replicas_in_sync)
+        return {"loss": value}
 
 
 def test_a_step_for_tensorflow_is_right_and_says_once_what_it_sees(strategy_of, caplog):

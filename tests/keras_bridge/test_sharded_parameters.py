@@ -57,7 +57,7 @@ class _OfTensorFlow(keras.Model):
     def train_step(self, data):
         x, y = data
         loss_of = lambda: self.compute_loss(y=y, y_pred=self(x, training=True))
-        return {"loss": small.descend(self.optimizer, self.trainable_variables, loss_of)}
+        return {"own": small.descend(self.optimizer, self.trainable_variables, loss_of)}
 
 
 def _own_step():

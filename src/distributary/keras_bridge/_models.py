@@ -37,7 +37,6 @@ from distributary.keras_bridge._data import (
     current_call,
     explained_by_data,
 )
-from distributary.keras_bridge._replica_view import warn_of_labels
 from distributary.keras_bridge._step_function import (
     PARTS,
     Kind,
@@ -332,8 +331,6 @@ def in_scope(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     args = tuple(map(_native, args))
     kwargs = {key: _native(value) if key in _DATA else value for key, value in kwargs.items()}
     x, y = (kwargs.get(key, [*args, None, None][i]) for i, key in enumerate("xy"))
-    if what in ("fit", "evaluate"):
-        warn_of_labels(self, y)
     for name in {"epochs", "steps_per_epoch", "steps", "validation_steps"} & kwargs.keys():
         check_count(f"{self.name}.{what}", name, kwargs[name], 0)
     with strategy.scope(), _in_one_thread(self, what), bound(current_call, Call(what)):

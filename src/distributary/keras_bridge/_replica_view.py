@@ -7,9 +7,9 @@ it is the mean of the replicas' means.
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +66,23 @@ def call_loss(
     original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
     """Notes a loss that is called, for `reduce_weighted_values`."""
+    _check_columns(self, y_true, y_pred)
     with bound(_calls, (*_calls.get(), (self, y_true, y_pred))):
         return original(self, y_true, y_pred, sample_weight)
+
+
+def _check_columns(loss: Any, y_true: Any, y_pred: Any) -> None:
+    """Warns, while a step is traced, of a column that Keras repeats to make two shapes agree."""
+    elementwise = keras.losses.mean_squared_error, keras.losses.mean_absolute_error
+    if current_scope() is None or getattr(loss, "fn", None) not in elementwise:
+        return
+    columns = {np.shape(y)[1] for y in (y_true, y_pred) if np.ndim(y) == 2}
+    if len(columns) == 2 and 1 in columns:
+        warn(
+            f"{loss.name}: y has shape {np.shape(y_true)}, and the output {np.shape(y_pred)}: the"
+            " one column is repeated. Give both as many columns, such as by the units of the last"
+            " layer."
+        )
 
 
 def _of_whole_batch(context: Any, value: Any) -> Any:
@@ -143,26 +158,68 @@ def reduce_weighted_values(
     return keras.ops.divide_no_nan(loss, divisor)
 
 
-def warn_of_labels(model: Any, y: Any) -> None:
-    """Warns of labels for which a model has no class: on JAX, the loss of such a row is 0."""
-    loss = getattr(model, "loss", None)
-    is_sparse = isinstance(loss, keras.losses.SparseCategoricalCrossentropy) or loss in (
-        "sparse_categorical_crossentropy",
-        keras.losses.sparse_categorical_crossentropy,
-    )
-    shape = getattr(model, "output_shape", None)
-    if getattr(loss, "ignore_class", None) is not None:  # which is no class of the output
-        return
-    if not is_sparse or not isinstance(y, np.ndarray) or y.dtype.kind not in "iuf" or not y.size:
-        return
-    if isinstance(shape, tuple) and shape and isinstance(shape[-1], int):
-        label = y.max() if y.max() >= shape[-1] else y.min()
-        if label < 0 or label >= shape[-1]:  # not NaN
-            warn(
-                f"{model.name}: y has the label {label}, but the {shape[-1]} classes of the"
-                f" output are 0 to {shape[-1] - 1}. The loss of such a row is 0. Number the classes"
-                " from 0, or give the last layer more units."
+# The numbers that an array may hold: its part of a batch, 0 for x or 1 for y; its name and number
+# there; the largest number, from 0; what to say of others.
+Limit: TypeAlias = tuple[int, str, int, int, str]
+
+
+def limits_of(model: Any) -> Iterator[Limit]:
+    """Yields the limits of the labels and ids that a model takes; JAX says nothing of others."""
+    shapes: Any = getattr(model, "output_shape", [])
+    shapes = shapes if isinstance(shapes, list) else [shapes]
+    names = getattr(model, "output_names", [""])
+    for number, (name, shape) in enumerate(zip(names, shapes, strict=False)):
+        loss = _entry(getattr(model, "loss", None), name, number)
+        loss = keras.losses.get(loss) if isinstance(loss, str) else loss
+        function = getattr(loss, "fn", loss)
+        size = 2 if function is keras.losses.binary_crossentropy else 0
+        if function is keras.losses.sparse_categorical_crossentropy and shape:
+            size = shape[-1]
+        if size and getattr(loss, "ignore_class", None) is None:  # which is no class of the output
+            text = (
+                f"the {size} classes of the output are 0 to {size - 1}: the loss is wrong. Number"
+                " them from 0, or give each a unit, with sparse_categorical_crossentropy."
             )
+            yield 1, name, number, size - 1, text
+    for layer in getattr(model, "layers", ()):
+        ids: Any = getattr(layer, "input", None) if type(layer) is keras.layers.Embedding else None
+        for number, tensor in enumerate(getattr(model, "inputs", None) or ()):
+            if tensor is ids:
+                text = (
+                    f"the ids of {layer.name} are 0 to {layer.input_dim - 1}: the output is NaN, or"
+                    " a row from the end. Number them from 0, or give it a larger input_dim."
+                )
+                yield 0, tensor.name, number, layer.input_dim - 1, text
+
+
+def _entry(nest: Any, name: str, number: int) -> Any:
+    """Returns what a nest of losses or arrays has for an input or output."""
+    if isinstance(nest, dict):
+        return nest.get(name)
+    return nest[number] if isinstance(nest, (list, tuple)) and number < len(nest) else nest
+
+
+def warn_beyond(model: Any, limits: Iterable[Limit], batch: Any, is_first: bool) -> bool:
+    """Warns of a number in a batch that is beyond a limit; returns whether there is one.
+
+    Arrays on devices are looked at in the first batch alone, because that waits for them.
+    """
+    for part, name, number, largest, text in limits if type(batch) is tuple else ():
+        array, weights = (_entry((*batch, None, None)[i], name, number) for i in (part, 2))
+        if is_first and isinstance(array, jax.Array) and array.is_fully_addressable:
+            array = np.asarray(array)
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
+            continue
+        is_weighted = part == 1 and isinstance(weights, np.ndarray)
+        if is_weighted and weights.shape == array.shape[: weights.ndim]:
+            array = array[weights != 0]
+        found = array.max(initial=0)
+        found = found if found > largest else array.min(initial=0)
+        if found > largest or found < 0:  # not NaN
+            what = f"{'xy'[part]} has the {'label' if part else 'id'} {found}"
+            warn(f"{model.name}: {what}, but {text}")
+            return True
+    return False
 
 
 # Random numbers and batch statistics of layers

@@ -8,7 +8,7 @@ gives it with the model's step to the engine, which traces the step on the whole
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Literal, final
 
@@ -21,12 +21,14 @@ from distributary.context import entered
 from distributary.data import OwnRows
 from distributary.devices import Loop, Nest, current_trial, latest_program, local_copy, progress
 from distributary.engine import Programs, StepKind, global_batch, mode_of, several_steps
-from distributary.errors import TracedValueError
+from distributary.errors import TracedValueError, check_type, warn
 from distributary.keras_bridge._custom_loops import assign_agreed
-from distributary.keras_bridge._replica_view import warn_of_labels
+from distributary.keras_bridge._data import current_call
+from distributary.keras_bridge._replica_view import Limit, limits_of, warn_beyond
 from distributary.keras_bridge._variables import in_parts, keeps_on_servers, model_step
 from distributary.strategies import DatasetBatches, next_own, take_stacked
 from distributary.tracing import current_scope
+from distributary.variables import ForeignVariable
 
 # The model's own step of `fit`, `evaluate` or `predict`, as a function for the engine.
 
@@ -65,7 +67,9 @@ class ModelStep:
     def __call__(self, data: Nest) -> Nest:
         """Runs the step; returns the logs or predictions."""
         if self.stateful is not None:
-            return values_of_variables(self.stateful(data))
+            logs = values_of_variables(self.stateful(data))
+            self._check_logs(logs)
+            return logs
         variables = dict(zip(PARTS[self._kind], self.variables(), strict=True))
         with in_parts():  # layers gather them
             state = {name: [v.value for v in part] for name, part in variables.items()}
@@ -89,7 +93,25 @@ class ModelStep:
                     assign_agreed(variable, value)
                 else:
                     variable.assign(value)
+        self._check_logs(out)
         return out
+
+    def _check_logs(self, logs: Any) -> None:
+        """Checks the result of a step, in whose place Keras shows the metrics of the same names."""
+        step, scope = f"{self._trainer.name}.{self._kind}_step", current_scope()
+        if self._kind == "predict" or scope is None or self._on_servers:
+            return
+        if self._kind == "train":
+            check_type(f"{step}: the result", logs, dict, 'a dict of logs: return {"loss": loss}')
+        metrics = self._trainer.metrics
+        written = [handle.cell() for handle, _ in scope.writes.values()]
+        changed = {id(one.variable) for one in written if isinstance(one, ForeignVariable)}
+        for metric in metrics if {metric.name for metric in metrics} == {*(logs or ())} else ():
+            if not any(id(variable) in changed for variable in metric.variables):
+                warn(
+                    f"{step} returns {metric.name!r}, but Keras shows the metric of this name, and"
+                    " the step does not update it: call its update_state(value) there."
+                )
 
     def variables(self) -> list[list[Any]]:
         """Returns the variables of the model whose values make up the state, see `PARTS`."""
@@ -160,6 +182,7 @@ class StepFunction:
         self._programs: dict[int, Programs] = {}  # by number of steps
         self._variables: list[list[Any]] | None = None  # that the programs use, see `_parts`
         self._fusible: bool | None = None
+        self._limits: Sequence[Limit] = ()  # of the batches that are looked at
         if kind == "train" and self._num_replicas > 1 and self._step.stateful is not None:
             _log.warning(
                 "%s.train_step sees the whole batch, as the only replica of %d: in it,"
@@ -202,6 +225,8 @@ class StepFunction:
         if self._variables is not None and self._variables != self._parts():
             self._programs.clear()  # another optimizer, or layers that were added or frozen
         self._variables = None
+        call = current_call.get()  # in its first pass, as it takes time
+        self._limits = [*limits_of(self._trainer)] if call is not None and call.passes == 1 else ()
         self._loop = None if isinstance(iterator, DatasetBatches) else Loop(self._counts)
         try:
             self._loops_over = weakref.ref(iterator)
@@ -223,6 +248,10 @@ class StepFunction:
 
     def _run(self, batch: Nest, count: int = 1) -> Nest:
         """Runs one step on a batch, or `count` steps on as many stacked batches."""
+        rows: Nest = batch.rows if isinstance(batch, OwnRows) else batch
+        is_first = self._variables is None
+        if self._limits and warn_beyond(self._trainer, self._limits, rows, is_first):
+            self._limits = ()
         if self._eager and not isinstance(batch, OwnRows):
             return self._run_eagerly(batch)
         data, num_examples = self._laid_out(batch, count)
@@ -242,10 +271,6 @@ class StepFunction:
             return self._run_eagerly(batch)
         if self._variables is None:  # now that the first step has built the optimizer
             self._variables = self._parts()
-            if self._loop is None and self._kind != "predict" and type(batch) is tuple:
-                y = batch[1] if len(batch) > 1 else None
-                is_here = isinstance(y, jax.Array) and y.is_fully_addressable
-                warn_of_labels(self._trainer, np.asarray(y) if is_here else y)
         if self._share.num_workers > 1:
             out = jax.tree.map(local_copy, out)
         self._counts.num_examples += num_examples
