@@ -130,8 +130,20 @@ class _ScopeMethod:
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
-    def __get__(self, strategy: object, owner: type | None = None) -> Any:
-        return self._method if strategy is None else _NotEntered(self._method, strategy)
+    def __get__(self, strategy: object, owner: Any = None) -> Any:
+        if strategy is not None:
+            return _NotEntered(self._method, strategy)
+
+        @functools.wraps(self._method)
+        def of_class(*args: Any) -> Any:
+            if args:
+                return self._method(*args)
+            raise ContextError(
+                f"{owner.__name__}.scope() is called on the class. Create a strategy first,"
+                f" strategy = {owner.__name__}(), and write `with strategy.scope():`."
+            )
+
+        return of_class
 
 
 def _advised(init: Callable[..., None]) -> Callable[..., None]:
