@@ -82,6 +82,8 @@ _COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile", "plan")
         ("launch -m nomodule", "there is no module 'nomodule' for -m nomodule"),
         ("launch -m json", "there is no module 'json.__main__' for -m json"),
         ("bench --replicas 1,x", "expected whole numbers from 1 with commas between them"),
+        ("launch -n 2 a.py", "no option -n. Did you mean --workers?"),
+        ("launch -m train.py", "Leave out -m for a file."),
         ("bench --model mpl", "there is no 'mpl'; known are mlp, transformer. Did you mean mlp?"),
         ("bench --model mlp a.py", "--model is for a built-in model, but there is the script"),
         ("bench --step train", "--step is for a script"),
@@ -97,6 +99,7 @@ _COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile", "plan")
         ("", "usage: distributary [-h] [--version] COMMAND ..."),
         ("lunch", "there is no command 'lunch'. Did you mean launch?"),
         ("train.py", "To run a script: distributary launch train.py."),
+        ("run train.py", "there is no command 'run'. Did you mean launch?"),
         ("--vresion", "there is no option --vresion. Did you mean --version?"),
     ],
 )

@@ -23,6 +23,7 @@ _TOPOLOGIES = (
 _OTHER_NAMES = {
     "nproc-per-node": "workers",
     "nproc": "workers",
+    "n": "workers",
     "np": "workers",
     "num-processes": "workers",
     "num-workers": "workers",
@@ -238,9 +239,10 @@ def check_script(namespace: argparse.Namespace) -> None:
     if namespace.module:
         missing = _missing_module(name)
         if missing is not None:
+            hint = " Leave out -m for a file." if name.endswith(".py") else ""
             error(
-                f"there is no module {missing!r} for -m {name}. Run the command where the module"
-                " is, or install its package."
+                f"there is no module {missing!r} for -m {name}.{hint} Run the command where the"
+                " module is, or install its package."
             )
         return
     path = Path(name)

@@ -94,7 +94,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     whole = parser()
     first = next((text for text in arguments if not text.startswith("-")), None)
     if first is not None and first not in _COMMANDS:
-        hint = suggestion(first, _COMMANDS)
+        hint = suggestion("launch" if first in ("run", "start") else first, _COMMANDS)
         if first.endswith(".py"):
             hint = f" To run a script: distributary launch {first}."
         whole.error(
