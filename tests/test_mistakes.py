@@ -426,6 +426,10 @@ told_each(
             lambda s: s.run(lambda batch: s.reduce("SUM", batch, axis=None), args=(BATCH,)),
         ),
         "format_of_a_result": (_PER_REPLICA, lambda s: f"{_sums(s):.3f}"),
+        "reduce_of_nothing": (
+            "reduce: value is None | Return the value from the step",
+            lambda s: s.reduce("MEAN", s.run(lambda x: None, args=(BATCH,)), axis=None),
+        ),
         "reduce_without_axis": ("reduce | axis=None | axis=0", lambda s: s.reduce("SUM", _sums(s))),
         "float_of_a_result": (_PER_REPLICA, lambda s: float(_sums(s))),
         "method_of_a_result": (_PER_REPLICA, lambda s: _rows(s).mean()),
@@ -468,6 +472,12 @@ def variable_outside_of_the_scope(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
+def _gradient(target, sources):
+    with dist.GradientTape() as tape:
+        value = target()
+    return tape.gradient(value, sources)
+
+
 _OF_W = {
     "assignment_without_aggregation": (
         "all_reduce | 'w'",
@@ -476,6 +486,14 @@ _OF_W = {
     "gradient_that_is_not_called": (
         "gradient_that_is_not_called | 'w' | <lambda> | call what distributary.grad returns",
         lambda w, batch: w.assign_sub(dist.grad(lambda: (batch @ w).sum(), w)),
+    ),
+    "gradient_that_is_none": (
+        "'w' | got None | A gradient is None if the loss does not use the variable",
+        lambda w, batch: w.assign_sub(_gradient(lambda: batch.sum(), w)),
+    ),
+    "target_after_the_sources": (
+        "target is | 'w:0' | Write tape.gradient(loss, variables)",
+        lambda w, batch: _gradient(lambda: w, (batch @ w).sum()),
     ),
     "gradient_of_a_value": (
         "a function that computes the loss | an array float32[] | def loss(): return",
@@ -535,6 +553,14 @@ told_each(
         "gradients_without_zip": (
             f"train_step: test_mistakes.py | {_ZIP}",
             lambda s: _apply(s, lambda opt, grads, vs: opt.apply_gradients(grads, vs)),
+        ),
+        "dtype_in_the_place_of_trainable": (
+            "trainable is 'float32', expected True or False | dtype=",
+            lambda s: dist.Variable(np.ones(3), "float32"),
+        ),
+        "name_of_a_synchronization": (
+            "synchronization is 'ON_READ' | Write distributary.VariableSynchronization.ON_READ.",
+            lambda s: dist.Variable(1.0, synchronization="ON_READ"),
         ),
         "misspelled_synchronization": (
             "synchronization is 'on_reed' | VariableSynchronization: | ON_WRITE, ON_READ",
@@ -747,6 +773,11 @@ told_each(
             "all_reduce | get_replica_context().all_reduce",
             lambda s: dist.all_reduce(BATCH),
         ),
+        "name_of_tensorflow": (
+            "has no attribute 'reduce_mean'. | distributary.compat.tensorflow",
+            lambda s: dist.reduce_mean(BATCH),
+        ),
+        "autotune": ("'AUTOTUNE' | distributary.data", lambda s: dist.AUTOTUNE),
         "collective_hints": (
             "CollectiveHints | CommunicationOptions",
             lambda s: dist.experimental.CollectiveHints,
@@ -792,6 +823,14 @@ told_each(
         "batch_of_a_distributed_dataset": (
             "batch | experimental_distribute_dataset | before",
             lambda s: s.experimental_distribute_dataset([BATCH]).batch(4),
+        ),
+        "array_as_dataset": (
+            "Dataset: got an array float32[8, 3] | Use Dataset.from_tensor_slices",
+            lambda s: dist.data.Dataset(BATCH),
+        ),
+        "file_as_dataset": (
+            "got 'train.tfrecord', a str | distributary.data.Dataset",
+            lambda s: s.experimental_distribute_dataset("train.tfrecord"),
         ),
         "function_as_dataset": (
             "the function <lambda> | Expected an iterable of batches",
@@ -1112,6 +1151,13 @@ def test_an_iterator_of_batches_is_told(strategy):
 
     with pytest.raises(TypeError, match=r"x is a list_iterator.*\(batch for batch in x\)"):
         model.fit(iter([(BATCH, BATCH[:, :1])]), verbose=0)
+
+
+def test_a_map_that_returns_nothing_is_told():
+    dataset = dist.data.Dataset.range(2).map(lambda x: None).batch(2)
+
+    with pytest.raises(TypeError, match=r"function <lambda>, which returned None\. Return"):
+        next(iter(dataset))
 
 
 @pytest.mark.parametrize("name", ["reset_default_graph", "estimator", "contrib"])

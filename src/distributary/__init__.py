@@ -121,6 +121,10 @@ _ELSEWHERE = {
         "They are in distributary.experimental, as in tf.distribute."
     ),
     "CollectiveAllReduceStrategy": "Use distributary.MultiWorkerMirroredStrategy.",
+    "AUTOTUNE TensorSpec TFRecordDataset": "It is in distributary.data.",
+    "constant cast convert_to_tensor nn reduce_mean reduce_sum tf compute_average_loss": (
+        "Names of TensorFlow are in distributary.compat.tensorflow; a step can use jax.numpy."
+    ),
     "get_loss_reduction": "Use distributary.ReduceOp.SUM or MEAN.",
     "DistributionStrategy": "Use distributary.Strategy.",
     "keras": "Write `import keras`, with KERAS_BACKEND=jax.",

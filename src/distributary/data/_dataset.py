@@ -89,7 +89,7 @@ class Dataset:
     def __init__(self, node: Node) -> None:
         if not isinstance(node, Node):
             raise InvalidTypeError(
-                f"Dataset: got {node!r}, which is data and not a dataset yet. Use"
+                f"Dataset: got {shown(node)}, which is data and not a dataset yet. Use"
                 " Dataset.from_tensor_slices, from_generator or from_source to make one of it."
             )
         self._node = node

@@ -49,7 +49,7 @@ from distributary.data._structure import (
     stack,
 )
 from distributary.devices import Nest
-from distributary.errors import InvalidValueError, check_takes
+from distributary.errors import InvalidTypeError, InvalidValueError, check_takes, shown
 
 # Operations that stack elements to batches, and split batches into rows.
 
@@ -308,6 +308,10 @@ def mapped(fn: Callable[..., Any], element: Nest) -> Nest:
     result = call(fn, element)
     if result is element:
         return result
+    if result is None:
+        raise InvalidTypeError(
+            f"The dataset calls {shown(fn)}, which returned None. Return the new element."
+        )
     leaves, tree = flatten(result)
     inputs = flatten(element)[0]
     known = {id(leaf) for leaf in inputs} | {id(getattr(leaf, "base", None)) for leaf in inputs}

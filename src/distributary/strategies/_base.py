@@ -352,6 +352,11 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
                 " element by element, such as losses, or axis=0 to reduce the rows of each replica"
                 " as well."
             )
+        if value is None:
+            raise InvalidTypeError(
+                "Strategy.reduce: value is None, as of a step that returns nothing. Return the"
+                " value from the step."
+            )
         result = self._extended.combine.reduce(as_reduce_op(reduce_op, "reduce"), value, axis)
         return in_order(result, key_order(value))
 

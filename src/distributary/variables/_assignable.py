@@ -286,7 +286,9 @@ def _is_traced(value: object) -> bool:
 def check_member(what: str, field: str, value: object, kind: type[enum.Enum]) -> None:
     """Checks that a value is a member of the enumeration `kind`."""
     if not isinstance(value, kind):
+        name = str(getattr(value, "name", value)).upper()
+        hint = f" Write distributary.{kind.__name__}.{name}." if name in kind.__members__ else ""
         raise InvalidValueError(
             f"{what}: {field} is {shown(value)}, expected a member of distributary.{kind.__name__}:"
-            f" {', '.join(member.name for member in kind)}."
+            f" {', '.join(kind.__members__)}.{hint}"
         )

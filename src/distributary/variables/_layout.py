@@ -201,6 +201,8 @@ def array_of(value: object, what: str) -> Any:
         raise InvalidTypeError(f"{what}: {shown(value)} is not an array of numbers.") from error
     if array.dtype == object or (array.dtype.kind in "USV" and array.dtype.itemsize > 2):
         hint = " To get gradients, call what distributary.grad returns." if callable(value) else ""
+        if value is None:
+            hint = " A gradient is None if the loss does not use the variable in the tape's block."
         raise InvalidTypeError(f"{what}: got {described(value)}; expected numbers.{hint}")
     if isinstance(value, (bool, int, float, complex, list, tuple)):
         # Python numbers get JAX's default dtypes, float32 and int32, if they fit.

@@ -33,6 +33,7 @@ from distributary.errors import (
     ReplicaDivergenceError,
     ReplicaMismatchError,
     UnsupportedError,
+    check_type,
     shown,
     warn,
 )
@@ -152,6 +153,8 @@ class Variable(Assignable):
         on_read = synchronization is VariableSynchronization.ON_READ
         self._synchronization: VariableSynchronization = synchronization
         self._aggregation = aggregation
+        kinds = bool | np.bool_ | int | None
+        check_type(f"{what}: trainable", trainable, kinds, "True or False; write dtype=, name=")
         self._trainable = (not on_read) if trainable is None else bool(trainable)
         _warn_if_scope_is_in_another_thread(what)
         scope = current_scope()
