@@ -11,9 +11,9 @@ from distributary.context._stack import current_mode, in_default_context
 from distributary.devices import Nest
 from distributary.errors import (
     ContextError,
-    InvalidTypeError,
     InvalidValueError,
     check_takes,
+    check_type,
     checked_int,
     shown,
 )
@@ -110,11 +110,8 @@ class ReplicaContext:
         Source: `tf.distribute.ReplicaContext.merge_call`.
         """
         self._check_current("merge_call")
-        if not isinstance(args, (list, tuple)):
-            raise InvalidTypeError(
-                f"merge_call: args is {shown(args)}, expected a list or tuple; for one argument"
-                " write args=(value,)."
-            )
+        expected = "a list or tuple; for one argument write args=(value,)"
+        check_type("merge_call: args", args, list | tuple, expected)
         takes = ", ".join(["strategy", *(f"value{i or ''}" for i in range(len(args)))])
         if not kwargs:
             check_takes("merge_call", merge_fn, f"merge_fn({takes})")

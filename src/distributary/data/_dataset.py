@@ -63,6 +63,7 @@ from distributary.tracing import at_end, iterator_of, next_of
 # For `prefetch(AUTOTUNE)`: while you use one element, one is ready and one is being made.
 _AUTOTUNED_DEPTH = 2
 _DEFAULT_CYCLE_LENGTH = 8
+_EXPECTED = "a Dataset, such as of Dataset.from_source"
 #: The worker's own shard, in `shard(SHARD_HINT, SHARD_HINT)` with `AutoShardPolicy.HINT`.
 SHARD_HINT: Final = -1
 
@@ -216,11 +217,7 @@ class Dataset:
         nest = datasets if datasets is not None else args[0] if len(args) == 1 else args
         leaves, tree = jax.tree.flatten(nest, is_leaf=lambda x: isinstance(x, Dataset))
         for leaf in leaves:
-            if not isinstance(leaf, Dataset):
-                raise InvalidTypeError(
-                    f"Dataset.zip: got {shown(leaf)}, expected datasets. Make one of it with"
-                    " Dataset.from_source."
-                )
+            check_type("Dataset.zip: an argument", leaf, Dataset, _EXPECTED)
         return cls.of(Zip(tuple(leaf._node for leaf in leaves), tree))
 
     # Order
@@ -284,11 +281,7 @@ class Dataset:
 
     def concatenate(self, dataset: "Dataset", name: str | None = None) -> "Dataset":
         """Appends the elements of another dataset."""
-        if not isinstance(dataset, Dataset):
-            raise InvalidTypeError(
-                f"concatenate: got {shown(dataset)}, expected a Dataset. Make one of it with"
-                " Dataset.from_source."
-            )
+        check_type("concatenate: dataset", dataset, Dataset, _EXPECTED)
         return self.of(Concatenate((self._node, dataset._node)))
 
     def interleave(
@@ -314,10 +307,7 @@ class Dataset:
 
         def make(element: Nest) -> Node:
             dataset = call(map_func, element)
-            if not isinstance(dataset, Dataset):
-                raise InvalidTypeError(
-                    f"interleave: map_func returned {shown(dataset)}, expected a Dataset."
-                )
+            check_type("interleave: what map_func returned", dataset, Dataset, _EXPECTED)
             return dataset._node
 
         cycle = _DEFAULT_CYCLE_LENGTH if cycle_length in (None, AUTOTUNE) else cycle_length
