@@ -142,6 +142,27 @@ def test_without_another_the_first_that_ended_tells_the_reason(launch):
     assert ": worker 7 was lost; ending all workers." in result.stderr
 
 
+def test_the_reason_is_not_repeated_with_the_last_lines(launch):
+    script = """
+def end(*_):
+    print("cleaned up", file=sys.stderr)
+    sys.exit(0)
+
+if name == "worker0":
+    signal.signal(signal.SIGTERM, end)
+    put("ready")
+    run_forever()
+wait_for("ready")
+print("distributary: worker 7 was lost", file=sys.stderr)
+sys.exit(75)
+"""
+    result = launch(script, num_workers=2)
+
+    own = [line for line in result.stderr.splitlines() if "[launcher] worker 1 ended" in line]
+    assert [": worker 7 was lost" in line for line in own] == [True, False], result.stderr
+    assert own[1].endswith(" s. Its last lines on stderr:")
+
+
 def test_a_stopped_worker_gets_its_term(launch):
     script = """
 if name == "worker0":

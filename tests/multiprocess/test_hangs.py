@@ -15,7 +15,7 @@ def test_a_job_ends_after_its_timeout_and_says_where_all_workers_are(job):
         assert len(said) == 1, ended.output
         assert f"have waited for worker 1 at {second} for 6 s, the timeout_seconds" in said[0]
         assert "in interrupt: " in said[0]  # the stack
-        assert f"worker 0 at {first} has begun the program of train_step (hangs.py:" in said[0]
+        assert f"worker 0 at {first} last began the program of train_step (hangs.py:" in said[0]
 
 
 def test_a_worker_that_is_slow_is_waited_for_and_reported(job):

@@ -44,10 +44,10 @@ _NOTICED_BY_KERAS = {
 }
 # One worker waits in a program that the other does not join: the job ends.
 _ENDS_THE_JOB = {
-    "a_skipped_step": "worker 0 .* has begun the program of step .*differ.py:.*"
+    "a_skipped_step": "worker 0 .* last began the program of step .*differ.py:.*"
     " waits for all before the next step of a distributed dataset .*differ.py:",
     "a_variable_that_only_the_chief_reads": "worker 0 .* waits for all before reduce .*differ.py:.*"
-    " has begun the program of step",
+    " last began the program of step",
 }
 
 

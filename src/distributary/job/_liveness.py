@@ -227,7 +227,7 @@ class Liveness:
         name, values = job_programs.latest
         arguments = f" with {', '.join(map(str, values))}" if values else ""
         if waiting_at is None:
-            doing = f"has begun {name}{arguments}"
+            doing = f"last began {name}{arguments}"
         else:
             doing = f"waits for all before {waiting_at}{arguments if waiting_at == name else ''}"
         place = [doing, *stack_of_script()]

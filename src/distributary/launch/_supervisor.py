@@ -404,7 +404,8 @@ class Supervisor:
         if command.last_lines and command.last_lines != self.output.lines_at_the_end():
             lines = "\n".join(f"    {line}" for line in command.last_lines)
             where = self._where(command)
-            self.output.say(f"{where}{command.text}. Its last lines on stderr:\n{lines}")
+            what = command.text.partition(": ")[0]  # without the reason, which was said
+            self.output.say(f"{where}{what}. Its last lines on stderr:\n{lines}")
         is_alone = self.options.num_workers == 1 and not self.options.num_servers
         if not (command.code or is_alone or any(w.reported.numbers() for w in self._workers)):
             has_servers = self.options.num_servers
