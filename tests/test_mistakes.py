@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import scipy.sparse
 from flax import nnx
 
 import distributary as dist
+from distributary.launch import misspelled
 from tests.interpreters import run_python
 
 BATCH = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -1096,6 +1098,34 @@ def test_a_backend_of_keras_that_fails_is_told(backend, told):
 
     assert ended.returncode == 0
     assert told in ended.stderr if told else not ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("DISTRIBUTARY_NPROCS", "Did you mean DISTRIBUTARY_NPROC?"),
+        ("DISTRIBUTARY_TOKENS", "Did you mean DISTRIBUTARY_TOKEN?"),
+        ("DISTRIBUTARY_SERVICE_PORT", None),  # as Kubernetes sets for a service of this name
+        ("DISTRIBUTARY_TOKEN", None),
+    ],
+)
+def test_a_misspelled_variable_of_the_environment_is_told(name, told, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import distributary as dist\ndist.OneDeviceStrategy('CPU:0')\n")
+
+    stderr = run_python(script, environ={name: "4"}).stderr
+
+    assert ("Nothing reads DISTRIBUTARY_" in stderr) == (told is not None)
+    assert told is None or f"{script}:2: " in stderr
+    assert (told or "") in stderr
+
+
+def test_every_variable_of_the_environment_is_known():
+    text = "".join(file.read_text() for file in Path(dist.__file__).parent.rglob("*.py"))
+    names = set(re.findall('"(DISTRIBUTARY_[A-Z_]+)"', text))
+
+    assert names
+    assert [name for name in names if not [*misspelled({f"{name}X": ""})]] == []
 
 
 def test_a_second_model_on_one_device_is_no_mistake(strategy):

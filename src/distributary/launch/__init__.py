@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distributary.launch._report import (
         Numbers,
         finite,
+        misspelled,
         numbers_of,
         rates,
         refuse_job,
@@ -33,7 +34,8 @@ if not TYPE_CHECKING:  # or type checkers accept any name
         {
             "_http": "Answer HttpServer",
             "_report": (
-                "Numbers finite numbers_of rates refuse_job report report_progress size_of_job"
+                "Numbers finite misspelled numbers_of rates refuse_job report report_progress"
+                " size_of_job"
             ),
             "_supervisor": "run",
             "_worker": "ALLOCATOR_SETTINGS RESTART_VARIABLE free_addresses",

@@ -1,6 +1,7 @@
 """What a worker tells its launcher: its numbers, and that it cannot be part of the job."""
 
 import contextlib
+import difflib
 import json
 import math
 import os
@@ -22,6 +23,8 @@ from distributary.launch._status import REFUSED_EXIT_CODE, REFUSED_PREFIX, STATU
 _SECONDS_BETWEEN_REPORTS = 1.0
 _is_reported_by_program = False
 _strategies: weakref.WeakSet[Any] = weakref.WeakSet()  # the `extended` of each
+_SETTINGS = "CERTS CONNECT_SECONDS CPU_REWRITES METRICS_PORT NPROC RESTART STATUS_FD TOKEN"
+_VARIABLES = [f"DISTRIBUTARY_{name}" for name in _SETTINGS.split()]
 _MAX_MESSAGE_BYTES = 512  # the smallest PIPE_BUF in POSIX: shorter writes are never split
 
 
@@ -70,6 +73,14 @@ def refuse_job(reason: str) -> NoReturn:
         sys.stderr.flush()
         raise SystemExit(REFUSED_EXIT_CODE)
     raise InvalidValueError(reason)
+
+
+def misspelled(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yields what to say of variables with names that are almost those of distributary."""
+    for name in environ:
+        for close in difflib.get_close_matches(name, _VARIABLES, 1, 0.92):
+            if name != close:
+                yield f"Nothing reads {name} of the environment. Did you mean {close}?"
 
 
 def size_of_job(environ: Mapping[str, str] | None = None) -> tuple[int, int]:

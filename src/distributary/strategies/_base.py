@@ -5,6 +5,7 @@ import difflib
 import functools
 import html
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,8 +26,9 @@ from distributary.errors import (
     check_takes,
     check_type,
     shown,
+    warn,
 )
-from distributary.launch import refuse_job, size_of_job
+from distributary.launch import misspelled, refuse_job, size_of_job
 from distributary.options import InputOptions, ReduceOp, RunOptions
 from distributary.strategies._distributed_dataset import DistributedDataset
 from distributary.strategies._extended import StrategyExtended
@@ -69,6 +71,8 @@ def check_job(name: str, *, needs_servers: bool = False) -> None:
     if _is_checked:
         return
     _is_checked = True
+    for text in misspelled(os.environ):
+        warn(text)
     num_workers, num_servers = size_of_job()
     program = Path(sys.argv[0]).name or "the program"
     if num_servers and not needs_servers:
