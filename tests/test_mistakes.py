@@ -1,5 +1,6 @@
 """Mistakes that people make in their first hour, and what they are told."""
 
+import contextlib
 import gc
 import pickle
 import re
@@ -1126,6 +1127,19 @@ def test_every_variable_of_the_environment_is_known():
 
     assert names
     assert [name for name in names if not [*misspelled({f"{name}X": ""})]] == []
+
+
+@pytest.mark.parametrize("value", [np.broadcast_to(np.float32(0), 1 << 45), 1 << 45])
+def test_a_variable_that_is_too_large_for_memory_is_named(value, strategy):
+    make = value if isinstance(value, np.ndarray) else lambda: jnp.zeros(value)
+
+    for scope in (strategy.scope(), contextlib.nullcontext()):
+        with pytest.raises((MemoryError, jax.errors.JaxRuntimeError)) as caught, scope:
+            dist.Variable(make, name="table")
+
+        notes = "".join(caught.value.__notes__)
+        assert "Variable 'table'" in notes
+        assert notes.count("experimental_shard_parameters=True") == 1
 
 
 def test_a_second_model_on_one_device_is_no_mistake(strategy):

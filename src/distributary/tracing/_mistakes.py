@@ -384,7 +384,7 @@ def explained(
 
 
 _NO_MEMORY = (
-    'A device has too little memory for this. A smaller batch, the policy "mixed_bfloat16" of'
+    'There is too little memory for this. A smaller batch, the policy "mixed_bfloat16" of'
     " keras.mixed_precision and more replicas help, and so do arguments of the strategy:"
     " experimental_shard_optimizer_state=True divides the state of the optimizer by the number of"
     " replicas, experimental_shard_parameters=True the model as well. `distributary plan --topology"
@@ -394,9 +394,10 @@ _NO_MEMORY = (
 
 
 def advise(error: Exception) -> None:
-    """Adds what to do to an error of XLA that says only that memory is exhausted, once."""
+    """Adds what to do to an error that says only that memory is exhausted, once."""
     text = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else ""
     is_one = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text  # on CPUs
+    is_one |= isinstance(error, MemoryError)
     if is_one and _NO_MEMORY not in getattr(error, "__notes__", ()):
         error.add_note(_NO_MEMORY)
 

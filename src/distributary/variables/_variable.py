@@ -41,6 +41,7 @@ from distributary.options import VariableAggregation, VariableSynchronization
 from distributary.tracing import (
     Handle,
     TraceScope,
+    advise,
     check_not_frozen,
     current_scope,
     drops_assignments,
@@ -160,23 +161,29 @@ class Variable(Assignable):
         scope = current_scope()
         if scope is not None:
             _note_creation(scope, self._name)
-        with jax.ensure_compile_time_eval():
-            initial = initial_array(initial_value, what)
-            # This changes only 64-bit NumPy dtypes: JAX holds 32 bits unless x64 is on.
-            self._dtype = jnp.dtype(
-                jax.dtypes.canonicalize_dtype(initial.dtype if dtype is None else dtype)
-            )
-            self._shape = tuple(initial.shape)
-            if shape is not None and tuple(shape) != self._shape:
-                raise InvalidValueError(
-                    f"{what}: shape is {tuple(shape)}, but the initial value has shape"
-                    f" {self._shape}. Leave shape out, it follows the initial value."
+        try:
+            with jax.ensure_compile_time_eval():
+                initial = initial_array(initial_value, what)
+                # This changes only 64-bit NumPy dtypes: JAX holds 32 bits unless x64 is on.
+                self._dtype = jnp.dtype(
+                    jax.dtypes.canonicalize_dtype(initial.dtype if dtype is None else dtype)
                 )
-            self._check_aggregation(what)
-            if not on_read:
-                self._layout = self._layout.of_variable(self._shape, self._dtype)
-            self._slot = StateList([None]), 0
-            self._value = self._initial_state(self._layout.initial(initial, self._description()))
+                self._shape = tuple(initial.shape)
+                if shape is not None and tuple(shape) != self._shape:
+                    raise InvalidValueError(
+                        f"{what}: shape is {tuple(shape)}, but the initial value has shape"
+                        f" {self._shape}. Leave shape out, it follows the initial value."
+                    )
+                self._check_aggregation(what)
+                if not on_read:
+                    self._layout = self._layout.of_variable(self._shape, self._dtype)
+                self._slot = StateList([None]), 0
+                initial = self._layout.initial(initial, self._description())
+                self._value = self._initial_state(initial)
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            error.add_note(f"In the creation of {what}.")
+            advise(error)
+            raise
         if self._layout.parts is None:
             get_strategy().extended.created(self._name)
         per_replica = self._layout.mirrored and on_read and self._layout.kind is None
