@@ -196,8 +196,8 @@ def _stand_in(variable: Any) -> KerasVariable:
         if not in_default_context():
             raise ContextError(
                 f"Keras variable {variable.path!r} of {shown(owner)} is used while"
-                f" {shown(strategy)} is current: strategies cannot be mixed. Create the model in"
-                " the scope of the strategy that uses it."
+                f" another strategy, {shown(strategy)}, is current: strategies cannot be mixed."
+                " Create the model in the scope of the strategy that uses it."
             )
         strategy = owner
     place(variable, strategy)
