@@ -494,6 +494,10 @@ _OF_W = {
         "'w' | got None | A gradient is None if the loss does not use the variable",
         lambda w, batch: w.assign_sub(_gradient(lambda: batch.sum(), w)),
     ),
+    "product_with_a_gradient_that_is_none": (
+        "test_mistakes.py | computes with None | A gradient is None if the loss does not use",
+        lambda w, batch: w.assign_sub(0.1 * _gradient(lambda: batch.sum(), w)),
+    ),
     "target_after_the_sources": (
         "target is | 'w:0' | Write tape.gradient(loss, variables)",
         lambda w, batch: _gradient(lambda: w, (batch @ w).sum()),
@@ -564,6 +568,10 @@ told_each(
         "name_of_a_synchronization": (
             "synchronization is 'ON_READ' | Write distributary.VariableSynchronization.ON_READ.",
             lambda s: dist.Variable(1.0, synchronization="ON_READ"),
+        ),
+        "minimize_of_tensorflow": (
+            f"train_step: test_mistakes.py | takes pairs | {_ZIP}",
+            lambda s: _apply(s, lambda opt, grads, vs: opt.minimize(lambda: grads[0].sum(), vs)),
         ),
         "misspelled_synchronization": (
             "synchronization is 'on_reed' | VariableSynchronization: | ON_WRITE, ON_READ",
@@ -719,6 +727,12 @@ told_each(
             "fit: callbacks has the class EarlyStopping | EarlyStopping()",
             lambda s: _model(s).fit(
                 BATCH, np.ones((8, 4)), callbacks=[keras.callbacks.EarlyStopping], verbose=0
+            ),
+        ),
+        "model_of_another_strategy": (
+            "another strategy, MirroredStrategy of 2 replicas, is current | Create the model in",
+            lambda s: (lambda model: s.run(lambda: model.layers[0].kernel + 1))(
+                _model(dist.MirroredStrategy(["CPU:2", "CPU:3"]))
             ),
         ),
         "metric_made_in_a_step": (

@@ -321,10 +321,18 @@ _MISTAKES = [
         InvalidTypeError,
     ),
     _Mistake(
-        TypeError,
-        r"apply_gradients\(\) takes",
-        "{where} calls apply_gradients with several arguments, and it takes pairs.",
+        Exception,
+        r"apply_gradients\(\) takes|no attribute 'minimize'",
+        "{where} updates variables, and an optimizer of Keras takes pairs.",
         "Write optimizer.apply_gradients(zip(gradients, variables)).",
+        InvalidTypeError,
+    ),
+    _Mistake(
+        TypeError,
+        "unsupported operand .*'NoneType'",
+        "{where} computes with None.",
+        "A gradient is None if the loss does not use the variable in the tape's block, and the"
+        " result of a function that has no return.",
         InvalidTypeError,
     ),
     _Mistake(
