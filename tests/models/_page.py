@@ -26,6 +26,8 @@ loaded. A run is **equal** if
 
 {settings}
 
+{shares}
+
 In the tables, `=` is an equal run. `64` is a run that is equal in float64: in float32, its rounding
 grows. `≈` is a run that differs by at most ten times as much as one device does from itself, if its
 initial weights change in the last bit. `–` is a run that an error refuses. An empty cell was not
@@ -57,6 +59,9 @@ _COLUMNS = {
     "central storage": ("central", "`CentralStorageStrategy` with 2 replicas"),
     "2 workers": ("workers", "`MultiWorkerMirroredStrategy`, two processes"),
     "servers": ("servers", "`ParameterServerStrategy`, one worker and two servers"),
+    "sharded parameters": ("parts 2", "2 replicas, `experimental_shard_parameters=True`"),
+    "sharded parameters, 4 replicas": ("parts 4", "the same with 4 replicas"),
+    "sharded parameters, 2 workers": ("parts 2x2", "the same with two processes of 2 replicas"),
 }
 
 
@@ -77,7 +82,15 @@ def write(path: Path, results: Path) -> int:
     models = sum(map(len, packages.values()))
     ran = {setting for _, setting in rows}
     settings = [f"| {head} | {what} |" for s, (head, what) in _COLUMNS.items() if s in ran]
+    shares = [
+        f"{sorted(found)[len(found) // 2]:.0%} of the bytes with {devices} replicas (at most"
+        f" {max(found):.0%})"
+        for devices, setting in ((2, "sharded parameters"), (4, "sharded parameters, 4 replicas"))
+        if (found := [row["share"] for row in rows.values() if row["setting"] == setting])
+    ]
     text = _INTRODUCTION.format(
+        shares="With parameters in parts, a device holds parts of all variables from 1 KiB on, and"
+        f"\nthose of its optimizer. In these small models, the median is {' and '.join(shares)}.",
         settings="\n".join(["| Column | Setting |", "| --- | --- |", *settings]),
         models=models,
         packages=len(packages),

@@ -422,6 +422,10 @@ def _child(
     with open(path + "~", "wb") as file:
         pickle.dump(found, file)
     os.rename(path + "~", path)
+    if setting.workers > 1:
+        import jax
+
+        jax.distributed.shutdown()  # waits for the other worker, which may still read
     sys.stderr.flush()
     os._exit(0)
 
