@@ -210,6 +210,23 @@ def test_first_values_are_those_of_keras_and_lie_in_parts():
         np.testing.assert_allclose(variable, other, rtol=2e-7, atol=1e-7)
 
 
+def test_first_values_follow_the_options_of_jax():
+    def first():
+        keras.utils.set_random_seed(0)
+        return keras.Variable("glorot_uniform", (4, 5)).numpy()
+
+    for context in (
+        jax.threefry_partitionable(True),
+        jax.threefry_partitionable(False),
+        jax.disable_jit(),
+    ):
+        with context:
+            expected = first()
+            with _parts(2).scope():
+                found = first()
+        np.testing.assert_allclose(found, expected, rtol=2e-7, atol=1e-7)
+
+
 def test_sizes_that_do_not_divide_are_those_of_keras():
     values = [np.ones(401, np.float32), np.ones((3, 257), np.int32)]
     with _parts(2).scope():

@@ -63,6 +63,7 @@ class _Seed(keras.random.SeedGenerator):
         return self._seed_of_program
 
 
+@jax.disable_jit(False)  # for debugging; what is compiled below has no other form
 def first_value(
     initializer: Any,
     shape: tuple[int, ...],
@@ -95,7 +96,9 @@ def first_value(
     attributes = {k: v for k, v in vars(initializer).items() if k not in ("seed", "_init_seed")}
     settings = tuple([(k, tuple(v) if isinstance(v, list) else v) for k, v in attributes.items()])
     try:
-        program = _program(kind, settings, tuple(shape), dtype, layout)
+        config: Any = jax.config
+        bits = config.jax_threefry_partitionable, config.jax_default_prng_impl
+        program = _program(kind, settings, tuple(shape), dtype, layout, bits)
     except TypeError:  # a setting is an array
         return None
     # What Keras makes of a number that is a seed.
@@ -112,7 +115,12 @@ def first_value(
 
 @functools.lru_cache(maxsize=256)
 def _program(
-    kind: Any, settings: Any, shape: tuple[int, ...], dtype: str, layout: NamedSharding | None
+    kind: Any,
+    settings: Any,
+    shape: tuple[int, ...],
+    dtype: str,
+    layout: NamedSharding | None,
+    bits: object,  # the options of JAX for random bits
 ) -> Callable[[np.ndarray], jax.Array]:
     def value(seed: jax.Array) -> jax.Array:
         initializer = object.__new__(kind)
