@@ -239,3 +239,35 @@ def test_a_model_that_has_changed_is_compiled_again(change, strategy):
     np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=1e-5, atol=1e-6)
     error = np.mean((expected - Y) ** 2)
     np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), error, rtol=1e-5)
+
+
+def _table_and_dropout():
+    layers = [keras.layers.Embedding(4097, 8), keras.layers.Flatten(), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((1,), dtype="int32"), *layers])
+    model.compile(keras.optimizers.Adam(0.02, global_clipnorm=1.0), "mse")
+    return model
+
+
+@pytest.mark.parametrize("option", ["enable_checks", "check_tracer_leaks"])
+def test_checks_of_jax_find_nothing(option, strategy_of):
+    ids = np.arange(7, dtype=np.int32)[:, None]
+    with strategy_of(3).scope():
+        model = _table_and_dropout()
+
+    jax.config.update(f"jax_{option}", True)
+    try:
+        (loss,) = model.fit(ids, ids * 1.0, verbose=0).history["loss"]
+    finally:
+        jax.config.update(f"jax_{option}", False)
+
+    assert np.isfinite(loss)
+
+
+def test_a_nan_is_found_where_rows_do_not_divide(strategy_of):
+    rows = -np.ones((8, 6), np.float32)
+    with strategy_of(3).scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Lambda(keras.ops.log), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):
+        model.fit(rows, rows[:, :1], verbose=0)

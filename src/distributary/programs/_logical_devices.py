@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax import Array
 from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
@@ -63,7 +64,13 @@ def laid_out(value: Array, mesh: Mesh | None, spec: P) -> Array:
     """Returns a global array with a sharding that XLA must give it; unchanged without a mesh."""
     if mesh is None:
         return value
-    return jax.lax.with_sharding_constraint(value, sharding_on(mesh, spec))
+    sharding = sharding_on(mesh, spec)
+    if not isinstance(value, jax.core.Tracer):
+        try:
+            sharding.shard_shape(np.shape(value))
+        except ValueError:  # of rows: `jax_debug_nans` runs the step operation by operation
+            return value
+    return jax.lax.with_sharding_constraint(value, sharding)
 
 
 def spec_of_split(mesh: Mesh, shape: Sequence[int], parts: Sequence[int]) -> P:

@@ -161,10 +161,11 @@ def with_sparse_gradients(
         mesh: The devices over which XLA divides a program of the global view, each of which then
             gets the ids and rows of all; None for other programs.
     """
-    rewriting = _Rewriting(num_replicas, is_in_any_order, mesh)
-    if not any(rewriting.concerns(jaxpr) for jaxpr in jaxprs):
+    rewriting = lambda: _Rewriting(num_replicas, is_in_any_order, mesh)  # holds values of a trace
+    first = rewriting()
+    if not any(map(first.concerns, jaxprs)):
         return function
-    return with_pass(function, rewriting.run)
+    return with_pass(function, lambda closed, args: rewriting().run(closed, args))
 
 
 def with_terms(
@@ -478,7 +479,8 @@ class _Rewriting:
             ids = patch.ids
         else:
             ids = self._row_ids_of(patch.terms, shape_of(eqn.invars[0])[0])
-        return evaluate_one(eqn, [ids.only_named(patch.in_rows(ids))])
+        # Not `evaluate_one`: the equation is of the whole table.
+        return [eqn.primitive.bind(ids.only_named(patch.in_rows(ids)), **eqn.params)]
 
 
 def _makes_zeros(eqn: Equation) -> bool:
