@@ -1,6 +1,7 @@
 """Operations of `distributary.data.Dataset`, against plain Python on the same elements."""
 
 import collections
+import copy
 import itertools
 import pickle
 from dataclasses import dataclass
@@ -139,6 +140,14 @@ def test_without_a_seed_the_order_follows_numpys_generator():
         orders.append(_values(Dataset.range(50).shuffle(50)))
 
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_copy_of_an_iterator_goes_on_by_itself():
+    elements = iter(Dataset.range(3))
+
+    copied = copy.deepcopy(elements)
+
+    assert _values(copied) == _values(elements) == [0, 1, 2]
 
 
 def test_two_iterators_do_not_disturb_each_other():
@@ -641,7 +650,7 @@ def test_a_function_may_write_to_its_arrays(tmp_path):
     for dataset in (
         *(rows, rows.batch(1), rows.cache(), rows.batch(1).cache(), rows.shuffle(2, seed=1)),
         *(Dataset.from_tensors(zeros[0]).repeat(2), Dataset.from_tensor_slices(mapped)),
-        rows.map(lambda x: 2 * x).cache(),
+        *(rows.map(lambda x: 2 * x).cache(), Dataset.range(1).flat_map(lambda _: rows.cache())),
     ):
         for threads in (None, 2):
             ones = dataset.map(add_one, num_parallel_calls=threads)
@@ -653,6 +662,9 @@ def test_a_function_may_write_to_its_arrays(tmp_path):
         for use in (lambda d: [*map(add_one, d)], lambda d: list(d.filter(add_one))):
             with pytest.raises(ValueError, match="read-only"):
                 use(dataset)
+    (ordered,) = Dataset.from_tensors(collections.OrderedDict(x=zeros))
+    with pytest.raises(ValueError, match="read-only"):
+        ordered["x"] += 1
     popped = Dataset.from_tensors({"x": 1, "y": 2}).repeat(2).map(lambda row: row.pop("x"))
     assert _values(popped) == [1, 1]
 

@@ -654,6 +654,12 @@ class DatasetIterator(PassIterator):
         # Generators refuse a second thread, and those that read ahead say their end once.
         self._lock = threading.RLock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
+
     def current_node(self) -> Node:
         return self._node
 

@@ -40,13 +40,13 @@ from distributary.data._structure import (
     batched_spec,
     flatten,
     join,
-    kept,
     num_rows,
     pad_and_stack,
     read_only,
     some_rows,
     spec_of,
     stack,
+    writable,
 )
 from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, check_takes, shown
@@ -84,7 +84,9 @@ class Batch(Node):
     def label(self) -> str:
         name, padding = "batch", ""
         if self.padding is not None:
-            name, padding = "padded_batch", f"{self.padding[0]}, {self.padding[1]}, "
+            shapes, values = self.padding
+            given = f"{shapes}, {values}, " if (shapes, values) != (None, None) else ""
+            name, padding = "padded_batch", given
         return f"{name}({self.size}, {padding}drop_remainder={self.drop_remainder})"
 
 
@@ -233,10 +235,7 @@ class Map(Node):
 
     def _make(self) -> Callable[[Nest], Nest]:
         """Returns what makes an element; the function may write to the arrays that it is given."""
-        is_cached = any(isinstance(node, Cache) for node in self.input.tree())
-        if self.input.trait("own_arrays") and not is_cached:
-            return partial(mapped, self.fn)
-        return lambda element: mapped(self.fn, kept(element))
+        return lambda element: mapped(self.fn, writable(element))
 
     def spec(self) -> Nest:
         """Returns the spec of the first result; what counts the rows of a batch stays open."""

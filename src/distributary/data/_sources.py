@@ -432,7 +432,7 @@ def node_of(source: Any, what: str) -> Node:
     for package, names, convert in _LIBRARIES:
         if _is_of(source, package, *names):
             return convert(source)
-    is_iterable = hasattr(source, "__iter__") and not isinstance(source, str)
+    is_iterable = hasattr(source, "__iter__") and not isinstance(source, (str, bytes))
     has_numbers = hasattr(source, "__getitem__") and hasattr(source, "__len__")
     if isinstance(source, (list, tuple)) or (has_numbers and not hasattr(source, "__iter__")):
         return RandomAccess(source)

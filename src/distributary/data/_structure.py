@@ -93,16 +93,36 @@ def read_only(element: Nest) -> Nest:
 
     It is made of arrays that come again in the next pass, or that belong to the user.
     """
+    return _each_array(_read_only_view, element)
+
+
+def writable(element: Nest) -> Nest:
+    """Returns an element with copies of the arrays that `read_only` has protected."""
+    return _each_array(_writable, element)
+
+
+def _read_only_view(array: np.ndarray) -> np.ndarray:
+    array = array.view()
+    array.flags.writeable = False
+    return array
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    return array if array.flags.writeable else array.copy()
+
+
+def _each_array(change: Callable[[np.ndarray], np.ndarray], element: Nest) -> Nest:
+    """Changes the NumPy arrays of an element; its containers are new ones."""
     if isinstance(element, np.ndarray):
-        array = element.view()
-        array.flags.writeable = False
-        return array
-    if type(element) is dict:  # not by JAX, which sorts the keys
-        return {key: read_only(part) for key, part in element.items()}
-    if isinstance(element, (tuple, list)):
-        parts = map(read_only, element)
-        return type(element)(*parts) if hasattr(element, "_fields") else type(element)(parts)
-    return element
+        return change(element)
+    if isinstance(element, (np.generic, int, float, str, bytes)):
+        return element
+    kind = type(element)
+    if kind is tuple or kind is list:  # JAX takes longer
+        return kind([_each_array(change, part) for part in element])
+    if kind is dict:
+        return {key: _each_array(change, part) for key, part in element.items()}
+    return jax.tree.map(lambda x: change(x) if isinstance(x, np.ndarray) else x, element)
 
 
 def as_array(leaf: object) -> Any:
@@ -245,15 +265,22 @@ def _pad_and_stack_leaves(
     if value is None:
         value = "" if arrays[0].dtype.kind in "UO" else 0
     dtype = arrays[0].dtype
-    if dtype.kind in "iub" and np.asarray(value).astype(dtype) != value:
+    if dtype.kind in "iub" and not _holds(dtype, value):
         raise InvalidTypeError(
-            f"padded_batch: padding_values has {value} for arrays of {dtype}. Give a number that"
+            f"padded_batch: padding_values has {value!r} for arrays of {dtype}. Give a number that"
             " the dtype holds, or convert the arrays with map."
         )
     result = np.full((len(arrays), *target), value, dtype)
     for number, array in enumerate(arrays):
         result[number, ...][tuple(map(slice, array.shape))] = array
     return result
+
+
+def _holds(dtype: np.dtype, value: object) -> bool:
+    try:
+        return bool(np.array(value, dtype) == value) and np.asarray(value).dtype.kind != "U"
+    except (TypeError, ValueError, OverflowError):  # as of NaN
+        return False
 
 
 def _per_leaf(nest: Nest, tree: PyTreeDef, name: str, are_shapes: bool = False) -> Sequence[Any]:
