@@ -959,6 +959,7 @@ def test_all_frames_stay_if_jax_shows_its_own(strategy):
 
 # Warnings: Keras trains, and the numbers are wrong
 
+_mse = keras.losses.MeanSquaredError()
 _SPARSE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 _LABELS = np.resize(range(4), 8)
 
@@ -974,6 +975,23 @@ def _fit_outputs(strategy, y):
         model = keras.Model(x, {name: keras.layers.Dense(4, name=name)(x) for name in ("a", "b")})
         model.compile("sgd", {"a": "mse", "b": _SPARSE})
     model.fit(BATCH, y, verbose=0)
+
+
+def _evaluate(strategy, *data):
+    _model(strategy, _SPARSE).evaluate(*data, verbose=0)
+
+
+def _validate(strategy, *data):
+    model = _model(strategy, _SPARSE)
+    model.fit(BATCH, _LABELS, validation_data=data, verbose=0)
+
+
+def _fit_masked(strategy, ids, labels):
+    with strategy.scope():
+        layers = [keras.layers.Embedding(5, 3, mask_zero=True), keras.layers.Dense(4)]
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
+        model.compile("sgd", _SPARSE)
+    model.fit(ids, labels, verbose=0)
 
 
 def _fit_ids(strategy, ids):
@@ -1011,12 +1029,20 @@ _WARNED: dict[str, tuple[str, Mistake]] = {
         "y has the label -1, but the 4 classes of the output are 0 to 3",
         lambda s: _fit_outputs(s, {"a": BATCH[:, :1].repeat(4, 1), "b": _LABELS - 1}),
     ),
+    "label_in_evaluate": (
+        "y has the label 4, but the 4 classes of the output are 0 to 3",
+        lambda s: _evaluate(s, BATCH, _LABELS + 1),
+    ),
+    "label_in_validation": (
+        "y has the label 4, but the 4 classes of the output are 0 to 3",
+        lambda s: _validate(s, BATCH, _LABELS + 1),
+    ),
     "third_class_of_two": (
-        "y has the label 2, but the 2 classes | sparse_categorical_crossentropy",
+        "y has the label 2, and binary_crossentropy takes 0 to 1 | sparse_categorical_crossentropy",
         lambda s: _fit(s, "binary_crossentropy", BATCH, np.full((8, 4), 2)),
     ),
     "id_beyond_the_embedding": (
-        "x has the id 5, but the ids of embedding | are 0 to 4 | NaN | input_dim",
+        "x has the id 5, but those of embedding | are 0 to 4 | NaN | input_dim",
         lambda s: _fit_ids(s, np.array([[0, 1], [2, 3], [4, 5]])),
     ),
     "one_column_of_four": (
@@ -1048,7 +1074,11 @@ def test_a_warning_says_what_to_write_instead(name, strategy):
     "fit",
     [
         lambda s: _fit(s, _SPARSE, BATCH, _LABELS - 1, np.float32(_LABELS > 0)),
+        lambda s: _fit(s, _SPARSE, BATCH, _LABELS - 1, np.float32(_LABELS > 0)[:, None]),
         lambda s: _fit(s, "binary_crossentropy", BATCH, np.full((8, 4), 0.5)),
+        lambda s: _fit(s, "binary_crossentropy", BATCH, np.full((8, 4), 1 + 1e-6)),
+        lambda s: _fit(s, lambda y, z: _mse([y[:, 0]], [z[:, 0]]), BATCH, BATCH),
+        lambda s: _fit_masked(s, np.array([[1, 0], [2, 0]]), np.array([[1, -1], [0, -1]])),
         lambda s: _fit(s, "mse", BATCH, np.full((8, 4), 5)),
         lambda s: _fit(s, lambda y, z: (y[:, :1] - z) ** 2, BATCH, np.ones((8, 1))),
         lambda s: _fit_outputs(s, {"a": np.full((8, 4), 5), "b": _LABELS}),
@@ -1130,7 +1160,7 @@ def test_a_misspelled_variable_of_the_environment_is_told(name, told, tmp_path):
 
     stderr = run_python(script, environ={name: "4"}).stderr
 
-    assert ("Nothing reads DISTRIBUTARY_" in stderr) == (told is not None)
+    assert ("distributary does not read DISTRIBUTARY_" in stderr) == (told is not None)
     assert told is None or f"{script}:2: " in stderr
     assert (told or "") in stderr
 

@@ -242,7 +242,12 @@ def test_a_model_that_has_changed_is_compiled_again(change, strategy):
 
 
 def _table_and_dropout():
-    layers = [keras.layers.Embedding(4097, 8), keras.layers.Flatten(), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
+    layers = [
+        keras.layers.Embedding(4097, 8),
+        keras.layers.Flatten(),
+        keras.layers.Dropout(0.2),
+        keras.layers.Dense(1),
+    ]
     model = keras.Sequential([keras.Input((1,), dtype="int32"), *layers])
     model.compile(keras.optimizers.Adam(0.02, global_clipnorm=1.0), "mse")
     return model
@@ -266,7 +271,9 @@ def test_checks_of_jax_find_nothing(option, strategy_of):
 def test_a_nan_is_found_where_rows_do_not_divide(strategy_of):
     rows = -np.ones((8, 6), np.float32)
     with strategy_of(3).scope():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Lambda(keras.ops.log), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Lambda(keras.ops.log), keras.layers.Dense(1)]
+        )
         model.compile("sgd", "mse")
 
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):

@@ -130,9 +130,8 @@ def test_training_ends_where_it_does_on_one_device(
 class _Experts(keras.layers.Layer):
     """A bank of experts, as the mixtures of keras-hub have it."""
 
-    num_experts = 4
-
     def build(self, shape):
+        self.num_experts = 4
         self.up = self.add_weight((4, shape[-1], 12), name="up")
         self.down = self.add_weight((4, 12, shape[-1]), name="down")
         self.bias = self.add_weight((4, 12), "zeros", name="bias")

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import GeneratorType
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import keras
@@ -42,6 +42,7 @@ from distributary.errors import (
     InvalidValueError,
     OutOfRangeError,
     shown,
+    warn,
 )
 from distributary.job import check_same_data, consensus, fingerprint
 from distributary.keras_bridge import _keras_private as keras_private
@@ -604,3 +605,86 @@ def require_numbers(what: str, data: object) -> None:
 
 def _has_text(model: Any) -> bool:
     return any(symbolic.dtype == "string" for symbolic in model.inputs)
+
+
+# Numbers of a batch that no class or row of a table has. JAX says nothing of them.
+
+
+# The part of a batch, 0 for x or 1 for y; the array's name and number there; the largest number it
+# may hold, from 0; what to say of another one.
+Limit: TypeAlias = tuple[int, str, int, int, str]
+_ROUNDING = 1e-3  # of images that were resized, for example
+
+
+def limits_of(model: Any) -> Iterator[Limit]:
+    """Yields the limits of the labels and ids that a model takes."""
+    outputs = getattr(model, "outputs", None) or ()
+    names = getattr(model, "output_names", [""])
+    for number, (name, output) in enumerate(zip(names, outputs, strict=False)):
+        loss = _entry(getattr(model, "loss", None), name, number)
+        loss = keras.losses.get(loss) if isinstance(loss, str) else loss
+        function = getattr(loss, "fn", loss)
+        # Of masked places and of this class, Keras takes no loss.
+        if getattr(output, "_keras_mask", None) is not None or getattr(loss, "ignore_class", None):
+            continue
+        if function is keras.losses.binary_crossentropy:
+            text = (
+                "y has the label {}, and binary_crossentropy takes 0 to 1. For more classes, give"
+                " each a unit of the last layer, with sparse_categorical_crossentropy."
+            )
+            yield 1, name, number, 1, text
+        elif function is keras.losses.sparse_categorical_crossentropy and output.shape:
+            size = output.shape[-1]
+            text = (
+                f"y has the label {{}}, but the {size} classes of the output are 0 to {size - 1}:"
+                " the loss is wrong. Number them from 0, or give the last layer more units."
+            )
+            yield 1, name, number, size - 1, text
+    for layer in getattr(model, "layers", ()):
+        ids: Any = getattr(layer, "input", None) if type(layer) is keras.layers.Embedding else None
+        for number, tensor in enumerate(getattr(model, "inputs", None) or ()):
+            if tensor is ids:
+                text = (
+                    f"x has the id {{}}, but those of {layer.name} are 0 to {layer.input_dim - 1}:"
+                    " the output is NaN, or a row from the end. Number them from 0, or give it a"
+                    " larger input_dim."
+                )
+                yield 0, tensor.name, number, layer.input_dim - 1, text
+
+
+def _entry(nest: Any, name: str, number: int) -> Any:
+    """Returns what a nest of losses or arrays has for an input or output."""
+    if isinstance(nest, dict):
+        return nest.get(name)
+    return nest[number] if isinstance(nest, (list, tuple)) and number < len(nest) else nest
+
+
+def warn_beyond(model: Any, limits: Iterable[Limit], batch: Any, is_first: bool) -> bool:
+    """Warns of a number in a batch that is beyond a limit; returns whether there is one.
+
+    Arrays on devices are looked at in the first batch alone, because that waits for them.
+    """
+    for part, name, number, largest, text in limits if type(batch) is tuple else ():
+        array, weights = (_entry((*batch, None, None)[i], name, number) for i in (part, 2))
+        if is_first and isinstance(array, jax.Array) and array.is_fully_addressable:
+            array = np.asarray(array)
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
+            continue
+        found = _beyond(array, largest)
+        if found is not None and part == 1 and isinstance(weights, np.ndarray):
+            if weights.shape == (*array.shape, 1):
+                weights = weights[..., 0]
+            if weights.shape == array.shape[: weights.ndim]:
+                found = _beyond(array[weights != 0], largest)
+        if found is not None:
+            warn(f"{model.name}: {text.format(found)}")
+            return True
+    return False
+
+
+def _beyond(array: np.ndarray, largest: int) -> Any:
+    """Returns a number that is not 0 to `largest`, but for rounding; NaN is another matter."""
+    for found in (array.max(initial=0), array.min(initial=0)):
+        if found > largest + _ROUNDING or found < -_ROUNDING:
+            return found
+    return None

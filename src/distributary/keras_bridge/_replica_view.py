@@ -7,9 +7,9 @@ it is the mean of the replicas' means.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +76,12 @@ def _check_columns(loss: Any, y_true: Any, y_pred: Any) -> None:
     elementwise = keras.losses.mean_squared_error, keras.losses.mean_absolute_error
     if current_scope() is None or getattr(loss, "fn", None) not in elementwise:
         return
-    columns = {np.shape(y)[1] for y in (y_true, y_pred) if np.ndim(y) == 2}
+    shapes: Any = [getattr(y, "shape", ()) for y in (y_true, y_pred)]
+    columns = {shape[1] for shape in shapes if len(shape) == 2}
     if len(columns) == 2 and 1 in columns:
+        of_y, of_output = shapes
         warn(
-            f"{loss.name}: y has shape {np.shape(y_true)}, and the output {np.shape(y_pred)}: the"
+            f"{loss.name}: y has shape {of_y}, and the output {of_output}: the"
             " one column is repeated. Give both as many columns, such as by the units of the last"
             " layer."
         )
@@ -156,70 +158,6 @@ def reduce_weighted_values(
         everything, valid = total(context, counts)
         loss = loss * keras.ops.divide_no_nan(everything, valid)
     return keras.ops.divide_no_nan(loss, divisor)
-
-
-# The numbers that an array may hold: its part of a batch, 0 for x or 1 for y; its name and number
-# there; the largest number, from 0; what to say of others.
-Limit: TypeAlias = tuple[int, str, int, int, str]
-
-
-def limits_of(model: Any) -> Iterator[Limit]:
-    """Yields the limits of the labels and ids that a model takes; JAX says nothing of others."""
-    shapes: Any = getattr(model, "output_shape", [])
-    shapes = shapes if isinstance(shapes, list) else [shapes]
-    names = getattr(model, "output_names", [""])
-    for number, (name, shape) in enumerate(zip(names, shapes, strict=False)):
-        loss = _entry(getattr(model, "loss", None), name, number)
-        loss = keras.losses.get(loss) if isinstance(loss, str) else loss
-        function = getattr(loss, "fn", loss)
-        size = 2 if function is keras.losses.binary_crossentropy else 0
-        if function is keras.losses.sparse_categorical_crossentropy and shape:
-            size = shape[-1]
-        if size and getattr(loss, "ignore_class", None) is None:  # which is no class of the output
-            text = (
-                f"the {size} classes of the output are 0 to {size - 1}: the loss is wrong. Number"
-                " them from 0, or give each a unit, with sparse_categorical_crossentropy."
-            )
-            yield 1, name, number, size - 1, text
-    for layer in getattr(model, "layers", ()):
-        ids: Any = getattr(layer, "input", None) if type(layer) is keras.layers.Embedding else None
-        for number, tensor in enumerate(getattr(model, "inputs", None) or ()):
-            if tensor is ids:
-                text = (
-                    f"the ids of {layer.name} are 0 to {layer.input_dim - 1}: the output is NaN, or"
-                    " a row from the end. Number them from 0, or give it a larger input_dim."
-                )
-                yield 0, tensor.name, number, layer.input_dim - 1, text
-
-
-def _entry(nest: Any, name: str, number: int) -> Any:
-    """Returns what a nest of losses or arrays has for an input or output."""
-    if isinstance(nest, dict):
-        return nest.get(name)
-    return nest[number] if isinstance(nest, (list, tuple)) and number < len(nest) else nest
-
-
-def warn_beyond(model: Any, limits: Iterable[Limit], batch: Any, is_first: bool) -> bool:
-    """Warns of a number in a batch that is beyond a limit; returns whether there is one.
-
-    Arrays on devices are looked at in the first batch alone, because that waits for them.
-    """
-    for part, name, number, largest, text in limits if type(batch) is tuple else ():
-        array, weights = (_entry((*batch, None, None)[i], name, number) for i in (part, 2))
-        if is_first and isinstance(array, jax.Array) and array.is_fully_addressable:
-            array = np.asarray(array)
-        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
-            continue
-        is_weighted = part == 1 and isinstance(weights, np.ndarray)
-        if is_weighted and weights.shape == array.shape[: weights.ndim]:
-            array = array[weights != 0]
-        found = array.max(initial=0)
-        found = found if found > largest else array.min(initial=0)
-        if found > largest or found < 0:  # not NaN
-            what = f"{'xy'[part]} has the {'label' if part else 'id'} {found}"
-            warn(f"{model.name}: {what}, but {text}")
-            return True
-    return False
 
 
 # Random numbers and batch statistics of layers

@@ -23,8 +23,7 @@ from distributary.devices import Loop, Nest, current_trial, latest_program, loca
 from distributary.engine import Programs, StepKind, global_batch, mode_of, several_steps
 from distributary.errors import TracedValueError, check_type, warn
 from distributary.keras_bridge._custom_loops import assign_agreed
-from distributary.keras_bridge._data import current_call
-from distributary.keras_bridge._replica_view import Limit, limits_of, warn_beyond
+from distributary.keras_bridge._data import Limit, current_call, limits_of, warn_beyond
 from distributary.keras_bridge._variables import in_parts, keeps_on_servers, model_step
 from distributary.strategies import DatasetBatches, next_own, take_stacked
 from distributary.tracing import current_scope
@@ -107,10 +106,12 @@ class ModelStep:
         written = [handle.cell() for handle, _ in scope.writes.values()]
         changed = {id(one.variable) for one in written if isinstance(one, ForeignVariable)}
         for metric in metrics if {metric.name for metric in metrics} == {*(logs or ())} else ():
-            if not any(id(variable) in changed for variable in metric.variables):
+            known = metric.variables
+            if known and not any(id(variable) in changed for variable in known):
                 warn(
                     f"{step} returns {metric.name!r}, but Keras shows the metric of this name, and"
-                    " the step does not update it: call its update_state(value) there."
+                    " the step does not update it: call its update_state(value) there, or leave it"
+                    " out of the result."
                 )
 
     def variables(self) -> list[list[Any]]:
@@ -225,8 +226,8 @@ class StepFunction:
         if self._variables is not None and self._variables != self._parts():
             self._programs.clear()  # another optimizer, or layers that were added or frozen
         self._variables = None
-        call = current_call.get()  # in its first pass, as it takes time
-        self._limits = [*limits_of(self._trainer)] if call is not None and call.passes == 1 else ()
+        call = current_call.get()  # in its first pass, as it takes time; only `fit` counts them
+        self._limits = [*limits_of(self._trainer)] if call is not None and call.passes <= 1 else ()
         self._loop = None if isinstance(iterator, DatasetBatches) else Loop(self._counts)
         try:
             self._loops_over = weakref.ref(iterator)

@@ -267,7 +267,7 @@ def _divided_dim(rules: Any, layer: Any, name: object, shape: tuple[int, ...]) -
     """Returns the dim of a new variable of a layer that devices divide; None for the whole."""
     if isinstance(layer, keras.layers.Embedding):  # its vocabulary, also where it is reversed
         return {"embeddings": 0, "reverse_embeddings": len(shape) - 1}.get(str(name))
-    if shape and getattr(layer, "num_experts", None) == shape[0]:  # as a bank of keras-hub has it
+    if shape and vars(layer).get("num_experts") == shape[0]:  # as a bank of keras-hub has it
         return 0
     is_einsum = isinstance(layer, keras.layers.EinsumDense)
     if name not in ("kernel", "bias") or not (is_einsum or isinstance(layer, keras.layers.Dense)):
