@@ -194,7 +194,7 @@ def warn(text: str) -> None:
     """Warns of something, at the line of the user's code that led here."""
     frame: Any = sys._getframe(1)
     level = 2
-    inside = ("distributary.", "jax.", "jax_", "keras.src.")
+    inside = ("distributary.", "jax.", "keras.src.")
     while frame is not None and frame.f_globals.get("__name__", "").startswith(inside):
         frame = frame.f_back
         level += 1

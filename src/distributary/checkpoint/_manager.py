@@ -291,14 +291,15 @@ class CheckpointManager:
                 kept_at is None or saved.saved_at - kept_at >= hours * _NS_PER_HOUR
             )
             try:
-                if is_due:
-                    keep(path)
-                if is_due or is_kept(path):
+                if is_kept(path):
                     kept_at = saved.saved_at
+                elif is_due:
+                    kept_at = saved.saved_at
+                    keep(path)
                 else:
                     remove(path)
             except OSError as error:  # not raised: the new checkpoint is there all the same
-                _log.warning("The old checkpoint is not removed: %s", error)
+                _log.warning("The old checkpoint is neither removed nor noted as kept: %s", error)
 
 
 def _wait_for_all() -> None:

@@ -283,7 +283,12 @@ class GradientTape:
         distinct = {id(source): source for source in differentiated if source is not None}.values()
         arrays = [source for source in distinct if isinstance(source, jax.Array)]
         variables = [source for source in distinct if not isinstance(source, jax.Array)]
-        if of_itself and leaves and all(isinstance(leaf, jax.Array) for leaf in leaves):
+        if (
+            of_itself
+            and not (targets or zero)
+            and leaves
+            and all(isinstance(leaf, jax.Array) for leaf in leaves)
+        ):
             raise InvalidTypeError(
                 f"GradientTape.gradient: target is {described(target)}, and sources are arrays, on"
                 " which no variable depends. Write tape.gradient(loss, variables)."

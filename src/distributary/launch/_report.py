@@ -75,12 +75,16 @@ def refuse_job(reason: str) -> NoReturn:
     raise InvalidValueError(reason)
 
 
-def misspelled(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yields what to say of variables with names that are almost those of distributary."""
-    for name in environ:
-        for close in difflib.get_close_matches(name, _VARIABLES, 1, 0.92):
-            if name != close:
-                yield f"Nothing reads {name} of the environment. Did you mean {close}?"
+def misspelled(environ: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yields what to say of variables with names that are almost those of distributary.
+
+    Args:
+        environ: Environment to read; `os.environ` by default.
+    """
+    for name in os.environ if environ is None else environ:
+        close = difflib.get_close_matches(name, _VARIABLES, 1, 0.92)
+        if name.startswith("DISTRIBUTARY_") and close and name != close[0]:
+            yield f"distributary does not read {name} of the environment. Did you mean {close[0]}?"
 
 
 def size_of_job(environ: Mapping[str, str] | None = None) -> tuple[int, int]:

@@ -5,7 +5,6 @@ import difflib
 import functools
 import html
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -71,7 +70,7 @@ def check_job(name: str, *, needs_servers: bool = False) -> None:
     if _is_checked:
         return
     _is_checked = True
-    for text in misspelled(os.environ):
+    for text in misspelled():
         warn(text)
     num_workers, num_servers = size_of_job()
     program = Path(sys.argv[0]).name or "the program"

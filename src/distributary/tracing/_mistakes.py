@@ -322,7 +322,8 @@ _MISTAKES = [
     ),
     _Mistake(
         Exception,
-        r"apply_gradients\(\) takes|no attribute 'minimize'",
+        r"apply_gradients\(\) takes|'(SGD|RMSprop|Ada\w+|Nadam|Ftrl|Lion|Lamb|Muon)' object has no"
+        " attribute 'minimize'",
         "{where} updates variables, and an optimizer of Keras takes pairs.",
         "Write optimizer.apply_gradients(zip(gradients, variables)).",
         InvalidTypeError,

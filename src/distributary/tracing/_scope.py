@@ -300,9 +300,10 @@ class UnevenSizes:
             return sizes
         others = {(*one[:axis], *one[axis + 1 :]) for one in (*self._pending.values(), shape)}
         if len(others) > 1:
+            other, known = next(iter(self._pending.items()))
             raise ReplicaMismatchError(
-                f"all_gather: replica {self.replica} has shape {shape}, but another one"
-                f" {next(iter(self._pending.values()))}; they may differ in dim {axis} only."
+                f"all_gather: replica {self.replica} has shape {shape}, but replica {other}"
+                f" {known}; they may differ in dim {axis} only."
             )
         self._pending[self.replica] = shape
         self._axis = axis
