@@ -237,6 +237,64 @@ def loops_in_branches_in_a_loop(a, b, n):
     return a, b
 
 
+@case(*NUMBERS)
+def items_whose_number_changes_after_them(x):
+    values, numbers, k, key = [1, 2, 3], {"a": 1, "b": 2}, 0, "a"
+    if x > 0:
+        values[k] = 7
+        k = 2
+        numbers[key] = 5
+        key = "b"
+    return values[0] * 100 + values[k] * 10 + numbers[key]
+
+
+class _Doubled:
+    def __init__(self):
+        self._value = 1
+
+    @property
+    def value(self):
+        return self._value
+
+    @value.setter
+    def value(self, value):
+        self._value = 2 * value
+
+
+@case(*NUMBERS)
+def a_property_is_set_once(x):
+    doubled = _Doubled()
+    if x > 0:
+        doubled.value = 3
+    return doubled.value * 10
+
+
+@case(*COUNTS)
+def variables_that_only_a_lambda_reads(n):
+    count = 1
+    get = lambda: count
+    for _ in range(n):
+        count = count * 2
+    if n > 3:
+        count = count + 1
+    return get()
+
+
+@case(*NUMBERS)
+def conditions_in_conditions(x):
+    sign = 1 if x > 0 else (-1 if x < 0 else 0)
+    return sign * (10 if (x if x > 0 else -x) > 3 else 20)
+
+
+@case(*NUMBERS)
+def annotated_variables(x):
+    best: int = 0
+    for i in range(3):
+        if x > i:
+            best: int = i
+    return best
+
+
 @pytest.mark.parametrize("inputs", CASES)
 def test_results_are_those_of_python(inputs):
     values, functions = CASES[inputs]

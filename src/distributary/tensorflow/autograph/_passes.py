@@ -45,7 +45,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 @final
 class Simplified(ast.NodeTransformer):
-    """Rewrites `else` of loops, `match`, and `:=` in the condition of `while`.
+    """Rewrites `else` of loops, `match`, `x: int = 1`, and `:=` in the condition of `while`.
 
     Raises:
         NotImplementedError: for what stays unknown.
@@ -53,6 +53,19 @@ class Simplified(ast.NodeTransformer):
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
+        self._fields: set[int] = set()  # by id, annotations that classes keep
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        self._fields.update(map(id, node.body))
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        self.generic_visit(node)
+        if id(node) in self._fields:
+            return node
+        # Of a block's variable, Python refuses the annotation: the block declares it nonlocal.
+        plain = ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
+        return _like(node, plain)
 
     def visit_For(self, node: ast.For) -> Any:
         self.generic_visit(node)
@@ -186,6 +199,13 @@ class Transpiler(GenericTranspiler):
         context.user = converter.ProgramContext(options)
         node = Simplified().visit(node)
         private = _private_lists(node, context.info.namespace)
+        captured = frozenset(
+            name.id
+            for part in ast.walk(node)
+            if isinstance(part, (ast.Lambda, ast.GeneratorExp))
+            for name in ast.walk(part)
+            if isinstance(name, ast.Name)
+        )
         unsupported_features_checker.verify(node)
         graphs = cfg.build(node)
         node = activity.resolve(qual_names.resolve(node), context, None)
@@ -206,8 +226,8 @@ class Transpiler(GenericTranspiler):
         node = reaching_definitions.resolve(node, context, graphs)
         node = reaching_fndefs.resolve(node, context, graphs)
         node = liveness.resolve(node, context, graphs)
-        node = _ControlFlow(context, private).visit(node)
-        node = conditional_expressions.transform(node, context)
+        node = _ControlFlow(context, private, captured).visit(node)
+        node = _Conditionals(context).visit(node)
         node = logical_expressions.transform(node, context)
         return variables.transform(node, context)
 
@@ -284,21 +304,35 @@ class _Directives(directives.DirectivesTransformer):
         return None
 
 
+class _Conditionals(conditional_expressions.ConditionalExpressionTransformer):
+    """Also converts `a if b else c` inside of another one."""
+
+    def visit_IfExp(self, node: Any) -> Any:  # noqa: N802
+        return super().visit_IfExp(self.generic_visit(node))
+
+
 class _ControlFlow(control_flow.ControlFlowTransformer):
-    """Also takes variables of outer functions out of blocks, whatever comes after them.
+    """Also takes variables of outer functions and of lambdas out of blocks, whatever comes later.
 
     Args:
         context: The context of malt.
         private: The variables whose lists nothing else refers to.
+        captured: The variables that lambdas and generators read.
     """
 
-    def __init__(self, context: Any, private: frozenset[str]) -> None:
+    def __init__(self, context: Any, private: frozenset[str], captured: frozenset[str]) -> None:
         super().__init__(context)
         self._private = private
+        self._captured = captured
 
     def _get_block_basic_vars(self, modified: Any, live_in: Any, live_out: Any) -> Any:
-        declared = self._declared() & modified
-        return super()._get_block_basic_vars(modified, live_in, live_out) | declared
+        kept = {v for v in modified if str(v) in self._captured} | (self._declared() & modified)
+        return super()._get_block_basic_vars(modified, live_in, live_out) | kept
+
+    def _get_block_composite_vars(self, modified: Any, live_in: Any) -> Any:
+        # Not items and attributes: `values[k]` is another one after `k = 2`, and a property sets
+        # more than it reads. `Reached` carries what changes in the objects themselves.
+        return frozenset()
 
     def _get_block_vars(self, node: Any, modified: Any) -> Any:
         names, undefined, num_outs = super()._get_block_vars(node, modified)

@@ -353,7 +353,8 @@ class _Merge:
         return lambda: jax.tree.unflatten(tree, [part() for part in parts])
 
     def _part(self, name: str, a: object, b: object) -> Callable[[], Any]:
-        if is_same(a, b) or (a is True and b is not None and b is self._negated):
+        is_flag = a is True and b is not None and b is self._negated  # of malt, for `return`
+        if is_same(a, b) or (is_flag and jnp.result_type(b) == jnp.bool_):
             return lambda: a
         if (a is None and is_unreturned(b)) or (is_unreturned(a) and b is None):
             return lambda: None
