@@ -13,11 +13,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from distributary import keras_bridge
 from distributary._summaries import Summaries, has_tensorflow
 from distributary.context import get_strategy
 from distributary.data import DistributedInput
 from distributary.errors import check_type
-from distributary.keras_bridge import import_keras, lazy_tensorflow, replace_shape_inference
+from distributary.keras_bridge import import_keras
 from distributary.options import InputOptions
 from distributary.tensorflow import _arrays, _math, _random, _text_layers
 from distributary.tensorflow._operations import (
@@ -74,10 +75,10 @@ def complete(tensorflow: ModuleType) -> None:
 
     Source: `keras.utils.image_dataset_from_directory` and others call TensorFlow.
     """
-    replace_shape_inference(_output_spec)
+    keras_bridge.replace_shape_inference(_output_spec)
     if has_tensorflow():
         return
-    lazy_tensorflow.module = tensorflow
+    keras_bridge.lazy_tensorflow.module = tensorflow
     for path, parts in PARTS.items():
         vars(sys.modules[f"keras{path}"]).update(parts)
 
