@@ -244,8 +244,8 @@ def items_whose_number_changes_after_them(x):
         values[k] = 7
         k = 2
         numbers[key] = 5
-        key = "b"
-    return values[0] * 100 + values[k] * 10 + numbers[key]
+        key = "a"
+    return values[0] * 100 + values[2] * 10 + numbers["a"]
 
 
 class _Doubled:

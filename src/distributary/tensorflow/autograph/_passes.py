@@ -326,7 +326,7 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
         self._captured = captured
 
     def _get_block_basic_vars(self, modified: Any, live_in: Any, live_out: Any) -> Any:
-        kept = {v for v in modified if str(v) in self._captured} | (self._declared() & modified)
+        kept = {v for v in modified if self._is_kept(v)}
         return super()._get_block_basic_vars(modified, live_in, live_out) | kept
 
     def _get_block_composite_vars(self, modified: Any, live_in: Any) -> Any:
@@ -336,8 +336,7 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
 
     def _get_block_vars(self, node: Any, modified: Any) -> Any:
         names, undefined, num_outs = super()._get_block_vars(node, modified)
-        declared = self._declared()
-        outs = [v for k, v in enumerate(names) if k < num_outs or v in declared]
+        outs = [v for k, v in enumerate(names) if k < num_outs or self._is_kept(v)]
         return outs + [v for v in names if v not in outs], undefined, len(outs)
 
     def visit_If(self, node: Any) -> Any:  # noqa: N802
@@ -350,9 +349,10 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
         result[-1].value.keywords.append(ast.keyword("dead", names))
         return result
 
-    def _declared(self) -> Any:
+    def _is_kept(self, variable: Any) -> bool:
+        """Returns whether something outside of the blocks may read a variable at any time."""
         scope = self.state[control_flow._Function].scope
-        return frozenset(scope.nonlocals | scope.globals)
+        return variable in scope.nonlocals | scope.globals or str(variable) in self._captured
 
 
 @final
