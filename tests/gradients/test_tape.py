@@ -110,18 +110,6 @@ def _unconnected_sources_are_none(v, w, u, f, x):
     return tape.gradient(loss, [v, w, u, x, jnp.ones(3), 2.0])
 
 
-@_gives(6.0 * 2.0, 0.0)
-def _a_variable_among_the_targets_depends_on_no_array(v, w, u, f, x):
-    ones = jnp.float32(3.0)
-    with dist.GradientTape(persistent=True) as tape:
-        tape.watch(ones)
-        loss = ones * ones * v
-    return [
-        tape.gradient([v, loss], ones),
-        tape.gradient(v, ones, unconnected_gradients="zero"),
-    ]
-
-
 @_gives(2.0)
 def _python_code_sees_whether_a_gradient_is_none(v, w, u, f, x):
     with dist.GradientTape() as tape:

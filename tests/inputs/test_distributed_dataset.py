@@ -48,7 +48,7 @@ def test_a_list_starts_over_and_a_generator_does_not(strategy_of):
         ([np.float32(3.0)], ValueError, "not batched"),
         ([(np.zeros(3), np.zeros(4))], ValueError, r"\[3, 4\] rows"),
         ([np.array(["a", "b"])], TypeError, "strings and objects cannot go to a device"),
-        ("text", TypeError, "strings and objects cannot go to a device"),
+        ("text", TypeError, "got .text., a str, which cannot be iterated"),
         ([()], TypeError, "holds no arrays"),
         ((np.zeros((4, 2)), np.zeros(4)), TypeError, r"pass \[data\]"),
         (np.zeros((4, 3)), TypeError, r"an array float64\[4, 3\], not batches"),

@@ -299,7 +299,7 @@ class CheckpointManager:
                 else:
                     remove(path)
             except OSError as error:  # not raised: the new checkpoint is there all the same
-                _log.warning("The old checkpoint is neither removed nor noted as kept: %s", error)
+                _log.warning("The old checkpoint is not removed: %s", error)
 
 
 def _wait_for_all() -> None:
