@@ -158,7 +158,8 @@ def test_the_page_tells_who_left_a_job_that_shrinks(launch, tmp_path):
     process, url = launch("one_that_leaves.py", *shrinking)
 
     try:
-        numbers = _wait_for(url, lambda n: n["title"] == "1 of 1 running")
+        has_restarted = lambda n: any(task["num_restarts"] for task in n["tasks"])
+        numbers = _wait_for(url, lambda n: n["title"] == "1 of 1 running" and has_restarted(n))
         text, _, _ = _seen_by_chromium(url, tmp_path)
     finally:
         (tmp_path / "seen").touch()
