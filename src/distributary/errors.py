@@ -268,8 +268,8 @@ def shown(value: Any) -> str:
             return "the default strategy"
         # Not of the strategy: in a step of the global view, that is 1.
         extended = getattr(value, "extended", None)
-        owner = value if extended is None else extended.placement
-        count = getattr(owner, "num_replicas", None) or value.num_replicas_in_sync
+        known = value.num_replicas_in_sync if extended is None else extended.placement.num_replicas
+        count = int(known)
         return f"{kind.__name__} of {count} replica{'s' * (count != 1)}"
     is_scalar = kind.__module__ == "numpy" and kind.__name__ != "ndarray"
     if hasattr(value, "shape") and hasattr(value, "dtype") and not is_scalar:

@@ -263,9 +263,8 @@ class CrossReplica:
 
 def _dense(nest: object) -> Any:
     """Returns a nest whose `IndexedSlices` are dense arrays: their indices do not add up."""
-    is_slices = lambda leaf: isinstance(leaf, IndexedSlices)
     make = lambda leaf: leaf.to_dense() if isinstance(leaf, IndexedSlices) else leaf
-    return jax.tree.map(make, nest, is_leaf=is_slices)
+    return map_leaves(make, nest)
 
 
 def _event_of(key: tuple[Any, ...], trees: list[Any]) -> JobEvent:
