@@ -46,6 +46,7 @@ from distributary.data._structure import (
     some_rows,
     spec_of,
     stack,
+    stopped,
     writable,
 )
 from distributary.devices import Nest
@@ -292,11 +293,8 @@ def call(fn: Callable[..., Any], element: Nest) -> Any:
         names = "x, y" if len(args) == 2 else ", ".join(f"x{i or ''}" for i in range(len(args)))
         check_takes("The dataset", fn, f"fn({names})")
         raise
-    except StopIteration as error:  # which would end the data
-        raise RuntimeError(
-            f"The dataset: {_name(fn)} raised StopIteration, as next() does at the end of an"
-            " iterator. Catch it, or pass next() a default."
-        ) from error
+    except StopIteration as error:
+        raise stopped(_name(fn)) from error
 
 
 def mapped(fn: Callable[..., Any], element: Nest) -> Nest:

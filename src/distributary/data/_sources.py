@@ -35,6 +35,7 @@ from distributary.data._structure import (
     kept,
     read_only,
     spec_of,
+    stopped,
 )
 from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, described
@@ -188,9 +189,8 @@ class RandomAccess(NumberedNode):
     def row(self, number: int) -> Nest:
         try:
             item = self.items[int(number)]
-        except StopIteration as error:  # which would end the data
-            what = f"The dataset: item {number} of {type(self.items).__name__} raised StopIteration"
-            raise RuntimeError(f"{what}. Raise another error, or return the item.") from error
+        except StopIteration as error:
+            raise stopped(f"item {number} of {type(self.items).__name__}") from error
         return kept(self.convert(item))
 
     def rows(self, numbers: np.ndarray) -> Block:

@@ -125,6 +125,14 @@ def _each_array(change: Callable[[np.ndarray], np.ndarray], element: Nest) -> Ne
     return jax.tree.map(lambda x: change(x) if isinstance(x, np.ndarray) else x, element)
 
 
+def stopped(what: str) -> RuntimeError:
+    """Returns the error for code of the user that raises `StopIteration`: it would end the data."""
+    return RuntimeError(
+        f"The dataset: {what} raised StopIteration, as next() does at the end of an iterator. Catch"
+        " it, or pass next() a default."
+    )
+
+
 def as_array(leaf: object) -> Any:
     """Returns a leaf of an element as a NumPy array; arrays of JAX stay where they are.
 
