@@ -961,6 +961,7 @@ def test_all_frames_stay_if_jax_shows_its_own(strategy):
 
 _mse = keras.losses.MeanSquaredError()
 _SPARSE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+_WITHOUT_FIRST = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
 _LABELS = np.resize(range(4), 8)
 
 
@@ -1078,6 +1079,7 @@ def test_a_warning_says_what_to_write_instead(name, strategy):
         lambda s: _fit(s, "binary_crossentropy", BATCH, np.full((8, 4), 0.5)),
         lambda s: _fit(s, "binary_crossentropy", BATCH, np.full((8, 4), 1 + 1e-6)),
         lambda s: _fit(s, lambda y, z: _mse([y[:, 0]], [z[:, 0]]), BATCH, BATCH),
+        lambda s: _fit(s, _WITHOUT_FIRST, BATCH, _LABELS + 1),
         lambda s: _fit_masked(s, np.array([[1, 0], [2, 0]]), np.array([[1, -1], [0, -1]])),
         lambda s: _fit(s, "mse", BATCH, np.full((8, 4), 5)),
         lambda s: _fit(s, lambda y, z: (y[:, :1] - z) ** 2, BATCH, np.ones((8, 1))),

@@ -625,7 +625,8 @@ def limits_of(model: Any) -> Iterator[Limit]:
         loss = keras.losses.get(loss) if isinstance(loss, str) else loss
         function = getattr(loss, "fn", loss)
         # Of masked places and of this class, Keras takes no loss.
-        if getattr(output, "_keras_mask", None) is not None or getattr(loss, "ignore_class", None):
+        masks = keras_private.mask_of(output), getattr(loss, "ignore_class", None)
+        if any(mask is not None for mask in masks):
             continue
         if function is keras.losses.binary_crossentropy:
             text = (

@@ -27,6 +27,7 @@ saving_lib = private("keras.src.saving.saving_lib")
 file_utils = private("keras.src.utils.file_utils")
 array_slicing = private("keras.src.trainers.data_adapters.array_slicing")
 apply_mask = private("keras.src.losses.loss:apply_mask")
+mask_of = private("keras.src.backend.common.masking:get_keras_mask")
 class_weight_to_sample_weights = private(
     "keras.src.trainers.data_adapters.data_adapter_utils:class_weight_to_sample_weights"
 )

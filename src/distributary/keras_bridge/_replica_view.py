@@ -81,9 +81,8 @@ def _check_columns(loss: Any, y_true: Any, y_pred: Any) -> None:
     if len(columns) == 2 and 1 in columns:
         of_y, of_output = shapes
         warn(
-            f"{loss.name}: y has shape {of_y}, and the output {of_output}: the"
-            " one column is repeated. Give both as many columns, such as by the units of the last"
-            " layer."
+            f"{loss.name}: y has shape {of_y}, and the output {of_output}: the one column is"
+            " repeated. Give both as many columns, such as by the units of the last layer."
         )
 
 
