@@ -247,7 +247,7 @@ class Liveness:
             for worker in self._workers
             if worker.report.position == min(positions) and not worker.report.is_waiting
         ]
-        if len(awaited) in (0, len(self._workers)):
+        if len(awaited) == len(self._workers):
             self._stuck_beats = 0
             return
         for worker in awaited:
@@ -265,19 +265,21 @@ class Liveness:
             self._stuck_at, self._stuck_beats = min(positions), 0
             self._report_at = self._max_silent_beats
         self._stuck_beats += 1
+        # Of those that all wait, each may wait for something else, such as a file of worker 0.
         names = " and ".join(worker.name for worker in awaited)
+        who = f"the other workers have waited for {names}" if names else "the workers have waited"
         seconds = self._stuck_beats * _BEAT_SECONDS
         if self._timeout_seconds and seconds > self._timeout_seconds:
             reason = (
-                f"the other workers have waited for {names} for {self._timeout_seconds:g} s, the"
-                " timeout_seconds of CommunicationOptions"
+                f"{who} for {self._timeout_seconds:g} s, the timeout_seconds of"
+                " CommunicationOptions"
             )
             self._lose(_with_positions(reason, self._workers))
         elif self._stuck_beats >= self._report_at:
             self._report_at *= 2
-            reason = f"The other workers have waited for {names} for {seconds:g} s"
+            reason = f"{who[0].upper()}{who[1:]} for {seconds:g} s"
             # Not by a logger, whose lock the script may hold.
-            _write_to_stderr(f"{_with_positions(reason, awaited)}\n")
+            _write_to_stderr(f"{_with_positions(reason, awaited or self._workers)}\n")
 
     def _passed_by(self) -> str | None:
         """Returns how a worker has gone on where another waits for all; None if none has."""

@@ -1,6 +1,6 @@
-"""Trains; worker 1 hangs in a loop, or is slow for longer than a report takes.
+"""Trains; worker 1 hangs in a loop, is slow for longer than a report takes, or saves alone.
 
-hangs.py loop|slow
+hangs.py loop|slow|save
 """
 
 import sys
@@ -11,6 +11,8 @@ import numpy as np
 import distributary as dist
 
 kind = sys.argv[1]
+if kind == "save":
+    import keras
 strategy = dist.MultiWorkerMirroredStrategy(
     communication_options=dist.experimental.CommunicationOptions(
         heartbeat_timeout_seconds=3.0, timeout_seconds=None if kind == "slow" else 6.0
@@ -18,6 +20,8 @@ strategy = dist.MultiWorkerMirroredStrategy(
 )
 with strategy.scope():
     w = dist.Variable(np.zeros(10, np.float32))
+    if kind == "save":
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 
 
 def train_step():
@@ -30,6 +34,8 @@ def interrupt():
         time.sleep(5.0)  # what is shown is that nothing but a report happens
     while kind == "loop":
         pass
+    if kind == "save":
+        model.save("saved_by_one.keras")
 
 
 for step in range(10):
