@@ -6,8 +6,6 @@ like any other variable: its value goes in and out of the compiled program.
 """
 
 import weakref
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any, final
 
 import jax
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import PartitionSpec as P
 
-from distributary._threads import bound
 from distributary.context import (
     Mode,
     ReplicaContext,
@@ -28,6 +25,7 @@ from distributary.errors import ContextError, InvalidValueError, UnsupportedErro
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._variables import (
     in_model_step,
+    in_optimizer,
     in_scope_of_keras,
     is_sum,
     keeps_on_servers,
@@ -39,9 +37,6 @@ from distributary.tracing import Handle, current_scope, outside_of_trace
 from distributary.variables import ForeignVariable, across_replicas
 
 # The replica whose code is being traced, as far as the hooks need to know it.
-
-
-_in_optimizer: ContextVar[bool] = ContextVar("in an optimizer", default=False)
 
 
 def _mode() -> Mode | None:
@@ -73,11 +68,6 @@ def in_own_step() -> bool:
     return mode is not None and not mode.is_global and not is_for_servers()
 
 
-def in_optimizer() -> bool:
-    """Returns whether an optimizer is applying gradients that all replicas share."""
-    return _in_optimizer.get()
-
-
 def is_away_from_variables() -> bool:
     """Returns whether the only replica computes on another device than that of the variables."""
     mode = _mode()
@@ -98,34 +88,9 @@ def is_uneven() -> bool:
     return scope is not None and scope.uneven is not None
 
 
-def optimizing() -> AbstractContextManager[None]:
-    """Runs the block as the work of an optimizer."""
-    return bound(_in_optimizer, True)
-
-
 def total(context: ReplicaContext, value: object) -> Any:
     """Returns the sum of `value` over all replicas."""
     return context.all_reduce(ReduceOp.SUM, value)
-
-
-def aggregation_of_state(variable: Any, value: Any) -> VariableAggregation:
-    """Returns how the values that replicas assign to a layer's state become one.
-
-    Raises:
-        InvalidValueError: if the variable's aggregation is `"sum"`.
-    """
-    if variable.aggregation == "sum":
-        # Keras makes `assign_add` an `assign` of the new value, so what to add is not known.
-        raise InvalidValueError(
-            f"Variable {variable.path!r} has aggregation 'sum', but a layer assigns its value, and"
-            " the replicas' values hold what was there before. Create it without an aggregation,"
-            " and add up the replicas before you assign it:"
-            " distributary.get_replica_context().all_reduce('SUM', value)."
-        )
-    if variable.aggregation == "only_first_replica":
-        return VariableAggregation.ONLY_FIRST_REPLICA
-    is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-    return VariableAggregation.MEAN if is_float else VariableAggregation.NONE
 
 
 # Variables
@@ -263,10 +228,20 @@ def _agreed(stand_in: KerasVariable, value: Any) -> Any:
     State that layers keep, such as moving averages, becomes the mean. If the replicas would assign
     different values to anything else, the trace ends with an error.
     """
-    scope = current_scope()
+    scope, variable = current_scope(), stand_in.variable
     assert scope is not None
-    aggregation = aggregation_of_state(stand_in.variable, value)
+    if variable.aggregation == "sum":
+        # Keras makes `assign_add` an `assign` of the new value, so what to add is not known.
+        raise InvalidValueError(
+            f"Variable {variable.path!r} has aggregation 'sum', but a layer assigns its value, and"
+            " the replicas' values hold what was there before. Create it without an aggregation,"
+            " and add up the replicas before you assign it:"
+            " distributary.get_replica_context().all_reduce('SUM', value)."
+        )
     is_float = jnp.issubdtype(value.dtype, jnp.inexact)
+    aggregation = VariableAggregation.MEAN if is_float else VariableAggregation.NONE
+    if variable.aggregation == "only_first_replica":
+        aggregation = VariableAggregation.ONLY_FIRST_REPLICA
     if not is_float or not keeps_on_servers(stand_in.strategy):
         return across_replicas(value, aggregation, scope)
     # Servers add the change of a step, so that the steps of all workers count.

@@ -29,17 +29,15 @@ from distributary.errors import (
 )
 from distributary.keras_bridge._custom_loops import (
     build_optimizer,
-    in_optimizer,
     in_own_step,
     is_away_from_variables,
     is_for_servers,
     is_uneven,
-    optimizing,
     replica_context,
     total,
 )
 from distributary.keras_bridge._keras_private import apply_mask, signature_of
-from distributary.keras_bridge._variables import in_parts
+from distributary.keras_bridge._variables import in_optimizer, optimizing
 from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import current_scope, push
 from distributary.variables import IndexedSlices, ShardedVariable, Variable
@@ -376,13 +374,12 @@ def combining(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             build_optimizer(args[0], arguments["trainable_variables"])
     if args[0].built:
         settle(args[0])
-    of_one = replica_context() is not None or is_for_servers() or is_away_from_variables()
-    with in_parts():
-        if in_optimizer() or not of_one:
-            return original(**arguments)
-        with optimizing():
+    is_part = replica_context() is not None or is_for_servers() or is_away_from_variables()
+    is_outermost = not in_optimizer()
+    with optimizing():
+        if is_part and is_outermost:
             arguments["grads"] = _combined(arguments["grads"])
-            return original(**arguments)
+        return original(**arguments)
 
 
 @final

@@ -24,7 +24,7 @@ from distributary.engine import Programs, StepKind, global_batch, mode_of, sever
 from distributary.errors import TracedValueError, check_type, warn
 from distributary.keras_bridge._custom_loops import assign_agreed
 from distributary.keras_bridge._data import Limit, current_call, limits_of, warn_beyond
-from distributary.keras_bridge._variables import in_parts, keeps_on_servers, model_step
+from distributary.keras_bridge._variables import keeps_on_servers, model_step, optimizing
 from distributary.strategies import DatasetBatches, next_own, take_stacked
 from distributary.tracing import current_scope
 from distributary.variables import ForeignVariable
@@ -70,7 +70,7 @@ class ModelStep:
             self._check_logs(logs)
             return logs
         variables = dict(zip(PARTS[self._kind], self.variables(), strict=True))
-        with in_parts():  # layers gather them
+        with optimizing():  # reads parts, which layers gather
             state = {name: [v.value for v in part] for name, part in variables.items()}
         with model_step() as is_kept:
             step = getattr(self._trainer, f"{self._kind}_step")

@@ -196,12 +196,17 @@ def _with_mesh(sharding: Any) -> NamedSharding:
 _layout: ContextVar[Any] = ContextVar("layout of the variables that are created", default=None)
 
 
-_in_parts: ContextVar[bool] = ContextVar("reads values as they are stored", default=False)
+_in_optimizer: ContextVar[bool] = ContextVar("in an optimizer", default=False)
 
 
-def in_parts() -> AbstractContextManager[None]:
-    """Runs the block; in a trace, what it reads of variables in parts is not gathered."""
-    return bound(_in_parts, True)
+def optimizing() -> AbstractContextManager[None]:
+    """Runs the block as the work of an optimizer, for which a trace does not gather parts."""
+    return bound(_in_optimizer, True)
+
+
+def in_optimizer() -> bool:
+    """Returns whether an optimizer runs the caller."""
+    return _in_optimizer.get()
 
 
 def planned_layout(variable: object) -> Any:
@@ -460,7 +465,7 @@ def add_update(original: Callable[..., Any], self: Any, update: tuple[Any, Any])
         return
     if id(variable) in self.state_mapping:
         original(self, update)
-        if _in_parts.get():  # by an optimizer
+        if in_optimizer():
             original(step.applied, update)
         if id(variable) not in step.kept:
             return
@@ -529,7 +534,7 @@ def _put(value: Any, sharding: Any) -> Any:
 def _as_used(variable: Any, current: Any) -> Any:
     """Returns a value in a trace as layers compute with it: whole."""
     is_whole = not is_gathered(variable._layout) or not isinstance(current, jax.core.Tracer)
-    if is_whole or _in_parts.get() or not in_global_view():
+    if is_whole or in_optimizer() or not in_global_view():
         return current
     # The layout has the mesh of the values, which is another if the program is only compiled.
     mesh = get_strategy().extended.mesh
