@@ -34,6 +34,7 @@ __getattr__ = late_names(
     {
         "_data": "UnknownSizes check_given current_call",
         "_keras_private": "lazy_tensorflow replace_shape_inference",
+        "_models": "strategy_of",
         "_step_function": "ModelStep num_rows",
     },
 )

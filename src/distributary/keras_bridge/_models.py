@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -171,23 +170,6 @@ class Distributed:
             _give(model, get_strategy())
         return model
 
-    # What Keras has for TensorFlow alone, because steps that were written for Keras 2 use it.
-
-    @property
-    def distribute_strategy(self) -> Any:
-        """The strategy of the model; without one, the current strategy."""
-        return strategy_of(self) or get_strategy()
-
-    def compiled_loss(self, y: Any, y_pred: Any, sample_weight: Any = None, *rest: object) -> Any:
-        """Returns `compute_loss`."""
-        model: Any = self
-        return model.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
-
-    @property
-    def compiled_metrics(self) -> Any:
-        """An object whose `update_state` updates all metrics; a mean is that of predictions."""
-        return SimpleNamespace(update_state=partial(_update_metrics, self))
-
     # What Keras notes of a model's state, which is empty under a strategy, belongs to a call. On
     # the model, it would be that of another thread, too; and Keras would search it for layers.
 
@@ -204,12 +186,6 @@ class Distributed:
     @property
     def _jax_state_synced(self) -> Any:
         return _place_of_state(self).get("_jax_state_synced", True)
-
-
-def _update_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
-    for metric in model.metrics:
-        values = (y_pred,) if type(metric) is keras.metrics.Mean else (y, y_pred)
-        metric.update_state(*values, sample_weight=sample_weight)
 
 
 def _place_of_state(model: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final, final
 
 import jax
@@ -71,16 +71,41 @@ PARTS: Final[dict[str, dict[str, Any]]] = {
 def complete(tensorflow: ModuleType) -> None:
     """Gives Keras these parts, and `tf` for its functions that make datasets, if it has no other.
 
-    Layers may compute shapes from `tf.shape` of open sizes.
+    Layers may compute shapes from `tf.shape` of open sizes. Models get what steps that were written
+    for Keras 2 use.
 
     Source: `keras.utils.image_dataset_from_directory` and others call TensorFlow.
     """
     keras_bridge.replace_shape_inference(_output_spec)
+    _keras.Model.compiled_loss = compiled_loss
+    _keras.Model.compiled_metrics = property(compiled_metrics)
+    _keras.Model.distribute_strategy = property(distribute_strategy)
     if has_tensorflow():
         return
     keras_bridge.lazy_tensorflow.module = tensorflow
     for path, parts in PARTS.items():
         vars(sys.modules[f"keras{path}"]).update(parts)
+
+
+def compiled_loss(self: Any, y: Any, y_pred: Any, sample_weight: Any = None, *rest: object) -> Any:
+    """Returns the model's `compute_loss`."""
+    return self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
+
+
+def compiled_metrics(self: Any) -> Any:
+    """Returns an object that updates all metrics of a model; a mean is that of predictions."""
+
+    def update_state(y: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        for metric in self.metrics:
+            values = (y_pred,) if type(metric) is _keras.metrics.Mean else (y, y_pred)
+            metric.update_state(*values, sample_weight=sample_weight)
+
+    return SimpleNamespace(update_state=update_state)
+
+
+def distribute_strategy(self: Any) -> Any:
+    """Returns the strategy of a model; without one, the current strategy."""
+    return keras_bridge.strategy_of(self) or get_strategy()
 
 
 # Sizes that stand for open ones; models mostly halve, split or pool them.
