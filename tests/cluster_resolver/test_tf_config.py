@@ -2,7 +2,12 @@ import json
 
 import pytest
 
-from distributary.cluster_resolver import ClusterSpec, TFConfigClusterResolver, multi_worker
+from distributary.cluster_resolver import (
+    ClusterSpec,
+    TFConfigClusterResolver,
+    multi_worker,
+    size_of_job,
+)
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 _WORKERS = {"worker": ["w0:1", "w1:2"]}
@@ -107,6 +112,7 @@ def test_task_and_master_are_read_and_other_keys_ignored(set_config, config, tas
         ),
         ({"cluster": {"Worker": ["a:1"]}}, InvalidValueError, r'the key "Worker".*types are chief'),
         ({"clster": {"worker": ["a:1"]}}, InvalidValueError, r"the key 'clster'.*'cluster'"),
+        ({"CLUSTER": {"worker": ["a:1"]}}, InvalidValueError, r"the key 'CLUSTER'.*'cluster'"),
         ("[1]", InvalidTypeError, r"^TF_CONFIG is \[1\], expected an object"),
         ({"cluster": ["a:1"]}, InvalidTypeError, r'^TF_CONFIG\["cluster"\] is \[\'a:1\'\]'),
     ],
@@ -161,3 +167,22 @@ def test_a_setting_of_a_wrong_type_is_refused(set_config, key):
 
     with pytest.raises(InvalidTypeError, match=rf'^TF_CONFIG\["{key}"\] is 7'):
         _ = resolver.rpc_layer if key == "rpc_layer" else resolver.master()
+
+
+_WITH_SERVERS = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1", "p:2"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (_config(_WITH_SERVERS), (2, 2)),
+        (_config(_WITH_SERVERS, "evaluator"), (0, 0)),
+        (_config(_WITH_SERVERS | {"evaluator": ["e:1"]}, "evaluator"), (0, 0)),
+        (_config({"worker": ["w:1"]}), (1, 0)),
+        *((wrong, (0, 0)) for wrong in ("{}", "{", "[]", {"cluster": _WITH_SERVERS})),
+    ],
+)
+def test_the_size_of_a_job_is_that_of_the_tasks_that_work_together(set_config, config, sizes):
+    set_config(config)
+
+    assert size_of_job() == sizes

@@ -144,7 +144,7 @@ def test_a_launcher_needs_no_jax(tmp_path):
 import sys
 sys.modules["jax"] = sys.modules["numpy"] = None  # an import fails
 from distributary.tools.cli import main
-sys.exit(main(["launch", "--nnodes", "1", "--workers", "2", "worker.py"]))
+sys.exit(main(["launch", "--nnodes", "1", "--workers", "2", "--dashboard", "worker.py"]))
 """
     process = run_python("-c", code, cwd=tmp_path)
 

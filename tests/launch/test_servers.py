@@ -6,7 +6,6 @@ import signal
 
 import pytest
 
-from distributary.launch import size_of_job
 from tests.forks import Fork
 
 
@@ -180,12 +179,3 @@ def test_workers_without_a_strategy_are_told_that_they_worked_alone(num_workers,
 
     assert result.code == 0
     assert result.stderr.startswith("[launcher] no worker has made a strategy.") is is_said
-
-
-def test_an_evaluator_may_use_any_strategy():
-    tasks = [{"type": "evaluator", "index": 0}, {"type": "worker", "index": 0}]
-    configs = [json.dumps({"cluster": _WITH_SERVERS, "task": task}) for task in tasks]
-
-    sizes = [size_of_job({"TF_CONFIG": text}) for text in [*configs, "{}", "{", "[]", ""]]
-
-    assert sizes == [(0, 0), (2, 1), (0, 0), (0, 0), (0, 0), (0, 0)]

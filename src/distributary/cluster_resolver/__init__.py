@@ -22,7 +22,7 @@ from distributary.cluster_resolver._multi_worker import MultiWorker, Peer, multi
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
 from distributary.cluster_resolver._slurm import SlurmClusterResolver, visible_gpus
-from distributary.cluster_resolver._tf_config import TFConfigClusterResolver
+from distributary.cluster_resolver._tf_config import TFConfigClusterResolver, size_of_job
 from distributary.cluster_resolver._tpu import TPUClusterResolver
 
 __all__ = [  # for users

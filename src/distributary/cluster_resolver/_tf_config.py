@@ -6,9 +6,9 @@ import os
 from typing import Any, final
 
 from distributary.cluster_resolver._cluster_spec import ClusterSpec, checked_jobs
-from distributary.cluster_resolver._multi_worker import check_roles, checked_task
+from distributary.cluster_resolver._multi_worker import check_roles, checked_task, place_of
 from distributary.cluster_resolver._resolver import ClusterResolver
-from distributary.errors import InvalidValueError, check_type
+from distributary.errors import DistributaryError, InvalidValueError, check_type
 
 _CLUSTER = 'TF_CONFIG["cluster"]'
 _TASK = 'TF_CONFIG["task"]'
@@ -98,6 +98,21 @@ class TFConfigClusterResolver(ClusterResolver):
         return number if name == "task_id" else task["type"]
 
 
+def size_of_job() -> tuple[int, int]:
+    """Returns the numbers of workers and parameter servers in this process' job, from `TF_CONFIG`.
+
+    The chief counts as a worker. Both are 0 for an evaluator, which does not work with the others,
+    and for a wrong `TF_CONFIG`, about which the resolver has more to say.
+    """
+    try:
+        place = place_of(TFConfigClusterResolver())
+    except DistributaryError:
+        return 0, 0
+    if place is None or place.task_type == "evaluator":
+        return 0, 0
+    return place.num_workers, sum(peer.task_type == "ps" for peer in place.peers)
+
+
 def _load() -> dict[str, Any]:
     text = os.environ.get("TF_CONFIG", "{}")
     try:
@@ -111,7 +126,7 @@ def _load() -> dict[str, Any]:
         ) from None
     check_type("TF_CONFIG", config, dict, f"an object such as {_EXAMPLE}")
     for key in config.keys() - {"cluster", "task"}:  # others have no meaning here
-        for meant in difflib.get_close_matches(key, ("cluster", "task"), 1, 0.75):
+        for meant in difflib.get_close_matches(key.lower(), ("cluster", "task"), 1, 0.75):
             raise InvalidValueError(
                 f"TF_CONFIG has the key {key!r}, which has no meaning. Write {meant!r}, as in"
                 f" {_EXAMPLE}."

@@ -13,12 +13,17 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from distributary._threads import start_thread
 from distributary.devices import progress
 from distributary.errors import DistributaryError, InvalidValueError
-from distributary.launch._status import REFUSED_EXIT_CODE, REFUSED_PREFIX, STATUS_VARIABLE
+from distributary.launch._status import (
+    REFUSED_EXIT_CODE,
+    REFUSED_PREFIX,
+    STATUS_VARIABLE,
+    Numbers,
+)
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 _is_reported_by_program = False
@@ -85,26 +90,6 @@ def misspelled(environ: Mapping[str, str] | None = None) -> Iterator[str]:
         close = difflib.get_close_matches(name, _VARIABLES, 1, 0.92)
         if name.startswith("DISTRIBUTARY_") and close and name != close[0]:
             yield f"distributary does not read {name} of the environment. Did you mean {close[0]}?"
-
-
-def size_of_job(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Returns the numbers of workers and parameter servers in this process' job, from TF_CONFIG.
-
-    The chief counts as a worker. Both are 0 for the evaluator, which is not one of the tasks that
-    work together, and for a wrong TF_CONFIG, about which the cluster resolver has more to say.
-
-    Args:
-        environ: Environment to read; `os.environ` by default.
-    """
-    try:
-        config = json.loads((os.environ if environ is None else environ).get("TF_CONFIG", ""))
-        cluster = config["cluster"]
-        if config["task"]["type"] not in cluster:
-            return 0, 0
-        chiefs, workers, servers = (len(cluster.get(job, ())) for job in ("chief", "worker", "ps"))
-        return chiefs + workers, servers
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return 0, 0
 
 
 def _launcher_fd(environ: Mapping[str, str]) -> int | None:
@@ -176,15 +161,6 @@ def _report(ended: threading.Event) -> None:
         _write(os.environ, {**said, **numbers})
 
 
-# Numbers of a run by name: the same on the page, in files and on the way to a launcher. Names have
-# the form of TensorBoard's tags, `"step/compute_seconds"` for example.
-
-Numbers: TypeAlias = dict[str, float]
-
-# Reported per step, for the time between two samples.
-_PER_STEP = ("seconds", "host_seconds", "input_wait_seconds", "compute_seconds", "collective_bytes")
-
-
 def numbers_of(extended: Any) -> Numbers:
     """Returns all numbers of a strategy's run in this process, as sums since its beginning.
 
@@ -219,24 +195,4 @@ def _flat(statistics: object, prefix: str) -> Numbers:
         elif isinstance(value, tuple):
             for i, part in enumerate(value):
                 numbers |= _flat(part, f"{prefix}{field.name}/{i}/")
-    return numbers
-
-
-def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns the numbers with None for those that JSON cannot represent."""
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-
-
-def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Numbers:
-    """Returns the changes between two samples `seconds` apart, per second and per step."""
-    changes = {name: after[name] - before[name] for name in after.keys() & before.keys()}
-    if not seconds or any(changes.get(name, 0) < 0 for name in ("num_steps", "num_examples")):
-        return {}  # the process has been started again in between
-    num_steps = changes.get("num_steps", 0)
-    numbers: Numbers = {}
-    for name in ("steps", "examples", "runs"):
-        if f"num_{name}" in changes and after[f"num_{name}"]:
-            numbers[f"{name}_per_second"] = changes[f"num_{name}"] / seconds
-    if num_steps and changes.get("seconds"):
-        numbers |= {f"step/{name}": changes[name] / num_steps for name in _PER_STEP}
     return numbers

@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Callable
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 STATUS_VARIABLE: Final = "DISTRIBUTARY_STATUS_FD"
 #: Exit code of a task that cannot be part of its job, `EX_CONFIG` of `<sysexits.h>`, and what it
 #: writes to stderr before the reason. The launcher ends the job, and says the reason once.
 REFUSED_EXIT_CODE: Final = 78
 REFUSED_PREFIX: Final = "distributary refuses the job: "
+
+#: Numbers of a run by name: the same on the page, in files and on the way to a launcher. Names have
+#: the form of TensorBoard's tags, `"step/compute_seconds"` for example.
+Numbers: TypeAlias = dict[str, float]
 
 
 @final
@@ -21,7 +25,7 @@ class ReportedNumbers:
 
     def __init__(self, warn: Callable[[], None]) -> None:
         self._warn: Callable[[], None] | None = warn
-        self._last: dict[str, float] = {}
+        self._last: Numbers = {}
 
     def read(self, line: bytes) -> None:
         """Takes the numbers from a line."""
@@ -34,7 +38,7 @@ class ReportedNumbers:
         else:
             self._last = {**self._last, **values}  # a new dict, because other threads read it
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> Numbers:
         """Returns all numbers that the worker has reported, the latest of each. For any thread."""
         numbers = dict(self._last)
         if "step" in numbers:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final, final
 
 from distributary.errors import InvalidValueError
-from distributary.launch import Answer, HttpServer
+from distributary.servers._http import Answer, HttpServer
 
 _log = logging.getLogger(__name__)
 

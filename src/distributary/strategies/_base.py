@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar, final
 import jax
 
 from distributary._late import no_attribute
+from distributary.cluster_resolver import ClusterResolver, size_of_job
 from distributary.context import InputContext, StrategyScope, ValueContext, require_cross_replica
 from distributary.devices import StepStatistics, current_trial
 from distributary.engine import RUNS
@@ -27,16 +28,12 @@ from distributary.errors import (
     shown,
     warn,
 )
-from distributary.launch import misspelled, refuse_job, size_of_job
+from distributary.launch import misspelled, refuse_job
 from distributary.options import InputOptions, ReduceOp, RunOptions
 from distributary.strategies._distributed_dataset import DistributedDataset
 from distributary.strategies._extended import StrategyExtended
 from distributary.tracing import advise, current_scope, is_recording, name_of, shorten
 from distributary.variables import as_reduce_op, in_order, key_order
-
-if TYPE_CHECKING:
-    from distributary.cluster_resolver import ClusterResolver
-
 
 # Refuses a job of several processes whose program does not bring them together.
 #
@@ -220,7 +217,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         return self._extended.num_replicas
 
     @property
-    def cluster_resolver(self) -> "ClusterResolver | None":
+    def cluster_resolver(self) -> ClusterResolver | None:
         """Cluster resolver of a strategy that spans processes, else None."""
         return None
 

@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from distributary.launch import Answer, HttpServer, _http
+from distributary.servers import _http
+from distributary.servers._http import Answer, HttpServer
 
 _SECONDS = 60.0  # more than anything takes
 
@@ -46,6 +47,21 @@ def test_clients_that_never_end_a_request_delay_nobody_and_are_cut_off(monkeypat
 
         assert _get(server.port, "/a") == (200, b"/a")
         assert [_read(client) for client in clients] == [b""] * 50
+
+
+def test_more_clients_than_there_is_room_for_are_hung_up_on(monkeypatch):
+    monkeypatch.setattr(_http, "_MAX_CLIENTS", 3)
+    with _server_of_paths() as server, contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), _SECONDS))
+            for _ in range(4)
+        ]
+        assert _read(clients.pop()) == b""  # while the others have not been answered
+
+        for client in clients:
+            client.sendall(b"GET /a HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert [_read(client)[-2:] for client in clients] == [b"/a"] * 3
+        assert _get(server.port, "/b") == (200, b"/b")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from distributary import launch
 from distributary.cluster_resolver import TOKEN_VARIABLE
 from distributary.errors import DistributaryError, InvalidValueError, LaunchError
 from distributary.launch import HostOptions, LaunchOptions
+from distributary.tools import monitoring
 from distributary.tools.cli._arguments import (
     Parser,
     add_option,
@@ -105,11 +106,8 @@ def run_launch(namespace: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     try:
-        if options.dashboard_port is None:
-            return launch.run(options)
-        from distributary.tools.monitoring import serve  # which imports JAX
-
-        return launch.run(options, serve=serve)
+        has_page = options.dashboard_port is not None
+        return launch.run(options, serve=monitoring.serve if has_page else None)
     except OSError as error:
         raise LaunchError(str(error)) from error
     except KeyboardInterrupt:  # before any worker has started

@@ -4,10 +4,11 @@ import errno
 import logging
 import socket
 import socketserver
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from distributary._threads import start_thread
 from distributary.cluster_resolver import is_ip, split_port
@@ -16,6 +17,7 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 128
 _POLL_SECONDS = 0.1  # so long `close` waits at most
 _REQUEST_SECONDS = 10.0  # for each part of a request and of an answer
+_MAX_CLIENTS = 256  # each has a thread
 
 
 @final
@@ -43,7 +45,7 @@ _BAD_HOST = Answer(b"The header Host names another machine.\n", status=403)
 
 @final
 class HttpServer:
-    """A server that answers GET requests, each in a thread.
+    """A server that answers GET requests, each in a thread, and hangs up when there are too many.
 
     A malicious web page can make its own host name point to this machine, and so have a browser
     read what only this machine may read (DNS rebinding). So the header Host must be an IP address,
@@ -67,6 +69,7 @@ class HttpServer:
         self, address: str, port: int, respond: _Respond, name: str, num_ports: int = 1
     ) -> None:
         hosts = {"localhost", address.lower(), socket.gethostname().lower()}
+        room = threading.Semaphore(_MAX_CLIENTS)
 
         class Handler(BaseHTTPRequestHandler):
             timeout = _REQUEST_SECONDS
@@ -96,6 +99,15 @@ class HttpServer:
             address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
             allow_reuse_address = daemon_threads = True
             request_queue_size = _BACKLOG
+
+            def verify_request(self, request: object, client_address: object) -> bool:
+                return room.acquire(blocking=False)
+
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                try:
+                    super().process_request_thread(request, client_address)
+                finally:
+                    room.release()
 
             def handle_error(self, request: object, client_address: object) -> None:
                 _log.debug("A request from %s failed.", client_address, exc_info=True)
