@@ -100,3 +100,23 @@ def test_the_last_assignment_of_a_value_wins():
     averages = [0.9 * W[:, 0] + mean for mean in (_MEAN, 2 * _MEAN)]
     assert any(np.allclose(found[0], np.tanh(own), rtol=1e-5, atol=1e-6) for own in averages)
     assert any(np.allclose(found[1], own, rtol=1e-5, atol=1e-6) for own in averages)
+
+
+def test_a_value_without_data_is_assigned_on_all_servers_and_returned():
+    strategy = ParameterServerStrategy(local_cluster(workers=1, ps=2))
+    with strategy.scope():
+        first, second = dist.Variable(np.ones(3, np.float32)), dist.Variable(np.zeros(3, np.int32))
+    coordinator = ClusterCoordinator(strategy)
+
+    def closure():
+        values = jnp.arange(3)
+        first.assign(values + 0.5)
+        second.assign(values)
+        return values, first.value()
+
+    values, new = coordinator.schedule(closure).fetch()
+
+    np.testing.assert_array_equal(values, [0, 1, 2])
+    np.testing.assert_array_equal(new, [0.5, 1.5, 2.5])
+    np.testing.assert_array_equal(first.numpy(), [0.5, 1.5, 2.5])
+    np.testing.assert_array_equal(second.numpy(), [0, 1, 2])

@@ -159,7 +159,7 @@ def split_over_servers(step: Step) -> ServerSplit:
     of_worker = is_in_first_stage(jaxpr, is_data, max(2, step.num_devices))
     depends, free = _dependencies(step, is_data)
     at_end = _last_operations(step, of_worker, depends, free)
-    at_server, at_worker = _tasks_of_equations(step, of_worker, at_end, depends)
+    at_server, at_worker = _tasks_of_equations(step, of_worker, at_end, depends, free)
     pairs = zip(jaxpr.eqns, of_worker, strict=True)
     updates = {v for eqn, early in pairs if not early for v in eqn.outvars}
     for i, old in step.olds.items():
@@ -306,12 +306,13 @@ def _tasks_of_equations(
     of_worker: Sequence[bool],
     at_end: Sequence[set[int]],
     depends: Mapping[Var, set[int]],
+    free: set[Var],
 ) -> tuple[dict[int, list[Equation]], list[Equation]]:
     """Returns the equations of every server that keeps changed state, and those of the worker.
 
     An update is a server's if only that server needs its result, or if it depends on the state of
-    that server alone. The worker has the other equations, and those of a server whose result others
-    need, too. In addition, servers have the equations of `_last_operations`.
+    that server alone or on nothing. The worker has the other equations, and those of a server whose
+    result others need, too. In addition, servers have the equations of `_last_operations`.
     """
     eqns = step.jaxpr.eqns
     # By variable, the servers whose updates need it, and `_WORKER` if that does.
@@ -323,9 +324,11 @@ def _tasks_of_equations(
     at_worker: list[Equation] = []
     for eqn, early, ends in zip(eqns[::-1], of_worker[::-1], at_end[::-1], strict=True):
         to = set().union(*(reaches.get(v, ()) for v in eqn.outvars))
-        servers = ends.union(
-            () if early else (s for s in to if to == {s} or depends[eqn.outvars[0]] == {s})
-        )
+        servers = set(ends)
+        if to and not early:
+            state = depends[eqn.outvars[0]]
+            is_constant = not state and eqn.outvars[0] in free
+            servers.update(s for s in to if is_constant or to == {s} or state == {s})
         for server in servers - {_WORKER}:
             at_server[server].append(eqn)
         if early or not to <= servers - {_WORKER}:
