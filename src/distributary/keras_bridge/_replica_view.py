@@ -237,41 +237,27 @@ def batch_normalization_call(
     num_parts = _num_parts(self, inputs, training, mask)
     if num_parts == 1:
         return original(self, inputs, training=training, mask=mask)
-    return _normalized_parts(self, inputs, num_parts)
-
-
-def _normalized_parts(layer: Any, inputs: Any, num_parts: int) -> Any:
-    """Returns what a layer makes of a batch in parts, and updates its moving averages."""
-    dtype = keras.backend.result_type(inputs.dtype, "float32")
-    num_rows = inputs.shape[0]
-    each = -(-num_rows // num_parts)
     # Rows are divided as on the devices; XLA keeps the parts where they are.
-    rows = keras.ops.cast(inputs, dtype)
-    rows = jnp.pad(rows, [(0, num_parts * each - num_rows), *[(0, 0)] * (rows.ndim - 1)])
-    parts = rows.reshape(num_parts, each, *rows.shape[1:])
+    num_rows, *sizes = inputs.shape
+    each = -(-num_rows // num_parts)
+    rows = jnp.pad(inputs, [(0, num_parts * each - num_rows), *[(0, 0)] * len(sizes)])
     counts = np.clip(num_rows - each * np.arange(num_parts), 0, each)
-    present = np.arange(each) < counts[:, None]
-    present = present.reshape(num_parts, each, *[1] * (parts.ndim - 2))
-    shape = [num_parts, *[1] * (parts.ndim - 1)]
-    shape[layer.axis if layer.axis < 0 else layer.axis + 1] = inputs.shape[layer.axis]
-    axes = tuple([i + 1 for i in layer._reduction_axes])
-    entries = np.maximum(counts * (inputs.size // num_rows // inputs.shape[layer.axis]), 1)
-    entries = entries.reshape(num_parts, *[1] * (parts.ndim - 1)).astype(dtype)
-    mean = jnp.sum(jnp.where(present, parts, 0), axes, keepdims=True) / entries
-    squares = jnp.square(jnp.where(present, parts - mean, 0))
-    variance = jnp.sum(squares, axes, keepdims=True) / entries
-    weights = (counts / num_rows).astype(dtype)
-    for moving, statistic in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
-        of_all = jnp.tensordot(weights, statistic.reshape(num_parts, -1), 1)
-        old = keras.ops.cast(moving, dtype)
-        moving.assign(old * layer.momentum + of_all * (1.0 - layer.momentum))
-    scale = jax.lax.rsqrt(variance + layer.epsilon)
-    if layer.scale:
-        scale *= keras.ops.cast(layer.gamma, dtype).reshape(shape[1:])
-    normalized = (parts - mean) * scale
-    if layer.center:
-        normalized += keras.ops.cast(layer.beta, dtype).reshape(shape[1:])
-    return keras.ops.cast(normalized.reshape(rows.shape)[:num_rows], layer.compute_dtype)
+    moving = self.moving_mean, self.moving_variance
+    values = [(variable, variable.value) for variable in self.variables]
+
+    def of_part(rows: Any, count: Any) -> Any:
+        present = jnp.arange(each) < count
+        present = jnp.broadcast_to(present.reshape(each, *[1] * (len(sizes) - 1)), rows.shape[:-1])
+        with keras.StatelessScope(values) as scope:
+            is_full = num_rows == num_parts * each
+            out = original(self, rows, training=training, mask=None if is_full else present)
+        return out, [scope.get_current_value(variable) for variable in moving]
+
+    parts = rows.reshape(num_parts, each, *sizes)
+    out, averages = jax.vmap(of_part)(parts, counts)
+    for variable, average in zip(moving, averages, strict=True):
+        variable.assign(jnp.tensordot((counts / num_rows).astype(average.dtype), average, 1))
+    return out.reshape(rows.shape)[:num_rows]
 
 
 def _num_parts(layer: Any, inputs: Any, training: Any, mask: Any) -> int:
