@@ -28,6 +28,7 @@ from distributary.jaxprs import walk
 from distributary.programs import (
     GlobalProgram,
     ReplicaProgram,
+    divisible,
     evaluate_jointly,
     gathers,
     with_gathers,
@@ -46,7 +47,6 @@ from distributary.variables import (
 from distributary.xla_cpu import (
     is_for_cpus,
     rewritten_for_cpus,
-    rewritten_for_partitioner,
     with_exchanged_sums,
     with_partial_sums,
 )
@@ -253,9 +253,9 @@ class Engine:
         placement, mesh = self._placement, self._placement.mesh
         divided = None if mesh is None or mesh.size == 1 else mesh
         if divided is not None:
-            closed = rewritten_for_partitioner(closed, divided)
-        elif is_for_cpus(mesh):
-            closed = rewritten_for_cpus(closed)
+            closed = divisible(closed, divided)
+        if is_for_cpus(mesh):
+            closed = rewritten_for_cpus(closed, is_divided=divided is not None)
 
         def step(*args: Array) -> list[Array]:
             return evaluate_jointly([closed], [args])[0]

@@ -39,3 +39,4 @@ from distributary.jaxprs._equations import (
     with_pass,
     without_meshes,
 )
+from distributary.jaxprs._rewriting import Rule, Version, rewritten

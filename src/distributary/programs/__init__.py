@@ -1,5 +1,6 @@
 """Turns the jaxpr of a step into the program of all replicas."""
 
+from distributary.programs._divisible import divisible
 from distributary.programs._gathers import gathers, with_gathers
 from distributary.programs._global import GlobalProgram
 from distributary.programs._joint import evaluate_jointly

@@ -22,16 +22,13 @@ but the last: here a `scan` adds a few rows in each turn, and the columns are ad
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from distributary.jaxprs import Equation, aval_of
-
-_Fast: TypeAlias = Callable[..., Array]
+from distributary.jaxprs import Equation, Version, aval_of
 
 _MAX_WINDOW = 49
 """Positions in a kernel; each costs a slice and an addition."""
@@ -50,7 +47,7 @@ _LARGE_WINDOW = 25
 """Positions in a kernel; with more, a turn of the loop has too few rows."""
 
 
-def depthwise_convolution(eqn: Equation) -> _Fast | None:
+def depthwise_convolution(eqn: Equation) -> Version | None:
     """Returns a faster function of a convolution's operands; None if there is none.
 
     There is one for float32, with channels last and as many filters as channels.
@@ -91,7 +88,7 @@ def is_float32(eqn: Equation) -> bool:
     return all(aval.dtype == np.float32 and aval.size for aval in avals)
 
 
-def _convolution(eqn: Equation) -> _Fast:
+def _convolution(eqn: Equation) -> Version:
     params, (result,) = eqn.params, [aval_of(v) for v in eqn.outvars]
     of_kernel = params["dimension_numbers"].rhs_spec
 
@@ -111,7 +108,7 @@ def _convolution(eqn: Equation) -> _Fast:
     return convolution
 
 
-def _kernel_gradient(eqn: Equation) -> _Fast:
+def _kernel_gradient(eqn: Equation) -> Version:
     params = eqn.params
     errors, result = aval_of(eqn.invars[1]), aval_of(eqn.outvars[0])
     out_spec = params["dimension_numbers"].out_spec

@@ -1,5 +1,7 @@
 """Operations that XLA:CPU is slow at, faster ways to write them, and the pass that does.
 
+Results are the same but for rounding.
+
 - The gradient of a kernel `[features, units]` that was applied to `[batch, length, features]`: a
   product that contracts batch and length, whose result is transposed. XLA makes one product of the
   two, with both operands transposed, for which XLA:CPU has no fast kernel. It has one for rows
@@ -37,43 +39,32 @@
 import functools
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from distributary.devices import Nest, num_logical_devices
+from distributary.devices import Nest
 from distributary.jaxprs import (
-    AnyJaxpr,
     Equation,
+    Rule,
+    Version,
     aval_of,
-    open_jaxpr,
+    rewritten,
     sub_jaxprs,
-    variables_of,
-    with_jaxprs,
     with_pass,
 )
-from distributary.programs import laid_out
 from distributary.xla_cpu._depthwise import (
     depthwise_convolution,
     is_float32,
     padded,
     slice_of_windows,
 )
-
-_Fast: TypeAlias = Callable[..., Array]
-
-_WITH_IDS = {
-    *(lax.gather_p, lax.scatter_p, lax.scatter_add_p, lax.scatter_sub_p),
-    *(lax.scatter_mul_p, lax.scatter_min_p, lax.scatter_max_p),
-}
 
 _MAX_PATCHES_BYTES = 2**20
 """Bytes of patches for a kernel's gradient at a time: more do not stay in the cache of a core."""
@@ -96,56 +87,11 @@ _MAX_PADDED_OVERLAP = 4
 """Windows that share an element of a padded input; with more, XLA's own way is faster."""
 
 
-def working_version(eqn: Equation) -> _Fast | None:
+def _working_version(eqn: Equation, only_transposed: bool) -> Version | None:
     """Returns a function that does what XLA:CPU may fail to do; None for other equations."""
     if eqn.primitive is not lax.fft_p:
         return None
     return lambda x: _row_major(lax.fft_p.bind(_row_major(x), **eqn.params))
-
-
-def divisible_version(eqn: Equation, mesh: Mesh) -> _Fast | None:
-    """Returns a function that does what XLA's partitioner may abort at; None for other equations.
-
-    Args:
-        eqn: The equation.
-        mesh: The devices over which it is divided.
-    """
-    if eqn.primitive in _WITH_IDS:
-        return _with_signed_ids(eqn)
-    if eqn.primitive is lax.conv_general_dilated_p and num_logical_devices(mesh) > 1:
-        return _whole_convolution(eqn, mesh)
-    return None
-
-
-def _with_signed_ids(eqn: Equation) -> _Fast | None:
-    """Returns a gather or scatter with ids of which the partitioner can compute others.
-
-    It (jaxlib 0.10.2 to 0.12) needs 32 bits or more, and a sign. The gradient of `jnp.sort` has ids
-    without a sign.
-    """
-    dtype = aval_of(eqn.invars[1]).dtype
-    if jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize >= 4:
-        return None
-    # Larger ids are out of bounds, as the largest of 32 bits is.
-    most = np.array(min(np.iinfo(dtype).max, np.iinfo(np.int32).max), dtype)
-
-    def bind(x: Array, ids: Array, *updates: Array) -> Array:
-        signed = jnp.minimum(ids, most).astype(np.int32)
-        result: Array = eqn.primitive.bind(x, signed, *updates, **eqn.params)
-        return result
-
-    return bind
-
-
-def _whole_convolution(eqn: Equation, mesh: Mesh) -> _Fast | None:
-    """Returns a grouped convolution, or the gradient of one, that every device computes.
-
-    The partitioner (jaxlib 0.10.2 to 0.12) may divide it into shapes that do not fit.
-    """
-    if eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1:
-        return None
-    whole = lambda array: laid_out(array, mesh, P())
-    return lambda *operands: whole(eqn.primitive.bind(*map(whole, operands), **eqn.params))
 
 
 def _row_major(array: Array) -> Array:
@@ -157,7 +103,7 @@ def is_explicit(sharding: NamedSharding | None) -> bool:
     return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
 
 
-def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
+def _kernel_gradient_of_rows(eqn: Equation) -> Version | None:
     params = eqn.params
     (of_first, of_second), (batch, _) = params["dimension_numbers"]
     if len(of_first) < 2 or batch or is_explicit(params["out_sharding"]):
@@ -182,7 +128,7 @@ def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
     return product
 
 
-def _faster_convolution(eqn: Equation) -> _Fast | None:
+def _faster_convolution(eqn: Equation) -> Version | None:
     if is_explicit(eqn.params["out_sharding"]):
         return None
     return (
@@ -192,7 +138,7 @@ def _faster_convolution(eqn: Equation) -> _Fast | None:
     )
 
 
-def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
+def _kernel_gradient_of_images(eqn: Equation) -> Version | None:
     params = eqn.params
     images, errors, result = map(aval_of, (*eqn.invars, *eqn.outvars))
     numbers = params["dimension_numbers"]
@@ -264,7 +210,7 @@ def _is_slow_convolution(eqn: Equation) -> bool:
     return num_bytes >= 2**22 and max(num_images, num_filters) >= 32
 
 
-def _convolution_without_padding(eqn: Equation) -> _Fast | None:
+def _convolution_without_padding(eqn: Equation) -> Version | None:
     images, kernel, result = map(aval_of, (*eqn.invars, *eqn.outvars))
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     window = math.prod([kernel.shape[k] for k in numbers.rhs_spec[2:]])
@@ -291,7 +237,7 @@ def _convolution_without_padding(eqn: Equation) -> _Fast | None:
     return convolution
 
 
-def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
+def _gradient_of_max_pooling(eqn: Equation) -> Version | None:
     params = eqn.params
     errors, x = map(aval_of, eqn.invars)
     padding, strides = params["padding"], params["window_strides"]
@@ -337,38 +283,16 @@ def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
     return gradient
 
 
-# The last pass over programs for CPUs: rewrites operations that XLA:CPU is slow at.
-#
-# A rewritten operation becomes the call of a function, as here the gradient of a kernel that was
-# applied to sequences:
-#
-#     h:f32[2,5] = dot_general[dimension_numbers=(([0, 1], [0, 1]), ([], []))] g a
-#     i:f32[5,2] = transpose[permutation=(1, 0)] h
-#
-# becomes
-#
-#     h:f32[2,5] = jit[
-#       jaxpr={ lambda ; g:f32[4,3,2] a:f32[4,3,5]. let
-#           b:f32[2,5] = dot_general[dimension_numbers=(([0, 1], [0, 1]), ([], []))] g a
-#           c:f32[2,5] = optimization_barrier b
-#         in (c,) }
-#     ] g a
-#     i:f32[5,2] = transpose[permutation=(1, 0)] h
-#
-# Results are the same but for rounding. `DISTRIBUTARY_CPU_REWRITES=0` switches this pass off.
+# The last pass over programs for CPUs. `DISTRIBUTARY_CPU_REWRITES=0` switches it off.
 
-_Known: TypeAlias = dict[int, AnyJaxpr]
-_Rule: TypeAlias = Callable[[Equation, bool], _Fast | None]
-
-_ON_ONE_CPU: Mapping[Primitive, _Rule] = {
+_ON_ONE_CPU: Mapping[Primitive, Rule] = {
     lax.dot_general_p: lambda eqn, only_transposed: (
         _kernel_gradient_of_rows(eqn) if only_transposed else None
     ),
     lax.conv_general_dilated_p: lambda eqn, _: _faster_convolution(eqn),
     lax.select_and_scatter_add_p: lambda eqn, _: _gradient_of_max_pooling(eqn),
-    lax.fft_p: lambda eqn, _: working_version(eqn),
+    lax.fft_p: _working_version,
 }
-"""For each primitive that is rewritten, what takes its place, as a `_Rule` says."""
 
 
 def with_cpu_rewrites(
@@ -382,36 +306,25 @@ def with_cpu_rewrites(
     """
     if not is_for_cpus(mesh) or not _are_on():
         return function
-
-    def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-        return jaxpr_as_fun(_rewritten(closed, {}, _on_one_cpu))(*args)
-
-    return with_pass(function, run)
+    return with_pass(
+        function, lambda closed, args: jaxpr_as_fun(rewritten(closed, _on_one_cpu))(*args)
+    )
 
 
-def rewritten_for_cpus(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA:CPU runs fast."""
-    return _rewritten(closed, {}, _on_one_cpu) if _are_on() else closed
-
-
-def rewritten_for_partitioner(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
-    """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA can divide.
-
-    The forms that are fast on one CPU are not among them: XLA cannot divide those.
+def rewritten_for_cpus(closed: ClosedJaxpr, *, is_divided: bool = False) -> ClosedJaxpr:
+    """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA:CPU runs fast.
 
     Args:
         closed: The jaxpr.
-        mesh: The devices over which XLA divides it.
+        is_divided: Whether XLA divides it over several devices. It then gets only what XLA:CPU
+            fails without: the fast forms cannot be divided.
     """
-    on_cpus = is_for_cpus(mesh) and _are_on()
-
-    def rule(eqn: Equation, only_transposed: bool) -> _Fast | None:
-        return (working_version(eqn) if on_cpus else None) or divisible_version(eqn, mesh)
-
-    return _rewritten(closed, {}, rule)
+    if not _are_on():
+        return closed
+    return rewritten(closed, _working_version if is_divided else _on_one_cpu)
 
 
-def _on_one_cpu(eqn: Equation, only_transposed: bool) -> _Fast | None:
+def _on_one_cpu(eqn: Equation, only_transposed: bool) -> Version | None:
     rule = _ON_ONE_CPU.get(eqn.primitive)
     return None if rule is None else rule(eqn, only_transposed)
 
@@ -431,51 +344,3 @@ def is_for_cpus(mesh: Mesh | AbstractMesh | None) -> bool:
 def _are_on() -> bool:
     """Returns whether programs that are made now are rewritten."""
     return os.environ.get("DISTRIBUTARY_CPU_REWRITES") != "0"
-
-
-def _rewritten(jaxpr: AnyJaxpr, known: _Known, rule: _Rule) -> Any:
-    """Returns the jaxpr, closed or not, rewritten; the same object if there is nothing to rewrite.
-
-    Args:
-        jaxpr: The whole program, or a jaxpr in the parameters of an equation.
-        known: Results for other jaxprs, by their identity, because equations share jaxprs.
-        rule: Returns what takes the place of an equation, given whether the only use of its result
-            is to be transposed.
-    """
-    if id(jaxpr) not in known:
-        inner, consts = open_jaxpr(jaxpr)
-        result: Any = _of_open_jaxpr(inner, known, rule)
-        if result is inner:
-            result = jaxpr
-        elif isinstance(jaxpr, ClosedJaxpr):
-            result = ClosedJaxpr(result, consts)
-        known[id(jaxpr)] = result
-    return known[id(jaxpr)]
-
-
-def _of_open_jaxpr(jaxpr: Jaxpr, known: _Known, rule: _Rule) -> Jaxpr:
-    uses = Counter(variables_of([*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]))
-    transposed = {
-        v
-        for eqn in jaxpr.eqns
-        if eqn.primitive is lax.transpose_p
-        for v in variables_of(eqn.invars)
-        if uses[v] == 1
-    }
-    eqns = [
-        _of_equation(eqn, any(v in transposed for v in eqn.outvars), known, rule)
-        for eqn in jaxpr.eqns
-    ]
-    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if is_same else jaxpr.replace(eqns=eqns)
-
-
-def _of_equation(eqn: Equation, only_transposed: bool, known: _Known, rule: _Rule) -> Equation:
-    params = with_jaxprs(eqn, lambda jaxpr: _rewritten(jaxpr, known, rule))
-    if any(params[name] is not value for name, value in eqn.params.items()):
-        return eqn.replace(params=params)
-    version = rule(eqn, only_transposed)
-    if version is None:
-        return eqn
-    call = jax.make_jaxpr(jax.jit(version))(*[atom.aval for atom in eqn.invars]).eqns[0]
-    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)

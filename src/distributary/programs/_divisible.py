@@ -1,0 +1,76 @@
+"""Writes equations in other ways where XLA's partitioner aborts at them, or divides them wrongly.
+
+A program of the whole batch is divided over its devices by XLA, on every platform. With ids without
+a sign, as in the gradient of `jnp.sort`,
+
+    c:f32[8] = gather[...] a b:u32[8,1]
+
+becomes
+
+    d:i32[8,1] = convert_element_type b
+    c:f32[8] = gather[...] a d
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, PartitionSpec as P
+
+from distributary.devices import num_logical_devices
+from distributary.jaxprs import Equation, Version, aval_of, rewritten
+from distributary.programs._logical_devices import laid_out
+
+_WITH_IDS = {
+    *(lax.gather_p, lax.scatter_p, lax.scatter_add_p, lax.scatter_sub_p),
+    *(lax.scatter_mul_p, lax.scatter_min_p, lax.scatter_max_p),
+}
+
+
+def divisible(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
+    """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA can divide.
+
+    Args:
+        closed: The jaxpr.
+        mesh: The devices over which XLA divides it.
+    """
+    has_logical_devices = num_logical_devices(mesh) > 1
+
+    def rule(eqn: Equation, only_transposed: bool) -> Version | None:
+        if eqn.primitive in _WITH_IDS:
+            return _with_signed_ids(eqn)
+        if eqn.primitive is lax.conv_general_dilated_p and has_logical_devices:
+            return _whole_convolution(eqn, mesh)
+        return None
+
+    return rewritten(closed, rule)
+
+
+def _with_signed_ids(eqn: Equation) -> Version | None:
+    """Returns a gather or scatter with ids of which the partitioner can compute others.
+
+    It (jaxlib 0.10.2 to 0.12) needs 32 bits or more, and a sign.
+    """
+    dtype = aval_of(eqn.invars[1]).dtype
+    if jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize >= 4:
+        return None
+    # Larger ids are out of bounds, as the largest of 32 bits is.
+    most = np.array(min(np.iinfo(dtype).max, np.iinfo(np.int32).max), dtype)
+
+    def bind(x: Array, ids: Array, *updates: Array) -> Array:
+        signed = jnp.minimum(ids, most).astype(np.int32)
+        result: Array = eqn.primitive.bind(x, signed, *updates, **eqn.params)
+        return result
+
+    return bind
+
+
+def _whole_convolution(eqn: Equation, mesh: Mesh) -> Version | None:
+    """Returns a grouped convolution, or the gradient of one, that every device computes.
+
+    The partitioner (jaxlib 0.10.2 to 0.12) may divide it into shapes that do not fit.
+    """
+    if eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1:
+        return None
+    whole = lambda array: laid_out(array, mesh, P())
+    return lambda *operands: whole(eqn.primitive.bind(*map(whole, operands), **eqn.params))
