@@ -171,15 +171,12 @@ def _restore(callback: Any, original: Callable[[Any], None]) -> None:
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     found: list[bytes] = []
+    load = callback._load_model
 
     def read() -> None:
-        with by_itself(strategy):
-            try:
-                found.extend(_read_backup(callback))
-            except OSError:  # as Keras does, which would do it on every worker
-                if not _take_previous(callback):
-                    raise
-                found.extend(_read_backup(callback))
+        callback._load_model = lambda: found.extend(_read_backup(callback))
+        with by_itself(strategy):  # Keras takes the backup before if this one is damaged
+            keras.callbacks.BackupAndRestore.on_train_begin(callback)
 
     sync_state(model)
     try:
@@ -188,6 +185,8 @@ def _restore(callback: Any, original: Callable[[Any], None]) -> None:
         if strategy.extended.num_workers == 1:
             raise
         raise InvalidValueError(f"BackupAndRestore: {error}") from error
+    finally:
+        callback._load_model = load
     from_chief = strategy.extended.from_chief
     (sizes,) = from_chief(
         [np.array([len(part) for part in found] or [0, 0])], "the sizes of the backup"
@@ -244,18 +243,6 @@ def resume_metrics(model: Any) -> None:
     with job_programs.alone():  # the values are the same on all workers
         for variable, value in zip(variables, values, strict=True):
             variable.assign(np.array(value, variable.dtype))
-
-
-def _take_previous(callback: Any) -> bool:
-    """Replaces a backup by the one before it; returns False if there is none."""
-    if not file_utils.exists(callback._prev_weights_path):
-        return False
-    file_utils.copy(callback._prev_weights_path, callback._weights_path)
-    if file_utils.exists(callback._prev_training_metadata_path):
-        file_utils.copy(callback._prev_training_metadata_path, callback._training_metadata_path)
-    elif file_utils.exists(callback._training_metadata_path):
-        file_utils.remove(callback._training_metadata_path)
-    return True
 
 
 def _read_backup(callback: Any) -> tuple[bytes, bytes]:
