@@ -190,34 +190,26 @@ def test_a_file_that_is_being_written_is_not_there_yet(strategy, tmp_path):
         model.add(Watching())
     model.save_weights(path)
 
-    assert names == [f".model.distributary-{socket.gethostname()}-{os.getpid()}.weights.h5"]
+    start = f".model.distributary-{socket.gethostname()}-"
+    assert sorted(name.removeprefix(start)[8:] for name in names) == [
+        ".weights.h5",
+        ".weights.h5.lock",
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["model.weights.h5"]
     with h5py.File(path) as file:
         assert "layers" in file
 
 
-def test_remains_of_killed_processes_are_removed_and_links_lead_where_they_did(strategy, tmp_path):
+def test_links_lead_where_they_did(strategy, tmp_path):
     model = make_model(strategy)
     model.optimizer.build(model.trainable_variables)
     (tmp_path / "far").mkdir()
     (tmp_path / "model.keras").symlink_to("far/saved.keras")
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    start = f"distributary-{socket.gethostname()}"
-    names = [
-        f".saved.{start}-{os.getppid()}.keras",  # being written by a process that is there
-        f".saved.{start}-x-{ended.pid}.keras",
-        f".other.{start}-{ended.pid}.keras",
-        f".saved.{start}-{ended.pid}.weights.h5",
-        ".worker0.saved.keras",
-    ]
-    for name in (*names, f".saved.{start}-{ended.pid}.keras"):
-        (tmp_path / "far" / name).write_text("notes")
 
     model.save(tmp_path / "model.keras")
 
     assert (tmp_path / "model.keras").is_symlink()
-    assert sorted(os.listdir(tmp_path / "far")) == sorted([*names, "saved.keras"])
+    assert os.listdir(tmp_path / "far") == ["saved.keras"]
     loaded = keras.models.load_model(tmp_path / "model.keras")
     small.assert_equal_weights(loaded.get_weights(), model.get_weights(), rtol=0)
 

@@ -182,7 +182,7 @@ def commit(
         # until the new checkpoint is there.
         path.rename(_temporary(path) if _replaced(path).exists() else _replaced(path))
     folder.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     _remove_leftovers(path, is_series)
 
 
@@ -227,8 +227,8 @@ def _fill(folder: Path, path: Path, snapshot: Snapshot, written: Sequence[Writte
     }
     (folder / _INDEX).write_bytes(sealed(index))
     for name in os.listdir(folder):
-        _sync(folder / name)
-    _sync(folder)
+        sync(folder / name)
+    sync(folder)
 
 
 def _file_of(worker: int) -> str:
@@ -500,7 +500,8 @@ def _replaced(path: Path) -> Path:
     return path.with_name(f"{path.name}.replaced")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until a file or the names in a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,8 +4,10 @@ Formats such as HDF5 ignore what follows their content.
 """
 
 import errno
+import fcntl
 import os
 import re
+import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +16,7 @@ from typing import Any
 
 import google_crc32c
 
+from distributary.checkpoint._commit import sync
 from distributary.devices import job_programs
 from distributary.errors import CheckpointError, ClusterError
 from distributary.job import consensus
@@ -21,50 +24,62 @@ from distributary.job import consensus
 _SEAL = b"\ndistributary crc32c %08x"
 _PIECE_BYTES = 4 << 20
 _WAIT_SECONDS = 600.0
+_LOCK = ".lock"
 
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[Path]:
     """Yields a path to write to; at the end, it replaces the file, or is removed after an error."""
     path = path.resolve()  # of a link, so that its target is replaced and not the link
-    temporary = _temporary(path)
     try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException as error:
-        # HDF5 has the file open. If it cannot write the rest, it crashes when this process ends.
-        with suppress(OSError):
-            os.truncate(temporary, 0)
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            problem = CheckpointError(
-                f"{path} was not saved: the disk is full ({os.strerror(error.errno)}). What was"
-                " there before is kept."
-            )
-            problem.errno = error.errno
-            raise problem from None
-        raise
+        with _beside(path) as temporary:
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        problem = CheckpointError(
+            f"{path} was not saved: the disk is full ({os.strerror(error.errno)}). What was there"
+            " before is kept."
+        )
+        problem.errno = error.errno
+        raise problem from None
 
 
-def _temporary(path: Path) -> Path:
-    """Returns a name for this process; removes files of processes of this host that were killed."""
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Yields a name that nobody else has; first removes what killed writers on this host have left.
+
+    A writer holds the lock of its name. Its process id would say nothing: other containers have
+    ids of their own, and perhaps the same host name.
+    """
     # The name keeps its ending, from which Keras knows the format.
     stem, dot, end = path.name.partition(".")
     start, end = f".{stem}.distributary-{socket.gethostname()}-", f"{dot}{end}"
-    pattern = re.compile(rf"{re.escape(start)}(\d+){re.escape(end)}")
-    for name in os.listdir(path.parent):
-        match = pattern.fullmatch(name)
-        if match and not _is_running(int(match[1])):
-            path.with_name(name).unlink(missing_ok=True)
-    return path.with_name(f"{start}{os.getpid()}{end}")
+    pattern = re.compile(rf"({re.escape(start)}[0-9a-f]{{8}}{re.escape(end)}){_LOCK}")
+    for match in filter(None, map(pattern.fullmatch, os.listdir(path.parent))):
+        with suppress(OSError), path.with_name(match[0]).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while its writer is alive
+            _remove(path.with_name(match[1]))
+    temporary = path.with_name(f"{start}{secrets.token_hex(4)}{end}")
+    with path.with_name(temporary.name + _LOCK).open("x") as lock:
+        try:
+            # Waits for one who finds the lock before it is held, and takes its writer for killed.
+            with suppress(OSError):  # where there are no locks, all that is left stays
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield temporary
+        finally:
+            _remove(temporary)
 
 
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:  # also if the process belongs to another user
-        return not isinstance(error, ProcessLookupError)
-    return True
+def _remove(temporary: Path) -> None:
+    with suppress(FileNotFoundError):
+        # HDF5 has the file open. If it cannot write the rest, it crashes when this process ends.
+        os.truncate(temporary, 0)
+        temporary.unlink()
+    temporary.with_name(temporary.name + _LOCK).unlink(missing_ok=True)
 
 
 def write_once(path: str, place: str, write: Callable[[], None]) -> None:
