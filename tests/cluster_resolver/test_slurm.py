@@ -111,6 +111,9 @@ def test_a_missing_variable_is_named(step, set_environ, name):
     [
         ("SLURM_PROCID", 4, r"^The environment variable SLURM_PROCID is '4', .*from 0 to 3"),
         ("SLURM_STEP_TASKS_PER_NODE", "4", r"is '4', .* each of the 2 nodes in .*'t02n\[13,41\]'"),
+        ("SLURM_STEP_TASKS_PER_NODE", "1(x99999999999)", r"is '1\(x9.* each of the 2 nodes"),
+        ("SLURM_STEP_NODELIST", "n[1-99999999999]", r"n\[1-9.*', .* more than 65536 nodes"),
+        ("SLURM_STEP_NODELIST", "n[1-999]r[1-999]", r"n\[1-9.*', .* more than 65536 nodes"),
         ("SLURM_STEP_TASKS_PER_NODE", "", r"TASKS_PER_NODE is '', .*such as '4\(x2\),3'"),
         *[
             ("SLURM_STEP_NODELIST", nodes, rf"^SLURM_STEP_NODELIST is .*{part} is not a node.*'nod")

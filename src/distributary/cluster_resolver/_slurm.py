@@ -100,6 +100,7 @@ _CURE = (
     "srun sets it for each process that it starts: start the program with srun, even in a script"
     " for sbatch."
 )
+_MAX_NODES = 1 << 16  # that Slurm takes in one range
 _NODE = re.compile(r"([^\[\],\s]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])+", re.ASCII)  # node[001-003,7]
 
 _log = logging.getLogger(__name__)
@@ -192,7 +193,8 @@ def _tasks_per_node(tasks_per_node: int | Mapping[str, int] | None) -> dict[str,
     text = variable(_COUNTS, _CURE)
     # "4(x2),3" stands for 4, 4, 3.
     repeated = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    counts = [int(count) for count, times in repeated for _ in range(int(times or 1))]
+    each = (int(count) for count, times in repeated for _ in range(int(times or 1)))
+    counts = [*itertools.islice(each, len(nodes) + 1)]
     if len(counts) != len(nodes):
         raise ClusterError(
             f"{_COUNTS} is {text!r}, expected a number such as '4(x2),3' for each of the"
@@ -216,7 +218,13 @@ def _nodes(text: str) -> list[str]:
             )
         texts = re.split(r"[\[\]]", part)  # outside and inside of brackets in turn
         pieces = [_numbers(text) if at % 2 else [text] for at, text in enumerate(texts)]
-        nodes += map("".join, itertools.product(*pieces))
+        few = (itertools.islice(piece, _MAX_NODES + 1) for piece in pieces)
+        nodes += itertools.islice(map("".join, itertools.product(*few)), _MAX_NODES + 1)
+        if len(nodes) > _MAX_NODES:
+            raise InvalidValueError(
+                f"{_NODES} is {text!r}, which are more than {_MAX_NODES} nodes. Set it to the nodes"
+                " of this job step."
+            )
     return nodes
 
 
