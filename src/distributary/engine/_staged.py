@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from distributary.devices import REPLICA_AXIS
 from distributary.engine._arguments import struct_of
 from distributary.engine._placement import Placement
-from distributary.jaxprs import Array, Equation, aval_of, evaluate_all, variables_of
+from distributary.jaxprs import Array, Equation, aval_of, evaluate_all, value_of, variables_of
 from distributary.programs import FunctionProgram, ReplicaProgram, TracedProgram, cut_around_mesh
 from distributary.xla_cpu import with_cpu_rewrites
 
@@ -78,15 +78,10 @@ def update_in_parts(
             kept.update(zip(part.stores, gone, strict=True))
 
         def output(atom: Any, stored: bool) -> Array:
-            if not variables_of([atom]):
-                value = jax.numpy.asarray(atom.val, atom.aval.dtype)
-            elif stored and atom in kept:
+            if stored and variables_of([atom]) and atom in kept:
                 return kept[atom]
-            else:
-                value = known[atom]
-            return jax.device_put(
-                value, jax.memory.Space.Host if stored else jax.memory.Space.Device
-            )
+            space = jax.memory.Space.Host if stored else jax.memory.Space.Device
+            return jax.device_put(value_of(known, atom), space)
 
         return list(map(output, jaxpr.outvars, stored_outputs))
 

@@ -76,9 +76,12 @@ def variables_made(eqns: Iterable[Equation]) -> list[Var]:
     return [v for eqn in eqns for v in eqn.outvars]
 
 
-def value_of(env: Mapping[Var, Array], atom: Atom) -> Array:
-    """Returns the value of a literal, or of a variable in `env`."""
-    return atom.val if isinstance(atom, Literal) else env[atom]
+def value_of(env: Mapping[Any, _V], atom: Atom) -> _V:
+    """Returns the value of a variable in `env`, or of a literal, which is a NumPy scalar then."""
+    if not isinstance(atom, Literal):
+        return env[atom]
+    value: Any = np.asarray(atom.val, aval_of(atom).dtype)[()]  # it can be a Python number
+    return value
 
 
 # Building jaxprs, and looking into them
@@ -109,10 +112,9 @@ def opened(closed: ClosedJaxpr) -> Jaxpr:
     return jaxpr_of([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
 
 
-def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
-    """Yields the jaxprs in the parameters of an equation, opened."""
-    for sub in jaxprs_in_params(all_params(eqn.params)):
-        yield open_jaxpr(sub)[0]
+def sub_jaxprs(eqn: Equation) -> list[AnyJaxpr]:
+    """Returns the jaxprs in the parameters of an equation."""
+    return list(jaxprs_in_params(all_params(eqn.params)))
 
 
 def with_jaxprs(eqn: Equation, change: Callable[[AnyJaxpr], AnyJaxpr]) -> dict[str, Any]:
@@ -266,10 +268,7 @@ def interpret_with(
     env = dict(zip((*inner.constvars, *inner.invars), values, strict=True))
 
     def lookup(atom: Atom) -> _V:
-        if not isinstance(atom, Literal):
-            return env[atom]
-        value: Any = np.asarray(atom.val, aval_of(atom).dtype)  # it can be a Python number
-        return constant(value)
+        return constant(value_of({}, atom)) if isinstance(atom, Literal) else env[atom]
 
     for eqn in inner.eqns:
         outs = equation(eqn, [lookup(atom) for atom in eqn.invars])

@@ -45,7 +45,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.lax import GatherScatterMode
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -59,6 +59,7 @@ from distributary.jaxprs import (
     jaxpr_of,
     opened,
     shape_of,
+    value_of,
     variables_of,
     walk,
     with_bodies,
@@ -332,8 +333,7 @@ class _Evaluation:
         # Parts of gradients that no gather has waited for, with the positions that made them.
         complete: list[tuple[int, Array]] = []
 
-        def value(atom: Atom) -> Array:
-            return atom.val if isinstance(atom, Literal) else env[atom]
+        value = functools.partial(value_of, env)
 
         def gather(position: int, weight: _Weight) -> None:
             stored = env[weight.stored]

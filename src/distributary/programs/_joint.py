@@ -26,19 +26,17 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Literal
 
 from distributary.errors import ReplicaMismatchError, UnsupportedError
 from distributary.jaxprs import (
     CONTROL_FLOW,
     AnyJaxpr,
-    Atom,
     Equation,
-    aval_of,
     call_of,
     evaluate_all,
     evaluate_control_flow,
     open_jaxpr,
+    value_of,
     walk,
 )
 from distributary.tracing import has_collective, is_collective, push
@@ -93,26 +91,19 @@ def evaluate_jointly(
 def _replica(program: AnyJaxpr, args: Sequence[Array]) -> Replica:
     jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-    def value(atom: Atom) -> Array:
-        if isinstance(atom, Literal):
-            # Literals can be Python numbers, and the rules below need a shape.
-            return jnp.asarray(atom.val, aval_of(atom).dtype)
-        return env[atom]
-
     for is_joined, eqns in itertools.groupby(jaxpr.eqns, _is_joined):
         if not is_joined:
             evaluate_all(list(eqns), env)
             continue
         for eqn in eqns:
-            operands = [value(atom) for atom in eqn.invars]
+            operands = [value_of(env, atom) for atom in eqn.invars]
             call = call_of(eqn)
             if call is not None:
                 results = yield from _replica(call, operands)
             else:
                 results = yield eqn, operands
             env.update(zip(eqn.outvars, results, strict=True))
-    return [value(atom) for atom in jaxpr.outvars]
+    return [value_of(env, atom) for atom in jaxpr.outvars]
 
 
 def _is_joined(eqn: Equation) -> bool:

@@ -167,7 +167,7 @@ def _with_rows(stages: Stages, specs: Sequence[P], num_replicas: int) -> tuple[S
         of_all = (num_replicas * aval.shape[0], *aval.shape[1:]) if one.is_joined else aval.shape
         avals.append(aval.update(shape=of_all))
     closed = jax.make_jaxpr(update_with_sums)(*avals)
-    return replace(stages, replica=replica, update=closed, num_cut=len(taken)), taken
+    return replace(stages, replica=replica, update=closed), taken
 
 
 def complete_in_parts(

@@ -61,7 +61,6 @@ class Stages:
         update: Closed jaxpr of the computations that are the same on all replicas. Inputs: the
             inputs of the whole at `update_inputs`, then the cut. Outputs: those of the whole at
             `update_outputs`.
-        num_cut: Number of values that the update takes from the replicas, which share them.
     """
 
     replica: ClosedJaxpr
@@ -70,7 +69,11 @@ class Stages:
     update_inputs: list[int]
     replica_outputs: list[int]
     update_outputs: list[int]
-    num_cut: int
+
+    @property
+    def num_cut(self) -> int:
+        """Number of values that the update takes from the replicas, which share them."""
+        return len(self.update.jaxpr.invars) - len(self.update_inputs)
 
     def complete(
         self,
@@ -222,7 +225,6 @@ def _divided(
         [inputs[v] for v in update.jaxpr.invars if v in inputs],
         replica_outputs,
         update_outputs,
-        len(taken),
     )
 
 

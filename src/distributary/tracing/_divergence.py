@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from distributary.devices import REPLICA_AXIS
 from distributary.errors import ContextError, UnsupportedError
@@ -125,7 +125,7 @@ def _names_replicas(params: Mapping[str, Any]) -> bool:
 def _has_effect_on_replicas(eqn: Equation) -> bool:
     """Returns whether an equation by itself has the replica axis among its effects."""
     named = any(getattr(effect, "name", None) == REPLICA_AXIS for effect in eqn.effects)
-    return named and not any(True for _ in sub_jaxprs(eqn))
+    return named and not sub_jaxprs(eqn)
 
 
 def _as_tuple(value: object) -> tuple[Any, ...]:
@@ -347,7 +347,7 @@ class Numbering:
             nested = tuple(
                 [
                     tuple(self._jaxpr(inner, range(-len(open_jaxpr(inner)[0].invars), 0)))
-                    for inner in jaxprs_in_params(eqn.params)
+                    for inner in sub_jaxprs(eqn)
                 ]
             )
             params = tuple((name, _plain(value)) for name, value in sorted(eqn.params.items()))

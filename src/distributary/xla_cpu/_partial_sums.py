@@ -60,6 +60,7 @@ from distributary.jaxprs import (
     evaluate_one,
     parts_of_scan,
     shape_of,
+    value_of,
     variables_of,
     with_pass,
 )
@@ -249,18 +250,17 @@ class _Evaluation:
         stacks = self._add_up(
             whole, [v for v, part in zip(jaxpr.outvars, are_parts, strict=True) if part], env
         )
-        outs = []
-        for out, part in zip(jaxpr.outvars, are_parts, strict=True):
-            if not isinstance(out, Literal) and out in stacks:
-                outs.append(stacks[out])
+        outs: list[Any] = []
+        for v, part in zip(jaxpr.outvars, are_parts, strict=True):
+            if part and not isinstance(v, Literal) and v in stacks:
+                outs.append(stacks[v])
             else:
-                value = _value(out, env)
-                outs.append(self._stack(value) if part else value)
+                outs.append(self._stack(value_of(env, v)) if part else value_of(env, v))
         return outs
 
     def _evaluated(self, eqn: Equation, env: dict[Atom, _Value], dims: dict[Atom, State]) -> bool:
         """Adds the results of an equation to `env` and `dims` if it can be evaluated."""
-        operands = [_value(atom, env) for atom in eqn.invars]
+        operands: list[Any] = [value_of(env, atom) for atom in eqn.invars]
         states: list[State] = [
             "partial" if isinstance(value, _Part) else state_of(atom, dims)
             for atom, value in zip(eqn.invars, operands, strict=True)
@@ -342,7 +342,7 @@ class _Evaluation:
     def _part(self, stack: Array, v: Atom, axis: int = 0) -> _Part:
         return _Part([stack], [axis], shape_of(v), next(self._numbers))
 
-    def _stack(self, value: Array) -> Array:
+    def _stack(self, value: Any) -> Array:
         """Returns parts of a value: the first device has all of it."""
         return self._on_devices(_in_stack, [(_wide(value), "first")], P(REPLICA_AXIS))
 
@@ -431,12 +431,6 @@ class _Evaluation:
             self._part(x, v, int(i >= num_carried)) if is_part(state) else x
             for i, (x, v, state) in enumerate(zip(outputs, eqn.outvars, plan.results, strict=True))
         ]
-
-
-def _value(atom: Atom, env: Mapping[Atom, _Value]) -> Any:
-    if isinstance(atom, Literal):
-        return np.asarray(atom.val, aval_of(atom).dtype)[()]
-    return env[atom]
 
 
 def _wanted(eqn: Equation, env: Mapping[Atom, _Value]) -> list[Var]:

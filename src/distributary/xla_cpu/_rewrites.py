@@ -331,7 +331,7 @@ def _on_one_cpu(eqn: Equation, only_transposed: bool) -> Version | None:
 
 def may_be_rewritten(eqn: Equation) -> bool:
     """Returns whether the rewrites may change an equation; a quick test, without its shapes."""
-    return eqn.primitive in _ON_ONE_CPU or any(True for _ in sub_jaxprs(eqn))
+    return eqn.primitive in _ON_ONE_CPU or bool(sub_jaxprs(eqn))
 
 
 def is_for_cpus(mesh: Mesh | AbstractMesh | None) -> bool:
