@@ -3,7 +3,10 @@
 Python itself is the reference. All functions of one kind of argument are one compiled program.
 """
 
+import abc
+import collections
 import contextlib
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -112,6 +115,83 @@ def an_attribute_in_slots(x):
     if x > 0:
         change()
     return record.value
+
+
+class Counted(abc.ABC):
+    total = 0.0
+
+    def __init__(self):
+        self.value = 0.0
+
+    @abc.abstractmethod
+    def read(self): ...
+
+
+class Read(Counted):
+    def read(self):
+        return self.value
+
+
+class Named(list):
+    """A list with attributes."""
+
+
+def count(x):
+    count.calls = count.calls + 1
+    return x
+
+
+@numbers
+def attributes_of_classes_functions_and_structures(x):
+    Counted.total = count.calls = 0.0
+    made, names, space = Read(), Named([1]), types.SimpleNamespace(value=0.0)
+    names.value, order = 0.0, collections.OrderedDict(a=1.0, b=2.0)
+    if x > 0:
+        Counted.total += 1
+        made.value = names.value = space.value = x
+        count(x)
+        order["a"] = 3.0
+    total, Counted.total = Counted.total, 0.0
+    return total, made.read(), names.value, space.value, count.calls, order["a"], len(order)
+
+
+@numbers
+def a_list_of_two_that_is_only_read(x):
+    a, b = [x], [2 * x]
+    chosen = a if x > 0 else b
+    return sum(chosen), a, b
+
+
+@numbers
+def a_list_that_is_another_after_a_branch(x):
+    found = [1.0]
+    sums = [v + x for v in range(2)]
+    if x > 0:
+        found = [x]
+        sums = [v * 2 for v in sums]
+    found.append(2.0)
+    sums[0] = 5.0
+    return found, sums
+
+
+@counts
+def functions_that_assign_outer_names(n):
+    count = 0
+    while count < n:
+
+        def add(number):
+            nonlocal count
+            count = count + number
+
+        add(2)
+    if n > 0:
+
+        def double():
+            nonlocal count
+            count = 2 * count
+
+        double()
+    return count
 
 
 @numbers

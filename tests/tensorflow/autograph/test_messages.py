@@ -161,6 +161,62 @@ def a_set_that_grows_in_a_loop(x):
     return len(found)
 
 
+@told(dist.errors.UnsupportedError, "`chosen` is a copy since the `if` at", "list(a) or dict(a)")
+def a_list_of_two_that_is_changed(x):
+    a, b = [x], [2 * x]
+    if x > 0:
+        chosen = a
+    else:
+        chosen = b
+    chosen.append(x)
+    return a, b
+
+
+@told(
+    dist.errors.UnsupportedError, "`i > 1` is a copy since the `if` at", "only when the step runs"
+)
+def a_dict_of_two_that_a_turn_changes(x):
+    a, b = {"k": x}, {"k": 2 * x}
+    for i in range(jnp.int32(x)):
+        chosen = a if i > 1 else b
+        b["k"] = chosen["k"] + 1
+    return a, b
+
+
+@told(dist.errors.UnsupportedError, "changes an array of NumPy in place", "array.at[i].set(value)")
+def an_array_of_numpy_in_a_branch(x):
+    found = np.zeros(3)
+    if x > 0:
+        found[1:][0] = 1.0
+    return found
+
+
+@told(dist.errors.UnsupportedError, "changes an array of NumPy in place", "array.at[i].set(value)")
+def an_array_of_numpy_in_a_loop(x):
+    found = np.frombuffer(bytearray(4), np.int8)
+    while x > 0:
+        found += 1
+        x = x - 1
+    return found
+
+
+@told(TypeError, r"`found` has the keys [b'\x07']", "after the other")
+def bytes_that_change(x):
+    found = bytearray(1)
+    if x > 0:
+        found[0] = 7
+    return found[0]
+
+
+@told(TypeError, "has a dict at", "whose keys cannot be sorted", "Use keys of one type")
+def keys_of_two_types(x):
+    if x > 0:
+        found = {1: x, "a": x}
+    else:
+        found = {1: -x, "a": x}
+    return found["a"]
+
+
 @told(
     dist.errors.UnsupportedError,
     "has 300 turns, and each looks at a list",
@@ -189,6 +245,19 @@ def test_the_message_names_the_line_and_the_variable(name):
     assert own
     assert all(frame.filename == __file__ and frame.line for frame in own)
     assert not any("malt" in frame.filename for frame in frames)
+
+
+def test_arrays_of_numpy_can_be_written_again():
+    base = np.zeros(3)
+    views = [base[1:], np.frombuffer(bytearray(2), np.int8), base]
+
+    @dist.function(autograph=True)
+    def step(x):
+        return x + views[0][0] + views[1][0] + views[2][0] if x > 0 else x
+
+    assert float(step(1.0)) == 1
+    for array in views:
+        array[:] = 1
 
 
 def test_elements_that_are_gone_are_refused_in_a_step():

@@ -12,6 +12,7 @@ is unrolled, and `if training:` is decided while the step is traced.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 from distributary._late import Library, register
@@ -27,13 +28,20 @@ from distributary.tensorflow.autograph._operators import (
     is_traced as is_traced,
     while_stmt as while_stmt,
 )
-from distributary.tensorflow.autograph._recorded import NOT_YET as NOT_YET, plain as plain
+from distributary.tensorflow.autograph._recorded import (
+    NOT_YET as NOT_YET,
+    checked_copies,
+    plain as plain,
+)
 
 __all__ = ["do_not_convert", "set_loop_options"]  # for users
 
 
 @final
 class _AutoGraph(Library):
+    def around_trace(self) -> AbstractContextManager[object]:
+        return checked_copies()
+
     def converted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return converted(function)
 

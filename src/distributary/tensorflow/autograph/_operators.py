@@ -30,6 +30,7 @@ from distributary.tensorflow.autograph._reached import Reached
 from distributary.tensorflow.autograph._recorded import (
     Recorded,
     check_advances,
+    check_copies,
     check_when_run as check_when_run,
     choose,
     is_recording,
@@ -87,18 +88,20 @@ def if_stmt(
     set_state: _Set,
     symbol_names: Sequence[str],
     nouts: int,
+    private: Sequence[str] = (),
     dead: Sequence[str] = (),
 ) -> None:
     """Runs `if cond: body` with `else: orelse`; a traced condition with `jax.lax.cond`.
 
-    Nothing reads the variables in `dead` after it.
+    Nothing else refers to the lists in `private`, and nothing reads those in `dead` after it.
     """
     pred = truth(cond, "if")
     if isinstance(pred, bool):
         (body if pred else orelse)()
         return
     variables = Variables(get_state, set_state, symbol_names[:nouts])
-    _choose(cond, pred, body, orelse, variables, Reached(body, orelse, dead=dead))
+    reached = Reached(body, orelse, private=private, dead=dead)
+    _choose(cond, pred, body, orelse, variables, reached)
 
 
 def _choose(
@@ -306,8 +309,9 @@ class FunctionScope:
     def __enter__(self) -> "FunctionScope":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        return None
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            check_copies()  # here, where the traceback has the function
 
     def ret(self, value: object, did_return: object) -> Any:
         """Returns the result of the function.

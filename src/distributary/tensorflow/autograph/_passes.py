@@ -206,6 +206,7 @@ class Transpiler(GenericTranspiler):
             for name in ast.walk(part)
             if isinstance(name, ast.Name)
         )
+        written = _nonlocals_in(node)
         unsupported_features_checker.verify(node)
         graphs = cfg.build(node)
         node = activity.resolve(qual_names.resolve(node), context, None)
@@ -226,10 +227,16 @@ class Transpiler(GenericTranspiler):
         node = reaching_definitions.resolve(node, context, graphs)
         node = reaching_fndefs.resolve(node, context, graphs)
         node = liveness.resolve(node, context, graphs)
-        node = _ControlFlow(context, private, captured).visit(node)
+        node = _ControlFlow(context, private, captured, written).visit(node)
         node = _Conditionals(context).visit(node)
         node = logical_expressions.transform(node, context)
         return variables.transform(node, context)
+
+
+def _nonlocals_in(root: ast.AST) -> frozenset[str]:
+    """Returns the variables that functions in a function or statement assign as `nonlocal`."""
+    declared = (part.names for part in ast.walk(root) if isinstance(part, ast.Nonlocal))
+    return frozenset(itertools.chain.from_iterable(declared))
 
 
 def _value_of(node: ast.expr, namespace: dict[str, Any]) -> Any:
@@ -250,8 +257,8 @@ _OPERATIONS = ("jax.numpy", "numpy", "distributary.tensorflow._operations")
 def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> frozenset[str]:
     """Returns the variables whose lists nothing else refers to.
 
-    The function makes the lists, and uses them only by methods and items, in loops, and as
-    arguments of functions that do not keep them.
+    The function makes the lists, and uses them only by methods and items, in loops, as arguments
+    of functions that do not keep them, and as its result.
     """
     lists, uses, allowed = set[str](), list[ast.Name](), set[ast.AST]()
     inner = (ast.FunctionDef, ast.Lambda, ast.GeneratorExp)
@@ -265,10 +272,16 @@ def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> frozenset[str]:
         match part:
             case ast.Name():
                 uses.append(part)
-            case ast.Assign(targets=[ast.Name() as name], value=ast.List()):
+            case ast.Assign(targets=[ast.Name() as name], value=ast.List() | ast.ListComp()):
                 lists.add(name.id)
                 allowed.add(name)
-            case ast.Subscript(value=name) | ast.For(iter=name) | ast.AugAssign(target=name):
+            case ast.Subscript(value=name) | ast.AugAssign(target=name):
+                allowed.add(name)
+            case ast.For(iter=name) | ast.comprehension(iter=name):
+                allowed.add(name)
+            case ast.Return(value=ast.Tuple(names)):
+                allowed.update(names)
+            case ast.Return(value=ast.Name() as name):
                 allowed.add(name)
             case ast.Call(func=ast.Attribute(value=ast.Name() as name)) if name.id in lists:
                 allowed.add(name)
@@ -318,12 +331,20 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
         context: The context of malt.
         private: The variables whose lists nothing else refers to.
         captured: The variables that lambdas and generators read.
+        written: The variables that functions in the function assign as `nonlocal`.
     """
 
-    def __init__(self, context: Any, private: frozenset[str], captured: frozenset[str]) -> None:
+    def __init__(
+        self,
+        context: Any,
+        private: frozenset[str],
+        captured: frozenset[str],
+        written: frozenset[str],
+    ) -> None:
         super().__init__(context)
         self._private = private
-        self._captured = captured
+        self._captured = captured | written
+        self._written = written
 
     def _get_block_basic_vars(self, modified: Any, live_in: Any, live_out: Any) -> Any:
         kept = {v for v in modified if self._is_kept(v)}
@@ -335,6 +356,8 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
         return frozenset()
 
     def _get_block_vars(self, node: Any, modified: Any) -> Any:
+        written = self._written & _nonlocals_in(node)
+        modified = modified | {qual_names.QN(name) for name in written}
         names, undefined, num_outs = super()._get_block_vars(node, modified)
         outs = [v for k, v in enumerate(names) if k < num_outs or self._is_kept(v)]
         return outs + [v for v in names if v not in outs], undefined, len(outs)
@@ -345,8 +368,9 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
         used = scopes[0].referenced | scopes[1].referenced
         result = super().visit_If(node)
         dead = self._private.intersection(map(str, used - live))
-        names = ast.Tuple([*map(ast.Constant, sorted(dead))], ast.Load())
-        result[-1].value.keywords.append(ast.keyword("dead", names))
+        for keyword, those in (("private", self._private), ("dead", dead)):
+            names = ast.Tuple([*map(ast.Constant, sorted(those))], ast.Load())
+            result[-1].value.keywords.append(ast.keyword(keyword, names))
         return result
 
     def _is_kept(self, variable: Any) -> bool:

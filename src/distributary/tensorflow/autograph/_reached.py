@@ -8,23 +8,31 @@ What a block does to them must not stay when it has been recorded: it is a part 
 they are found before, and put back after, by following what the block refers to.
 """
 
+import array
 import collections
+import contextlib
 import dis
 import functools
 import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
+import numpy as np
 
 _LIBRARIES = frozenset(
     {"distributary", "jax", "jaxlib", "numpy", "scipy", "keras", "keras_hub", "keras_rs", "flax"}
     | {"optax", "orbax", "chex", "grain", "malt", "tensorflow", "torch"}
 )
-_CONTAINERS = (list, dict, set, collections.deque)
+CONTAINERS = (list, dict, set, collections.deque)
+# Modules of Python whose objects have attributes that are the user's, and those of whose classes
+# the user derives.
+_STRUCTURES = frozenset({"argparse", "collections", "types"})
+_BASES = _STRUCTURES | {"abc", "builtins", "collections.abc", "enum", "typing"}
 _WITHOUT_PARTS = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), types.ModuleType}
 )
@@ -64,6 +72,32 @@ class Contents:
 
 
 @final
+class _Attributes:
+    """The attributes of an object, a class or a function."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def get(self) -> Contents:
+        if isinstance(self.owner, type):
+            own = {key: v for key, v in vars(self.owner).items() if not key.startswith("__")}
+        else:
+            own = {name: getattr(self.owner, name) for name in _attributes_of(self.owner)}
+        return Contents([*own], [*own.values()])
+
+    def put(self, contents: Contents) -> None:
+        of = type if isinstance(self.owner, type) else object
+        now = self.get()
+        for name in now.keys:
+            if name not in contents.keys:
+                of.__delattr__(self.owner, name)
+        held = dict(zip(now.keys, now.values, strict=True))
+        for name, value in zip(contents.keys, contents.values, strict=True):
+            if name not in held or held[name] is not value:
+                of.__setattr__(self.owner, name, value)
+
+
+@final
 class _Name:
     """A variable that functions share: a cell of their closures, or one of their module."""
 
@@ -93,14 +127,19 @@ class Reached:
 
     Args:
         blocks: The functions of the blocks.
-        dead: Variables of lists that nothing reads after the blocks, nor refers to.
+        private: Variables of lists that nothing else refers to.
+        dead: Those of them that nothing reads after the blocks.
     """
 
-    def __init__(self, *blocks: Callable[..., Any], dead: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *blocks: Callable[..., Any], private: Sequence[str] = (), dead: Sequence[str] = ()
+    ) -> None:
+        self._private: set[int] = set()
         self._dead: set[int] = set()
         self.names: list[str] = []
         self._things: list[Any] = []
         self._seen: dict[Any, Any] = {}  # holds them, so that no number is used again
+        self._memory: dict[int, np.ndarray[Any, Any]] = {}  # by id; an array before its views
         self._blocks = blocks
         for block in blocks:
             code = block.__code__
@@ -108,10 +147,11 @@ class Reached:
             for name, cell in cells:
                 if name != "ag__":
                     value = self._visit_cell(cell, name)
-                    if name in dead:
-                        self._dead.add(id(value))
+                    for names, ids in ((private, self._private), (dead, self._dead)):
+                        if name in names:
+                            ids.add(id(value))
             self._visit_globals(code, block.__globals__)
-        self.before = [_contents_of(thing) for thing in self._things]
+        self.before = [contents_of(thing) for thing in self._things]
 
     def again(self) -> "Reached":
         """Returns the things as they are now."""
@@ -127,17 +167,33 @@ class Reached:
 
     def holds(self, value: Any) -> bool:
         """Returns whether a value is one of the things."""
-        return id(value) in self._seen and isinstance(value, _CONTAINERS)
+        return id(value) in self._seen and isinstance(value, CONTAINERS)
+
+    def shares(self, value: Any) -> bool:
+        """Returns whether a value is one of the things, which others can refer to."""
+        return self.holds(value) and id(value) not in self._private
 
     def refers_to(self, value: Any) -> bool:
         """Returns whether the blocks refer to a value."""
         return id(value) in self._seen
 
+    @contextlib.contextmanager
+    def protected(self) -> Iterator[None]:
+        """Makes arrays of NumPy read-only: what is recorded cannot change them."""
+        arrays = [part for part in self._memory.values() if part.flags.writeable]
+        for part in arrays:
+            part.flags.writeable = False
+        try:
+            yield
+        finally:
+            for part in arrays:
+                part.flags.writeable = True
+
     def changes(self) -> dict[int, Contents]:
         """Returns what is in those things that are not as before."""
         changed = {}
         for k, (thing, before) in enumerate(zip(self._things, self.before, strict=True)):
-            contents = _contents_of(thing)
+            contents = contents_of(thing)
             if not contents.is_as(before):
                 changed[k] = contents
         return changed
@@ -147,16 +203,18 @@ class Reached:
         thing, name = self._things[k], self.names[k]
         if isinstance(thing, _Name):
             return name
-        return f"{name}[{key!r}]" if isinstance(thing, _CONTAINERS) else f"{name}.{key}"
+        return f"{name}.{key}" if isinstance(thing, _Attributes) else f"{name}[{key!r}]"
 
     def put(self, k: int, contents: Contents) -> None:
         """Gives a thing other contents."""
         thing = self._things[k]
-        if isinstance(thing, _Name):
+        if isinstance(thing, (_Name, _Attributes)):
             thing.put(contents)
         elif isinstance(thing, dict):
-            dict.clear(thing)
-            dict.update(thing, zip(contents.keys, contents.values, strict=True))
+            of = OrderedDict if isinstance(thing, OrderedDict) else dict
+            of.clear(thing)
+            for key, value in zip(contents.keys, contents.values, strict=True):
+                of.__setitem__(thing, key, value)
         elif isinstance(thing, list):
             list.__setitem__(thing, slice(None), contents.values)
         elif isinstance(thing, collections.deque):
@@ -165,12 +223,10 @@ class Reached:
         elif isinstance(thing, set):
             thing.clear()
             thing.update(contents.keys)
+        elif isinstance(thing, bytearray):
+            thing[:] = contents.keys[0]
         else:
-            for name in _attributes_of(thing):
-                if name not in contents.keys:
-                    object.__delattr__(thing, name)
-            for name, value in zip(contents.keys, contents.values, strict=True):
-                object.__setattr__(thing, name, value)
+            thing[:] = array.array(thing.typecode, contents.keys[0])
 
     def _visit(self, value: Any, name: str) -> None:
         kind = type(value)
@@ -193,12 +249,18 @@ class Reached:
                 self._visit(value.fset, name)
             case type():
                 if _is_own(value.__module__):
+                    self._note(_Attributes(value), value.__name__)
                     for key, part in list(vars(value).items()):
                         if not key.startswith("__") or isinstance(part, types.FunctionType):
                             self._visit(part, f"{value.__name__}.{key}")
+            case np.ndarray():
+                self._memory |= {id(part): part for part in _memory_of(value)}
+            case bytearray() | array.array():
+                self._note(value, name)
             case tuple() | list() | dict() | collections.deque() | set():
                 if _is_own(kind.__module__) or kind.__module__ in ("builtins", "collections"):
                     self._visit_items(value, name)
+                self._visit_object(value, kind, name)
             case _:
                 self._visit_object(value, kind, name)
 
@@ -213,14 +275,15 @@ class Reached:
                 self._visit(part, f"{name}[{key!r}]")
 
     def _visit_object(self, value: Any, kind: type, name: str) -> None:
-        if not _is_own(kind.__module__):
+        if not _is_own(kind.__module__) and kind.__module__ not in _STRUCTURES:
             if kind.__module__.startswith("distributary."):  # a compiled function
                 self._visit(getattr(value, "python_function", None), name)
             return
         # Layers and modules of libraries keep records of their own, which are not the user's.
-        is_plain = all(_is_own(base.__module__) or base is object for base in kind.__mro__)
+        modules = [base.__module__ for base in kind.__mro__]
+        is_plain = all(_is_own(module) or module in _BASES for module in modules)
         if is_plain:
-            self._note(value, name)
+            self._note(_Attributes(value), name)
         for key in _attributes_of(value):
             if is_plain or not key.startswith("_"):
                 self._visit(getattr(value, key, None), f"{name}.{key}")
@@ -230,6 +293,9 @@ class Reached:
     def _visit_function(self, function: types.FunctionType) -> None:
         if not _is_own(function.__module__):
             return
+        self._note(_Attributes(function), function.__name__)
+        for key, value in list(vars(function).items()):
+            self._visit(value, f"{function.__name__}.{key}")
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if name in _uses_of(code).nonlocals and id(cell) not in self._seen:
@@ -265,8 +331,9 @@ class Reached:
         self.names.append(name)
 
 
-def _contents_of(thing: Any) -> Contents:
-    if isinstance(thing, _Name):
+def contents_of(thing: Any) -> Contents:
+    """Returns what a container or another thing that can be changed holds now."""
+    if isinstance(thing, (_Name, _Attributes)):
         return thing.get()
     if isinstance(thing, dict):
         return Contents([*thing], [*thing.values()])
@@ -274,8 +341,19 @@ def _contents_of(thing: Any) -> Contents:
         return Contents(range(len(thing)), thing)
     if isinstance(thing, set):
         return Contents(sorted(thing, key=hash), ())
-    attributes = _attributes_of(thing)
-    return Contents(attributes, [getattr(thing, name) for name in attributes])
+    return Contents((bytes(thing),), ())
+
+
+def _memory_of(view: Any) -> list[Any]:
+    """Returns an array after those whose memory it shows; none if NumPy could not unlock them."""
+    arrays = [view]
+    while isinstance(arrays[0].base, np.ndarray):
+        arrays.insert(0, arrays[0].base)
+    owner = arrays[0].base
+    try:
+        return arrays if owner is None or not memoryview(owner).readonly else []
+    except TypeError:  # not a buffer
+        return []
 
 
 def _attributes_of(thing: Any) -> list[str]:

@@ -1,9 +1,10 @@
 """Blocks of converted code, recorded as jaxprs, and the values of variables after them."""
 
+import contextlib
 import logging
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, final
 
 import jax
@@ -13,7 +14,13 @@ from jax.extend.core import ClosedJaxpr
 
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from distributary.jaxprs import jaxpr_of, walk
-from distributary.tensorflow.autograph._reached import Contents, Reached, is_of_library
+from distributary.tensorflow.autograph._reached import (
+    CONTAINERS,
+    Contents,
+    Reached,
+    contents_of,
+    is_of_library,
+)
 from distributary.tracing import current_scope, describe_jaxpr, script_line
 
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -60,10 +67,18 @@ def is_unreturned(value: object) -> bool:
     return type(value).__name__ == "UndefinedReturnValue"
 
 
-def flatten(value: object, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+def flatten(
+    value: object, is_leaf: Callable[[Any], object] = lambda node: False
+) -> tuple[list[Any], Any]:
     """Returns the leaves of a value and its structure. None and what has no value are leaves."""
-    is_end = lambda node: node is None or is_undefined(node)
-    return jax.tree.flatten(value, is_end if is_leaf is None else lambda v: is_end(v) or is_leaf(v))
+    is_end = lambda node: node is None or is_undefined(node) or bool(is_leaf(node))
+    try:
+        return jax.tree.flatten(value, is_end)
+    except ValueError as error:  # of dicts only
+        raise InvalidTypeError(
+            f"{shown(value)} has a dict at {script_line()} whose keys cannot be sorted, and"
+            " processes would not agree on their order. Use keys of one type."
+        ) from error
 
 
 def aval_of(value: object) -> Any:
@@ -123,10 +138,62 @@ def is_same(first: object, second: object) -> bool:
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.recording: list[Reached] = []  # what each block can change that is being recorded
+        self.copies: list[list[_Copy]] = []  # of each trace, and of each block in it
         self.raised: Exception | None = None  # by a `raise` of converted code
 
 
 _state = _ThreadState()
+
+
+@final
+class _Copy:
+    """A list or dict that is a copy of one of several others, and is to stay as these are.
+
+        c = a if x > 0 else b  # a third list
+        c.append(x)            # would reach neither of the others
+
+    Args:
+        name: The variable of the copy, for messages.
+        things: The copy and the others.
+    """
+
+    def __init__(self, name: str, things: Sequence[Any]) -> None:
+        self.things = things
+        self._before = [*map(contents_of, things)]
+        self._what = f"{shown_name(name)} is a copy since the `if` at {script_line()}"
+
+    def check(self) -> None:
+        if not all(contents_of(t).is_as(b) for t, b in zip(self.things, self._before, strict=True)):
+            raise UnsupportedError(
+                f"{self._what}, which chooses between lists or dicts only when the step runs. Later"
+                " code changes the copy or one of them, and the others would stay as they are."
+                " Copy them in the branches, list(a) or dict(a), or return new ones."
+            )
+
+
+@contextlib.contextmanager
+def checked_copies() -> Iterator[list[_Copy]]:
+    """Checks at the end of a trace, or of a block of it, that its copies are as they were."""
+    copies: list[_Copy] = []
+    _state.copies.append(copies)
+    try:
+        yield copies
+        check_copies()
+    finally:
+        _state.copies.pop()
+
+
+def check_copies() -> None:
+    """Checks that the copies of the innermost block or trace are as they were."""
+    for copy in _state.copies[-1] if _state.copies else ():
+        copy.check()
+
+
+def _containers_in(value: object) -> list[Any]:
+    """Returns the lists and dicts in a value."""
+    found: list[Any] = []
+    flatten(value, lambda node: found.append(node) if isinstance(node, CONTAINERS) else None)
+    return found
 
 
 def is_recording() -> bool:
@@ -168,7 +235,7 @@ class Value:
         is_leaf: Returns whether a part of it is a leaf, apart from those of `flatten`.
     """
 
-    def __init__(self, value: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
+    def __init__(self, value: Any, is_leaf: Callable[[Any], bool] = lambda node: False) -> None:
         self.value = value
         self.leaves, self.tree = flatten(value, is_leaf)
 
@@ -196,6 +263,7 @@ class Recorded:
         changes: What is in the things that the block has changed, by their numbers in `reached`.
         inputs: The tracers that the block got.
         raised: The error that the block raises, if it does nothing else.
+        copies: The lists and dicts that stand for others.
     """
 
     def __init__(
@@ -205,16 +273,24 @@ class Recorded:
         self.changes: dict[int, tuple[Contents, list[Value]]] = {}
         self.inputs: list[Any] = []
         self.raised: Exception | None = None
+        self.copies: list[_Copy] = []
         self._picks: list[Any] = []
 
         def flat(*arrays: Any) -> list[Any]:
             self.inputs[:] = arrays
             try:
-                self.values[:] = [Value(value) for value in block(*arrays)]
+                with reached.protected(), checked_copies() as self.copies:
+                    self.values[:] = [Value(value) for value in block(*arrays)]
                 for k, contents in reached.changes().items():
                     values = [Value(value, reached.holds) for value in contents.values]
                     self.changes[k] = contents, values
             except Exception as error:
+                if isinstance(error, ValueError) and str(error).endswith("is read-only"):
+                    raise UnsupportedError(
+                        f"The branch or loop at {script_line()} changes an array of NumPy in place,"
+                        " and whether it runs is known only when the step runs. Make it an array of"
+                        " JAX before, jnp.asarray(array), and write array = array.at[i].set(value)."
+                    ) from error
                 if error is not _state.raised:
                     raise
                 self.raised = error
@@ -445,7 +521,17 @@ def choose(
     merge.run(pred)
     for k, keys, values in changes:
         reached.put(k, Contents(keys, [value() for value in values]))
-    return [result() for result in results]
+    outs = [result() for result in results]
+    copied = [copy.things for block in blocks for copy in block.copies]
+    for name, one, two, out in zip(names, *(block.values for block in blocks), outs, strict=True):
+        if one.value is two.value or not _state.copies:
+            continue
+        of = {id(v): v for value in (one.value, two.value) for v in _containers_in(value)}
+        others = [v for v in of.values() if reached.shares(v)]
+        others += [v for things in copied if of.keys() & set(map(id, things)) for v in things]
+        if others:
+            _state.copies[-1].append(_Copy(name, [*_containers_in(out), *others]))
+    return outs
 
 
 def counted(contents: Contents) -> str:
