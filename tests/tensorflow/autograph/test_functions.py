@@ -295,6 +295,20 @@ def annotated_variables(x):
     return best
 
 
+@case(*NUMBERS)
+def loops_that_only_return_ends(x):
+    def above(y, limit):
+        turns = 0
+        while True:
+            for step in range(2):
+                y = y + step
+                if y > limit:
+                    return y, turns
+            turns += 1
+
+    return above(x, 3), above(x, 6)[1] if x > 0 else -1
+
+
 @pytest.mark.parametrize("inputs", CASES)
 def test_results_are_those_of_python(inputs):
     values, functions = CASES[inputs]

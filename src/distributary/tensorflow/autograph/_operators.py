@@ -137,8 +137,12 @@ def while_stmt(
     set_state: _Set,
     symbol_names: Sequence[str],
     opts: dict[str, Any],
+    ended: str | None = None,
 ) -> None:
-    """Runs `while test: body`; from the first traced condition on with `jax.lax.while_loop`."""
+    """Runs `while test: body`; from the first traced condition on with `jax.lax.while_loop`.
+
+    `ended` is a variable that is true after it, because the test is `not ended and True`.
+    """
     while isinstance(going_on := truth(test(), "while"), bool):
         if not going_on:
             return
@@ -157,7 +161,13 @@ def while_stmt(
 
     names = ["the condition", *symbol_names]
     variables = Variables(lambda: [going_on, *get_state()], set_all, names)
-    while_loop(turn, variables, Reached(test, body), opts.get("maximum_iterations"))
+    maximum = opts.get("maximum_iterations")
+    while_loop(turn, variables, Reached(test, body), maximum)
+    if ended is not None and ended in symbol_names and maximum is None:
+        # As a bool of Python, it says that the function has returned a value.
+        after = dict(zip(symbol_names, get_state(), strict=True))
+        if jnp.result_type(after[ended]) == jnp.bool_:
+            set_state([*(after | {ended: True}).values()])
 
 
 def for_stmt(

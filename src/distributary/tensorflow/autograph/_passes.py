@@ -373,6 +373,16 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
             result[-1].value.keywords.append(ast.keyword(keyword, names))
         return result
 
+    def visit_While(self, node: ast.While) -> Any:  # noqa: N802
+        ended = None
+        match node.test:  # of a loop that only `return` ends
+            case ast.BoolOp(ast.And(), [ast.UnaryOp(ast.Not(), ast.Name(name)), test]):
+                if isinstance(test, ast.Constant) and test.value:
+                    ended = name
+        result = super().visit_While(node)
+        result[-1].value.keywords.append(ast.keyword("ended", ast.Constant(ended)))
+        return result
+
     def _is_kept(self, variable: Any) -> bool:
         """Returns whether something outside of the blocks may read a variable at any time."""
         scope = self.state[control_flow._Function].scope
