@@ -12,8 +12,8 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -40,7 +40,6 @@ from distributary.job import consensus, copies
 from distributary.keras_bridge._data import Position, current_call
 from distributary.keras_bridge._keras_private import (
     file_utils,
-    find,
     saving_api,
     saving_lib,
     sync_state,
@@ -67,24 +66,18 @@ _STATES = (
 _LOCK = "latest"
 
 
-def distribute(callback: keras.callbacks.BackupAndRestore) -> None:
-    """Makes the first worker write backups, and all workers continue from them."""
-    for name, function in (("_save_model", _backup), ("_load_model", _restore)):
-        original = vars(find("keras.callbacks.BackupAndRestore", name))[name]
-        setattr(callback, name, functools.partial(function, callback, original))
-    if not file_utils.is_remote_path(callback.backup_dir):
-        keep_programs(Path(callback.backup_dir).absolute())
+def _strategy_of_fit(callback: Any) -> Any:
+    """Returns the strategy of the model that `fit` trains with a callback, else None."""
+    return None if current_call.get() is None else strategy_of(callback.model)
 
 
-def _backup(callback: Any, original: Callable[[Any], None]) -> None:
+def back_up(original: Callable[[Any], None], callback: Any) -> None:
     """Makes the first worker write a backup, which includes the state of the random numbers."""
-    model = callback.model
-    strategy = strategy_of(model)
-    if strategy is None or file_utils.is_remote_path(callback.backup_dir):
+    model, call = callback.model, current_call.get()
+    strategy = _strategy_of_fit(callback)
+    if call is None or strategy is None or file_utils.is_remote_path(callback.backup_dir):
         original(callback)
         return
-    call = current_call.get()
-    assert call is not None
     steps = 0
     in_epoch = callback._current_epoch == call.epoch
     if in_epoch and call.order_is_known and strategy.extended.remote_steps is None:
@@ -106,13 +99,6 @@ def _backup(callback: Any, original: Callable[[Any], None]) -> None:
             _write_backup(callback, progress)
 
     take_turn(0, model, strategy, write)
-
-
-def back_up_due() -> None:
-    """Writes the backups that have waited for the end of an epoch."""
-    call = current_call.get()
-    while call is not None and call.due:
-        call.due.pop()._save_model()
 
 
 def _write_backup(callback: Any, progress: dict[str, Any]) -> None:
@@ -161,32 +147,29 @@ def _take_folder(callback: Any) -> None:
         )
 
 
-def _restore(callback: Any, original: Callable[[Any], None]) -> None:
+def restore(original: Callable[..., None], callback: Any, logs: object = None) -> None:
     """Makes all workers continue training from the first worker's backup."""
     model = callback.model
-    strategy = strategy_of(model)
+    strategy = _strategy_of_fit(callback)
     if strategy is None:
-        original(callback)
+        original(callback, logs)
         return
+    if not file_utils.is_remote_path(callback.backup_dir):
+        keep_programs(Path(callback.backup_dir).absolute())
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     found: list[bytes] = []
-    load = callback._load_model
 
     def read() -> None:
         callback._load_model = lambda: found.extend(_read_backup(callback))
-        with by_itself(strategy):  # Keras takes the backup before if this one is damaged
-            keras.callbacks.BackupAndRestore.on_train_begin(callback)
+        try:
+            with by_itself(strategy):  # Keras takes the backup before if this one is damaged
+                original(callback, logs)
+        finally:
+            del callback._load_model
 
     sync_state(model)
-    try:
-        take_turn(0, model, strategy, read)
-    except OSError as error:
-        if strategy.extended.num_workers == 1:
-            raise
-        raise InvalidValueError(f"BackupAndRestore: {error}") from error
-    finally:
-        callback._load_model = load
+    take_turn(0, model, strategy, read)
     from_chief = strategy.extended.from_chief
     (sizes,) = from_chief(
         [np.array([len(part) for part in found] or [0, 0])], "the sizes of the backup"
@@ -227,12 +210,8 @@ def _go_on(callback: Any, progress: dict[str, Any]) -> None:
     call.go_to(position)
 
 
-def resume_metrics(model: Any) -> None:
+def _resume_metrics(model: Any, values: list[Any]) -> None:
     """Gives the metrics of an epoch that goes on the values that they had there."""
-    call = current_call.get()
-    if call is None or not call.metrics:
-        return
-    values, call.metrics = call.metrics, []
     variables = model.metrics_variables
     if [np.shape(value) for value in values] != [tuple(v.shape) for v in variables]:
         _log.warning(
@@ -329,46 +308,28 @@ def _seed_states(model: Any) -> list[Any]:
     return [generator.state for layer in layers for generator in layer._seed_generators]
 
 
-@contextmanager
-def ending(callbacks: Sequence[Any]) -> Iterator[None]:
-    """Runs the end of training; then the first worker removes its backups, and no other file."""
-    backups = [
-        (callback, callback.delete_checkpoint)
-        for callback in callbacks
-        if is_backup(callback) and not file_utils.is_remote_path(callback.backup_dir)
-    ]
-    for callback, _ in backups:
-        callback.delete_checkpoint = False  # Keras would remove the whole folder
-    try:
-        yield
-    finally:
-        for callback, deletes in backups:
-            callback.delete_checkpoint = deletes
-    for callback, deletes in backups:
-        if deletes:
-            remove_programs(Path(callback.backup_dir).absolute())
-        if get_strategy().extended.worker_number == 0:
-            _end_backup(callback, deletes)
+def end_backup(original: Callable[..., None], callback: Any, logs: object = None) -> None:
+    """Makes the first worker remove its backups at the end of training, and no other file."""
+    strategy, folder = _strategy_of_fit(callback), Path(callback.backup_dir).absolute()
+    if strategy is None or file_utils.is_remote_path(callback.backup_dir):
+        original(callback, logs)
+        return
+    if callback.delete_checkpoint:
+        remove_programs(folder)
+    if strategy.extended.worker_number > 0:
+        return
+    if callback.delete_checkpoint:
+        for name in ("weights", "prev_weights", "training_metadata", "prev_training_metadata"):
+            Path(getattr(callback, f"_{name}_path")).unlink(missing_ok=True)
+    release(folder, _LOCK)
+    if callback.delete_checkpoint:
+        with suppress(OSError):  # the folder has other files
+            folder.rmdir()
 
 
 def is_backup(callback: object) -> bool:
     """Returns whether a callback backs up the progress of training."""
     return isinstance(callback, keras.callbacks.BackupAndRestore)
-
-
-def _end_backup(callback: Any, deletes: bool) -> None:
-    for path in (
-        callback._weights_path,
-        callback._prev_weights_path,
-        callback._training_metadata_path,
-        callback._prev_training_metadata_path,
-    ):
-        if deletes:
-            Path(path).unlink(missing_ok=True)
-    release(Path(callback.backup_dir), _LOCK)
-    if deletes:
-        with suppress(OSError):  # the folder has other files
-            os.rmdir(callback.backup_dir)
 
 
 # The list of callbacks
@@ -453,8 +414,6 @@ class LeanCallbackList(keras.callbacks.CallbackList):
             add_progbar = False
             callbacks = [c for c in callbacks if not _is_of_chief(c)]
         for callback in callbacks:
-            if is_backup(callback):
-                distribute(callback)
             if isinstance(callback, keras.callbacks.TensorBoard) and not has_tensorflow():
                 callback._summary_module = Summaries()
                 callback.write_graph = False  # TensorBoard shows those of TensorFlow
@@ -469,8 +428,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
 
     def on_train_end(self, logs: object = None) -> None:
         """Takes note of it for those who watch."""
-        with ending(self.callbacks):
-            super().on_train_end(logs)
+        super().on_train_end(logs)
         if progress.fit is not None:
             progress.fit.end()
 
@@ -494,7 +452,9 @@ class LeanCallbackList(keras.callbacks.CallbackList):
         self._call.epoch = epoch
         for callback in filter(is_backup, self.callbacks):
             callback._current_epoch = epoch  # Keras knows it only after the first one
-        resume_metrics(self._model)
+        if self._call.metrics:
+            _resume_metrics(self._model, self._call.metrics)
+            self._call.metrics = []
         super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: object = None) -> None:
@@ -503,7 +463,8 @@ class LeanCallbackList(keras.callbacks.CallbackList):
             compare_copies(self._model, f"at the end of epoch {epoch + 1}")
         progress.note_logs(logs)
         super().on_epoch_end(epoch, logs)
-        back_up_due()
+        while self._call.due:  # backups that have waited for the end of the epoch
+            self._call.due.pop()._save_model()
         # A callback may decide this from something that only its worker knows, such as the time.
         job = consensus()
         if get_strategy().extended.num_workers > 1 and job is not None:
