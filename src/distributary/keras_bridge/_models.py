@@ -51,15 +51,8 @@ from distributary.tracing import explained, native, shorten
 
 # Arguments that decide how many steps a worker takes, and which ones.
 _NUMBERS = (
-    "batch_size",
-    "epochs",
-    "initial_epoch",
-    "steps",
-    "steps_per_epoch",
-    "validation_batch_size",
-    "validation_freq",
-    "validation_split",
-    "validation_steps",
+    *("batch_size", "epochs", "initial_epoch", "steps", "steps_per_epoch"),
+    *("validation_batch_size", "validation_freq", "validation_split", "validation_steps"),
 )
 _PRESENCE = ("class_weight", "sample_weight", "validation_data", "y")
 # Entries that may differ between workers: the origin of an object, and seeds, because all workers
@@ -113,11 +106,9 @@ def _lines_of(model: Any) -> list[str]:
 
 
 def _of_model(model: Any) -> Iterator[str]:
-    for name in ("optimizer", "loss", "steps_per_execution", "run_eagerly"):
-        yield f"compiled with {name}={_text(getattr(model, name, None))}"
     config = getattr(model, "_compile_config", None)
-    if config is not None:
-        yield f"compiled with {_text(config.config)}"
+    for name, value in ({} if config is None else config.config).items():
+        yield f"compiled with {name}={_text(value)}"
     for layer in getattr(model, "layers", ()):
         yield f"layer {layer.name}: {type(layer).__name__} {_text(layer)}"
     for variable in model.variables:
@@ -147,8 +138,6 @@ def _cleaned(config: object) -> Any:
 # Strategies that have a model already: a further one outside of their scope is on purpose.
 _with_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
-_MIN_BYTES = 1 << 10  # of whole variables that are worth a word
-
 # The thread and the name of the outermost call of each model that changes its metrics.
 _calls: "weakref.WeakKeyDictionary[Any, tuple[int, str]]" = weakref.WeakKeyDictionary()
 
@@ -164,8 +153,6 @@ class Distributed:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Returns the model."""
         model = super().__new__(cls, *args, **kwargs)
-        # Not by Keras' `__setattr__`, which needs what `__init__` makes.
-        vars(model)["_distributary_strategy"] = None
         if has_strategy():
             _give(model, get_strategy())
         return model
@@ -214,7 +201,9 @@ def compile_(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 
 
 def _give(model: Any, strategy: Any) -> None:
-    vars(model)["_distributary_strategy"] = strategy
+    # Not by Keras' `__setattr__`, which needs what `__init__` makes.
+    functions = dict.fromkeys([f"{kind}_function" for kind in PARTS])
+    vars(model).update(functions, _distributary_strategy=strategy)
     _with_models.add(strategy)
 
 
@@ -243,7 +232,6 @@ def _join(model: Any, what: str) -> None:
     owner, current = strategy_of(model), get_strategy()
     if owner is None:
         _give(model, current)
-        model.train_function = model.test_function = model.predict_function = None
     elif owner is not current:
         raise ContextError(
             f"{model.name}.{what} was called in the scope of {shown(current)}, but the model"
@@ -284,7 +272,6 @@ def _needs_engine(model: Any) -> bool:
 
 def _give_one_device(model: Any) -> Any:
     _give(model, strategy := OneDeviceStrategy(jax.local_devices()[0]))
-    model.train_function = model.test_function = model.predict_function = None
     return strategy
 
 
@@ -383,25 +370,12 @@ def get_jax_state(
     variables = getattr(getattr(self, "optimizer", None), "variables", ())
     for variable in (*variables, *self.variables, *self.metrics_variables):
         place(variable, strategy)
-    _check_rules(self, strategy)
-    return ((),) * sum(parts.values())
-
-
-def _check_rules(model: Any, strategy: Any) -> None:
-    """Checks that each rule of a strategy fits a variable, before a model's first step."""
     rules = strategy.extended.layout_rules
-    if rules.is_settled or not model.built or not model.variables:
-        return
-    variables = model.variables
-    rules.check_complete(model.name, [v.path for v in variables])
-    if not rules.is_auto:
-        return
-    whole = [v for v in variables if not hasattr(v, "_distributary_dim")]
-    rules.tell_whole(
-        model.name,
-        [v.path for v in whole if v._value.nbytes >= _MIN_BYTES],
-        1 - sum(v._value.nbytes for v in whole) / sum(v._value.nbytes for v in variables),
-    )
+    if not rules.is_settled and self.built and self.variables:
+        is_whole = lambda v: not hasattr(v, "_distributary_dim")
+        found = [(v.path, v._value.nbytes, is_whole(v)) for v in self.variables]
+        rules.check_complete(self.name, found)
+    return ((),) * sum(parts.values())
 
 
 def symbolic_build(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

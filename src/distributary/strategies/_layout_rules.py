@@ -24,6 +24,7 @@ from distributary.errors import DeviceError, InvalidValueError, check_type, chec
 _log = logging.getLogger(__name__)
 _AXES = ("batch", "model")
 _NUM_NEAR = 3  # paths in a message
+_MIN_BYTES = 1 << 10  # of whole variables that are worth a word
 # For a layer that makes as much as it takes, its name has to tell.
 _MAKES = re.compile("query|key|value|qkv|gate|up_|intermediate")
 _TAKES = re.compile("out|down")
@@ -219,17 +220,21 @@ class LayoutRules:
         tells = self.is_auto and self.num_devices > 1 and not self._has_told
         return not self._unused and not tells
 
-    def check_complete(self, owner: str, paths: Sequence[str]) -> None:
+    def check_complete(self, owner: str, variables: Sequence[tuple[str, int, bool]]) -> None:
         """Checks that every rule has met a variable, when a model is complete.
+
+        If the layers decide, it says which variables they leave whole.
 
         Args:
             owner: Name of the model.
-            paths: Paths of its variables.
+            variables: For each of its variables the path, the number of bytes, and whether layers
+                leave it whole.
 
         Raises:
             InvalidValueError: if a rule has not.
         """
         for rule in self._unused:
+            paths = [path for path, _, _ in variables]
             near = difflib.get_close_matches(rule, paths, _NUM_NEAR, 0.0)
             raise InvalidValueError(
                 f"{self._what}: the rule {rule!r} fits no variable of {owner}; near paths are"
@@ -237,15 +242,12 @@ class LayoutRules:
                 " Correct it or leave it out."
             )
 
-    def tell_whole(self, owner: str, whole: Sequence[str], share: float) -> None:
-        """Says which variables the layers of a model leave whole.
-
-        Args:
-            owner: Name of the model.
-            whole: Paths of the larger ones of its whole variables.
-            share: Share of all bytes that is divided.
-        """
+        if not self.is_auto:
+            return
         self._has_told = True
+        whole = [(path, num_bytes) for path, num_bytes, is_whole in variables if is_whole]
+        whole_bytes = sum(num_bytes for _, num_bytes in whole)
+        share = 1 - whole_bytes / sum(num_bytes for _, num_bytes, _ in variables)
         _log.warning(
             "%s: the layers of %s divide %.0f %% of its bytes by %d. Variables from 1 KiB on"
             " that are whole on every device of a replica: %s.",
@@ -253,7 +255,7 @@ class LayoutRules:
             owner,
             100 * share,
             self.num_devices,
-            ", ".join(whole) or "none",
+            ", ".join(path for path, num_bytes in whole if num_bytes >= _MIN_BYTES) or "none",
         )
 
 
