@@ -147,3 +147,18 @@ def test_a_tape_that_is_dropped_frees_what_it_recorded():
     gc.collect()
 
     assert reference() is None
+
+
+def test_programs_that_are_kept_for_later_turns_free_the_arrays_of_their_own():
+    w = dist.Variable(np.ones(3, np.float32))
+    held = []
+    for turn in range(3):  # the second turn compiles
+        x = jnp.full(3, turn, jnp.float32)
+        with dist.GradientTape() as tape:
+            loss = jnp.sum(w * x)
+        w.assign_sub(tape.gradient(loss, w))
+        held.append(weakref.ref(x))
+    del x, loss, tape
+    gc.collect()
+
+    assert [reference() for reference in held] == [None] * 3

@@ -14,7 +14,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -130,10 +130,11 @@ class EagerRecord:
         program = _Program(path, sources, targets)
         known = _Known() if program.key is None else _known(program.key)
         if known.reached is None:
-            known.reached = reached_inputs(jax.make_jaxpr(program.again)(*program.sources).jaxpr)
-            function = program.gradients(known.reached)
+            targets_of = lambda *sources: program.again(sources, program.constants)
+            known.reached = reached_inputs(jax.make_jaxpr(targets_of)(*program.sources).jaxpr)
+            function = _gradients(program.again, known.reached)
         else:
-            known.compiled = known.compiled or jax.jit(program.gradients(known.reached))
+            known.compiled = known.compiled or jax.jit(_gradients(program.again, known.reached))
             function = known.compiled
         gradients = iter(function(program.sources, program.constants, list(seeds)))
         return [next(gradients) if is_reached else None for is_reached in known.reached]
@@ -155,6 +156,11 @@ class EagerRecord:
         return path[::-1]
 
 
+# A call, the places of its operands and of its results, and for each result the place of what is
+# added to it.
+_Step: TypeAlias = tuple[Callable[..., Any], list[int], list[tuple[int, int | None]]]
+
+
 class _Program:
     """A function of the sources that does again what was recorded.
 
@@ -165,6 +171,7 @@ class _Program:
         key: Equal for programs that do the same; None if that is not known.
         sources: The inputs.
         constants: Arrays that do not depend on the sources.
+        again: From the sources and constants to the targets; keeps no array alive.
     """
 
     def __init__(
@@ -183,7 +190,7 @@ class _Program:
         self.sources = [jnp.zeros_like(s) if id(s) in output_ids else s for s in sources]
         added = {id(source): i for i, source in enumerate(sources) if id(source) in output_ids}
         places.update((id(s), i) for i, s in enumerate(sources) if id(s) not in output_ids)
-        self._steps: list[tuple[Callable[..., Any], list[int], list[tuple[int, int | None]]]] = []
+        steps: list[_Step] = []
         count = len(sources)
         for operation in path:
             operands = [place_of(value) for value in operation.inputs]
@@ -192,32 +199,36 @@ class _Program:
                 places[id(output)] = count
                 results.append((count, added.get(id(output))))
                 count += 1
-            self._steps.append((operation.call, operands, results))
-        self._ends = [place_of(target) for target in targets]
+            steps.append((operation.call, operands, results))
+        ends = [place_of(target) for target in targets]
+        self.again = functools.partial(_again, steps, ends)
         keys = tuple([operation.key for operation in path])
-        what = tuple([(tuple(places), str(results)) for _, places, results in self._steps])
+        what = tuple([(tuple(places), str(results)) for _, places, results in steps])
         dtypes = tuple([getattr(x, "dtype", type(x)) for x in (*sources, *self.constants)])
-        self.key = None if None in keys else (keys, what, dtypes, tuple(self._ends))
+        self.key = None if None in keys else (keys, what, dtypes, tuple(ends))
 
-    def again(self, *sources: Any, constants: Sequence[Any] | None = None) -> list[Any]:
-        """Returns the targets."""
-        arrays = self.constants if constants is None else constants
-        values: dict[int, Any] = dict(enumerate(sources))
-        values.update((-i, constant) for i, constant in enumerate(arrays, start=1))
-        for call, operands, results in self._steps:
-            outputs = call(*[values[place] for place in operands])
-            for (number, added), value in zip(results, outputs, strict=True):
-                values[number] = value if added is None else value + values[added]
-        return [values[end] for end in self._ends]
 
-    def gradients(self, wanted: Sequence[bool]) -> Callable[..., Any]:
-        """Returns a function of sources, constants and weights of the targets."""
+def _again(
+    steps: Sequence[_Step], ends: Sequence[int], sources: Sequence[Any], constants: Sequence[Any]
+) -> list[Any]:
+    """Does again what was recorded, and returns the targets."""
+    values: dict[int, Any] = dict(enumerate(sources))
+    values.update((-i, constant) for i, constant in enumerate(constants, start=1))
+    for call, operands, results in steps:
+        outputs = call(*[values[place] for place in operands])
+        for (number, added), value in zip(results, outputs, strict=True):
+            values[number] = value if added is None else value + values[added]
+    return [values[end] for end in ends]
 
-        def function(sources: Nest, constants: Nest, weights: Nest) -> Any:
-            again = functools.partial(self.again, constants=constants)
-            return [*itertools.compress(jax.vjp(again, *sources)[1](weights), wanted)]
 
-        return function
+def _gradients(again: Callable[..., list[Any]], wanted: Sequence[bool]) -> Callable[..., Any]:
+    """Returns a function of sources, constants and weights of the targets."""
+
+    def function(sources: Nest, constants: Nest, weights: Nest) -> Any:
+        _, pull = jax.vjp(lambda *sources: again(sources, constants), *sources)
+        return [*itertools.compress(pull(weights), wanted)]
+
+    return function
 
 
 class _Known:
