@@ -54,7 +54,7 @@ from distributary.data._sources import (
     signature_of,
     slices,
 )
-from distributary.data._structure import columns_of, map_arrays, spec_of
+from distributary.data._structure import columns_of, map_arrays, specs_of
 from distributary.devices import Nest, inside_jax_trace
 from distributary.errors import InvalidTypeError, InvalidValueError, check_type, checked_int, shown
 from distributary.options import Options
@@ -733,7 +733,7 @@ class Optional:
     @property
     def element_spec(self) -> Any:
         """Nest of `TensorSpec` that describes the value; None without one."""
-        return spec_of(self._value[0]) if self._value else None
+        return specs_of(self._value[0]) if self._value else None
 
     def has_value(self, name: str | None = None) -> bool:
         """Returns whether there is a value."""

@@ -44,7 +44,7 @@ from distributary.data._structure import (
     pad_and_stack,
     read_only,
     some_rows,
-    spec_of,
+    specs_of,
     stack,
     stopped,
     writable,
@@ -254,7 +254,7 @@ class Map(Node):
             sizes = (None, *spec.shape[1:]) if spec.shape[:1] == rows else spec.shape
             return TensorSpec(sizes, spec.dtype)
 
-        return jax.tree.map(opened, spec_of(self._make()(first[0])))
+        return jax.tree.map(opened, specs_of(self._make()(first[0])))
 
     def label(self) -> str:
         return f"map({_name(self.fn)})"

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from distributary.data._structure import Block, join, num_rows, spec_of, stack
+from distributary.data._structure import Block, join, num_rows, specs_of, stack
 from distributary.devices import Nest
 from distributary.errors import InvalidValueError
 
@@ -381,7 +381,7 @@ class Node(abc.ABC):
     def spec(self) -> Nest:
         """Returns a nest of `TensorSpec` like the elements; may have to read the first element."""
         for element in self.first():
-            return spec_of(element)
+            return specs_of(element)
         raise InvalidValueError(
             f"element_spec: the dataset {self.describe()} is empty, so nothing is known about its"
             " elements. For a generator, output_signature says what they are."

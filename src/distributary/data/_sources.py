@@ -34,7 +34,7 @@ from distributary.data._structure import (
     flatten,
     kept,
     read_only,
-    spec_of,
+    specs_of,
     stopped,
 )
 from distributary.devices import Nest
@@ -157,7 +157,7 @@ class Single(NumberedNode):
         return read_only(self.element)
 
     def spec(self) -> Nest:
-        return spec_of(self.element)
+        return specs_of(self.element)
 
 
 # Datasets of Python objects: sequences, iterables, generators and iterators.

@@ -83,9 +83,7 @@ def kept(element: Nest) -> Nest:
     Generators and functions often yield the same array again and again, with new content. What a
     program takes is kept, too: it may read the memory of a NumPy array after the call.
     """
-    if type(element) is np.ndarray:
-        return native(element.copy())
-    return jax.tree.map(lambda x: native(x.copy()) if isinstance(x, np.ndarray) else x, element)
+    return _each_array(_own_copy, element)
 
 
 def read_only(element: Nest) -> Nest:
@@ -99,6 +97,10 @@ def read_only(element: Nest) -> Nest:
 def writable(element: Nest) -> Nest:
     """Returns an element with copies of the arrays that `read_only` has protected."""
     return _each_array(_writable, element)
+
+
+def _own_copy(array: np.ndarray) -> np.ndarray:
+    return native(array.copy())
 
 
 def _read_only_view(array: np.ndarray) -> np.ndarray:
@@ -354,7 +356,7 @@ def num_rows(block: Block) -> int:
     return int(size)
 
 
-def spec_of(element: Nest) -> Nest:
+def specs_of(element: Nest) -> Nest:
     """Returns the specs of an element's arrays."""
     return map_arrays(lambda array: TensorSpec(array.shape, array.dtype), element)
 

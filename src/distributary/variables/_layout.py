@@ -194,8 +194,9 @@ def array_of(value: object, what: str) -> Any:
             )
         return value
     try:
-        if isinstance(value, (list, tuple)) and any(map(_is_traced, jax.tree.leaves(value))):
-            return jnp.asarray(value)
+        leaves = jax.tree.leaves(value) if isinstance(value, (list, tuple)) else ()
+        if any(isinstance(leaf, (jax.core.Tracer, ArrayOperators)) for leaf in leaves):
+            return jnp.asarray(value)  # NumPy could not take it
         array = native(np.asarray(value))
     except (ValueError, TypeError) as error:
         raise InvalidTypeError(f"{what}: {shown(value)} is not an array of numbers.") from error
@@ -209,11 +210,6 @@ def array_of(value: object, what: str) -> Any:
         held = np.asarray(array, dtype=jnp.asarray(array.ravel()[:0]).dtype)
         return array if held.dtype.kind == "i" and (held != array).any() else held
     return array
-
-
-def _is_traced(leaf: object) -> bool:
-    """Returns whether `leaf` may not have a value that NumPy could take."""
-    return isinstance(leaf, (jax.core.Tracer, ArrayOperators))
 
 
 # Lists of stored arrays, which programs take and return as a whole.
