@@ -112,6 +112,15 @@ def test_one_device_gets_the_only_copy(kind):
     np.testing.assert_array_equal(sent + total, [4, 7])
 
 
+def test_the_mean_of_slices_of_whole_numbers_keeps_its_fractions():
+    rows = dist.IndexedSlices(np.array([[3]]), np.array([0]), (2, 1))
+
+    mean = dist.NcclAllReduce().reduce(MEAN, dist.PerReplica([rows, rows, rows, rows]), "CPU:0")
+
+    np.testing.assert_array_equal(mean.value().to_dense(), [[3.0], [0.0]])
+    assert mean.value().values.dtype == np.float32
+
+
 def test_destination_in_a_step_and_in_a_function(strategy, variable):
     value, v = _components("result of run", strategy), variable([0.0, 0.0])
 

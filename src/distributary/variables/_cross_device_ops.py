@@ -285,10 +285,10 @@ def _mesh_of(value: PerReplica) -> Mesh | None:
 
 
 def _concatenate_slices(op: ReduceOp, parts: Sequence[IndexedSlices]) -> IndexedSlices:
-    """Returns the rows of all replicas, on the host."""
-    rows = np.concatenate([np.asarray(part.values) for part in parts])
+    """Returns the rows of all replicas, put together on the host; their mean in floats."""
+    rows = jnp.asarray(np.concatenate([np.asarray(part.values) for part in parts]))
     return IndexedSlices(
-        jnp.asarray(rows / len(parts) if op is ReduceOp.MEAN else rows, rows.dtype),
+        rows / len(parts) if op is ReduceOp.MEAN else rows,
         jnp.asarray(np.concatenate([np.asarray(part.indices) for part in parts])),
         parts[0].dense_shape,
     )
