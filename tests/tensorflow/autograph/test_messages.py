@@ -1,5 +1,6 @@
 """What cannot be converted is refused with the user's line and variable."""
 
+import contextlib
 import re
 import traceback
 
@@ -181,6 +182,27 @@ def a_dict_of_two_that_a_turn_changes(x):
         chosen = a if i > 1 else b
         b["k"] = chosen["k"] + 1
     return a, b
+
+
+@told(ValueError, "`y` has shape (2,) after one branch of the `if` at")
+def an_error_of_a_branch_that_is_handled(x):
+    try:
+        if x > 0:
+            y = jnp.zeros(2)
+        else:
+            y = jnp.zeros(3)
+    except ValueError:
+        return x
+    return jnp.sum(y)
+
+
+@told(ValueError, "`y` has shape () before a turn of the `while` at")
+def an_error_of_a_turn_that_is_handled(x):
+    y = 0.0
+    with contextlib.suppress(Exception):
+        while x > 0:
+            x, y = x - 1, jnp.zeros(3)
+    return y
 
 
 @told(dist.errors.UnsupportedError, "changes an array of NumPy in place", "array.at[i].set(value)")

@@ -33,6 +33,7 @@ from distributary.tensorflow.autograph._recorded import (
     is_undefined,
     is_unreturned,
     joined,
+    not_to_be_handled,
     plain,
     shown_name,
     zeros,
@@ -387,6 +388,7 @@ def _length(tree: Any) -> int:
     return len(tree.children())
 
 
+@not_to_be_handled
 def while_loop(
     body: Callable[[], Any], variables: Variables, reached: Reached, maximum: int | None
 ) -> None:
@@ -410,6 +412,7 @@ def while_loop(
     carry.finish(arrays)
 
 
+@not_to_be_handled
 def for_loop(
     iterated: Any,
     body: Callable[[Any], Any],

@@ -11,6 +11,7 @@ Their names and arguments are those that diastatic-malt gives to the code it con
 """
 
 import builtins
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -28,13 +29,16 @@ from distributary.tensorflow.autograph._loops import (
 )
 from distributary.tensorflow.autograph._reached import Reached
 from distributary.tensorflow.autograph._recorded import (
+    Context as Context,
     Recorded,
     check_advances,
     check_copies,
+    check_handler,
     check_when_run as check_when_run,
     choose,
     is_recording,
     is_undefined,
+    not_to_be_handled,
     plain,
     raised as raised,
 )
@@ -262,6 +266,7 @@ def or_(a: _Block, b: _Block) -> Any:
     return _both(pred, first, b, "or")
 
 
+@not_to_be_handled
 def _both(pred: jax.Array, first: object, b: _Block, what: Literal["and", "or"]) -> Any:
     """Returns `first and b()`, or `first or b()`."""
     scalar = lambda value: jnp.reshape(plain(value), ())
@@ -297,6 +302,11 @@ def assert_stmt(
     where = script_line()
     text = lambda *known: AssertionError(f"{message(*known)} (the assert at {where})")
     check_when_run(holds, text, values())
+
+
+def handled() -> None:
+    """Begins the handler of an exception."""
+    check_handler(sys.exception())
 
 
 def contains(values: Any, item: Any) -> Any:

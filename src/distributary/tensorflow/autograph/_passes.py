@@ -391,10 +391,9 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
 
 @final
 class _Statements(ast.NodeTransformer):
-    """Rewrites `assert` and `values.append(value)`, for lists that the function has as variables.
+    """Rewrites `assert`, `except`, `with`, `in` and `raise`.
 
-    malt's own pass for `assert` takes constant messages only, and its pass for lists rewrites
-    every literal.
+    malt's own pass for `assert` takes constant messages only.
     """
 
     def visit_Assert(self, node: ast.Assert) -> Any:
@@ -418,6 +417,18 @@ class _Statements(ast.NodeTransformer):
             values=ast.Tuple(values, ast.Load()),
             shown=shown,
         )
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> Any:
+        self.generic_visit(node)
+        node.body[:0] = self._parsed("ag__.handled()", node)
+        return node
+
+    def visit_With(self, node: ast.With) -> Any:
+        self.generic_visit(node)
+        for item in node.items:
+            (made,) = self._parsed("ag__.Context(manager)", node, manager=item.context_expr)
+            item.context_expr = made.value
+        return node
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         self.generic_visit(node)

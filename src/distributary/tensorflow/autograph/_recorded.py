@@ -1,11 +1,12 @@
 """Blocks of converted code, recorded as jaxprs, and the values of variables after them."""
 
 import contextlib
+import functools
 import logging
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, ParamSpec, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from distributary.tensorflow.autograph._reached import (
 )
 from distributary.tracing import current_scope, describe_jaxpr, script_line
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
@@ -224,6 +227,57 @@ def raised(error: Any) -> Any:
         error = error()
     _state.raised = error
     return error
+
+
+def not_to_be_handled(statement: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Marks errors of a statement whose blocks are recorded: Python may not run the block at all.
+
+    `check_handler` raises them again, where code of the user handles them.
+    """
+
+    @functools.wraps(statement)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return statement(*args, **kwargs)
+        except Exception as error:
+            error.__dict__["of_recorded"] = True
+            raise
+
+    return run
+
+
+def check_handler(handled: BaseException | None) -> None:
+    """Raises an error that code of the user handles, if it is one of a branch or loop."""
+    error = handled
+    while error is not None:
+        if handled is not None and "of_recorded" in error.__dict__:
+            handled.add_note(
+                "A branch or loop has raised this while it was traced. Whether it runs at all is"
+                " known only when the step runs, so code around it cannot handle the error."
+            )
+            raise handled
+        error = error.__cause__ or error.__context__
+
+
+@final
+class Context:
+    """A context of converted code, in whose place `check_handler` looks at errors.
+
+    Args:
+        manager: The user's own context manager.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> Any:
+        return self._manager.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        is_handled = self._manager.__exit__(kind, error, trace)
+        if is_handled:
+            check_handler(error)
+        return is_handled
 
 
 @final
@@ -459,6 +513,7 @@ class _Merge:
         return run
 
 
+@not_to_be_handled
 def choose(
     pred: jax.Array,
     first: Callable[[], Sequence[Any]],
