@@ -143,8 +143,21 @@ class Executable:
         self._captures = [
             [self._place_constant(capture) for capture in captures] for captures in program.captures
         ]
-        written_shardings = [_sharding_of(handle) for handle in program.written]
-        read_shardings = [_sharding_of(handle) for handle in program.read_only]
+        # The bounded dispatcher needs an output on every device to see when the program has
+        # finished: the first result if it is small, else one that is made for this.
+        has_token = self._dispatcher.bounded and not _has_small_first_output(program)
+        self._token_of = _last_output if has_token else _first_output
+        run = _of_stored(program, placement.stacked if has_token else None)
+        run.__name__ = run.__qualname__ = name  # in profiles
+        if not program.is_rewritten:
+            run = with_cpu_rewrites(run, placement.mesh)
+        options: Any = {} if shardings is None else {"in_shardings": (None, None, None, shardings)}
+        # If a check fails, the variables keep their values.
+        donated = () if self._keeps_state() else (1,)
+        jitted = jax.jit(run, donate_argnums=donated, **options)
+        read = set(program.handles)
+        trains = any(h in read and h.cell().trainable for h in program.written)
+        self._call = for_target(jitted, placement.mesh, ProgramKind(name, trains))
         if self._is_of_job:
             self._outside = [
                 (k, i, handle)
@@ -152,37 +165,6 @@ class Executable:
                 for i, handle in enumerate(handles)
                 if handle.cell()._layout.strategy.extended.is_default
             ]
-        # The bounded dispatcher needs an output on every device to see when the program has
-        # finished: the first result if it is small, else one that is made for this.
-        has_token = self._dispatcher.bounded and not _has_small_first_output(program)
-        token_sharding = placement.stacked if has_token else None
-        read = set(program.handles)
-        trains = any(h in read and h.cell().trainable for h in program.written)
-        self._token_of = _last_output if has_token else _first_output
-
-        def run(captures: Any, written: Any, read_only: Any, args: Any) -> Any:
-            written = map(_whole, written, program.written, written_shardings)
-            read_only = map(_whole, read_only, program.read_only, read_shardings)
-            new, outs = program(captures, list(written), list(read_only), args)
-            new = [
-                value if sharding is None else stored_shards(value, sharding)
-                for value, sharding in zip(new, written_shardings, strict=True)
-            ]
-            token = None
-            if token_sharding is not None:
-                zeros = jnp.zeros(len(token_sharding.device_set), jnp.int8)
-                token = jax.lax.with_sharding_constraint(zeros, token_sharding)
-            return new, outs, token
-
-        run.__name__ = run.__qualname__ = name  # in profiles
-        mesh = placement.mesh
-        options: Any = {} if shardings is None else {"in_shardings": (None, None, None, shardings)}
-        # If a check fails, the variables keep their values.
-        donated = () if self._keeps_state() else (1,)
-        if not program.is_rewritten:
-            run = with_cpu_rewrites(run, mesh)
-        jitted = jax.jit(run, donate_argnums=donated, **options)
-        self._call = for_target(jitted, mesh, ProgramKind(name, trains))
         # The processes of a job compile together on some platforms, so they do it in the order of
         # their programs, too. A target's programs are not compiled here.
         if self._call is jitted and not self._is_of_job:
@@ -451,6 +433,35 @@ def _first_output(result: Any) -> Any:
 
 def _last_output(result: Any) -> Any:
     return result[2]
+
+
+def _of_stored(
+    program: TracedProgram, token_sharding: NamedSharding | None
+) -> Callable[..., tuple[Any, ...]]:
+    """Returns a program as a function of its state as that is stored, which also gives a token.
+
+    Args:
+        program: The program.
+        token_sharding: Where the token lies; None for none.
+    """
+    written_shardings = list(map(_sharding_of, program.written))
+    read_shardings = list(map(_sharding_of, program.read_only))
+
+    def run(captures: Any, written: Any, read_only: Any, args: Any) -> tuple[Any, ...]:
+        written = map(_whole, written, program.written, written_shardings)
+        read_only = map(_whole, read_only, program.read_only, read_shardings)
+        new, outs = program(captures, list(written), list(read_only), args)
+        new = [
+            value if sharding is None else stored_shards(value, sharding)
+            for value, sharding in zip(new, written_shardings, strict=True)
+        ]
+        token = None
+        if token_sharding is not None:
+            zeros = jnp.zeros(len(token_sharding.device_set), jnp.int8)
+            token = jax.lax.with_sharding_constraint(zeros, token_sharding)
+        return new, outs, token
+
+    return run
 
 
 def _sharding_of(handle: Handle) -> Any:

@@ -1,7 +1,6 @@
 """`tf.GradientTape`, in traced functions and outside of them."""
 
 import enum
-import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -268,15 +267,7 @@ class GradientTape:
         unconnected_gradients: UnconnectedGradients | str,
     ) -> Nest:
         zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
-        targets = [_target(leaf) for leaf in jax.tree.leaves(target)]
-        seeds = _seeds(output_gradients, targets)
-        is_used = [_is_differentiable("target", one) for one in targets]
-        of_itself: dict[int, Any] = {}  # a variable that is a target depends on itself alone
-        for number, variable in enumerate(map(as_variable, jax.tree.leaves(target))):
-            if variable is not None and is_used[number]:
-                of_itself[id(variable)] = of_itself.get(id(variable), 0) + seeds[number]
-                is_used[number] = False
-        targets, seeds = (list(itertools.compress(parts, is_used)) for parts in (targets, seeds))
+        targets, seeds, of_itself = _targets(target, output_gradients)
         leaves, tree = jax.tree.flatten(sources, is_leaf=lambda x: x is None)
         differentiated = [self._differentiated(leaf) for leaf in leaves]
         # By identity: a source that is given twice is one.
@@ -344,6 +335,29 @@ def _stacked(rows: Sequence[Any], shape: tuple[int, ...]) -> Any:
 def _read_as(variable: Variable | ForeignVariable) -> Any:
     """Returns the object that is noted when a variable is read."""
     return variable.variable if isinstance(variable, ForeignVariable) else variable
+
+
+def _targets(
+    target: Nest, output_gradients: Nest
+) -> tuple[list[jax.Array], list[jax.Array], dict[int, Any]]:
+    """Returns the differentiable targets and their seeds; and the seeds of variables.
+
+    A variable that is a target depends on itself alone: its seed, by its identity, is its gradient.
+    """
+    leaves = jax.tree.leaves(target)
+    targets, seeds = [], []
+    of_variables: dict[int, Any] = {}
+    arrays = [_target(leaf) for leaf in leaves]
+    for leaf, array, seed in zip(leaves, arrays, _seeds(output_gradients, arrays), strict=True):
+        variable = as_variable(leaf)
+        if not _is_differentiable("target", array):
+            continue
+        if variable is None:
+            targets.append(array)
+            seeds.append(seed)
+        else:
+            of_variables[id(variable)] = of_variables.get(id(variable), 0) + seed
+    return targets, seeds, of_variables
 
 
 def _target(leaf: object) -> jax.Array:

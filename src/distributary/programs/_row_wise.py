@@ -188,27 +188,9 @@ def known_result(
         `"zero"`, or the place of the operand that the result is equal to but for its shape, or
         None. Data is taken to be finite: zero times anything is zero.
     """
-    name = eqn.primitive.name
-    if name in _ZERO_OF_ZERO and zeros[0]:
+    if _is_zero(eqn, operands, values, zeros):
         return "zero"
-    others = [value for value, is_zero in zip(values, zeros, strict=True) if not is_zero]
-    match name:
-        case "sub" if operands[0] == operands[1]:
-            return "zero"
-        case "mul" if any(zeros):
-            return "zero"
-        case "integer_pow" if zeros[0] and eqn.params["y"] > 0:
-            return "zero"
-        case "pow" if zeros[0] and values[1] > 0:
-            return "zero"
-        case "max" if any(zeros) and all(value <= 0 for value in others):
-            return "zero"
-        case "min" if any(zeros) and all(value >= 0 for value in others):
-            return "zero"
-        case "clamp" if zeros[1] and values[0] <= 0 <= values[2]:
-            return "zero"
-        case "concatenate" if all(zeros):
-            return "zero"
+    match eqn.primitive.name:
         case "add" | "add_any" | "sub" if zeros[1]:
             return 0
         case "add" | "add_any" if zeros[0]:
@@ -226,3 +208,30 @@ def known_result(
         case "copy" | "push" | "stop_gradient" | "optimization_barrier":
             return 0
     return None
+
+
+def _is_zero(
+    eqn: Equation, operands: Sequence[Hashable], values: Sequence[float], zeros: Sequence[bool]
+) -> bool:
+    """Returns whether the only result of an equation is known to be zero; see `known_result`."""
+    others = [value for value, is_zero in zip(values, zeros, strict=True) if not is_zero]
+    match eqn.primitive.name:
+        case name if name in _ZERO_OF_ZERO:
+            return zeros[0]
+        case "sub":
+            return operands[0] == operands[1]
+        case "mul":
+            return any(zeros)
+        case "integer_pow":
+            return zeros[0] and eqn.params["y"] > 0
+        case "pow":
+            return zeros[0] and values[1] > 0
+        case "max":
+            return any(zeros) and all(value <= 0 for value in others)
+        case "min":
+            return any(zeros) and all(value >= 0 for value in others)
+        case "clamp":
+            return zeros[1] and values[0] <= 0 <= values[2]
+        case "concatenate":
+            return all(zeros)
+    return False

@@ -14,7 +14,7 @@ from jax import lax
 from distributary._late import libraries
 from distributary.devices import REPLICA_AXIS, job_programs, without_high_primitives
 from distributary.errors import ContextError, TracedValueError, UnsupportedError
-from distributary.jaxprs import Array, opened, walk, without_meshes
+from distributary.jaxprs import Array, Equation, opened, walk, without_meshes
 from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._description import Line, describe_jaxpr
 from distributary.tracing._divergence import check_collectives
@@ -130,36 +130,17 @@ def trace(
                 raise
             converts = True
             continue
-        eqns = closed.jaxpr.eqns
-        _check_no_write_lost(eqns, scope)
-        used = {
-            (eqn.params["tape"], eqn.params["call"]): eqn.params["kinds"]
-            for eqn in walk(eqns)
-            if eqn.primitive is grad_p
-        }
-        decisions = gradient_kinds(eqns)
-        if uneven is not None:
-            decisions = uneven.with_gradients(decisions, scope.tapes)
-        reads = reads_of_tapes(eqns) if scope.asked else {}
-        # A tape that was asked what it watches knew it, unless JAX had kept the code that reads it.
-        knew_reads = all(
-            handle in watched for number, watched in scope.asked for handle in reads.get(number, ())
-        )
+        _check_no_write_lost(closed.jaxpr.eqns, scope)
+        learned = _learned(closed.jaxpr.eqns, scope)
         names_outside.check(str(subject), scope.numbers)
-        if decisions == used and knew_reads and not (scope.created and known.may_create):
+        if learned is None:
             if outer is not None:
                 outer.checks += scope.checks
             closed = without_meshes(closed)
             if kind == "replica":
                 check_collectives(closed.jaxpr)
             return _pure(closed, scope, avals, axis_env, replica), scope
-        order = scope.tapes
-        all_known = all(tape in order for tape, _ in decisions)
-        known = Known(
-            {(order[t], c): kinds for (t, c), kinds in decisions.items()} if all_known else {},
-            {order[t]: handles for t, handles in reads.items() if t in order},
-            known.may_create and not scope.created,
-        )
+        known = learned
     raise ContextError(
         f"The function was traced {_MAX_TRACES} times and its gradients came out of another form"
         " each time. Its Python control flow must not depend on earlier traces."
@@ -210,7 +191,33 @@ def _traced_once(
             functions.clear()
 
 
-def _check_no_write_lost(eqns: Sequence[Any], scope: TraceScope) -> None:
+def _learned(eqns: Sequence[Equation], scope: TraceScope) -> Known | None:
+    """Returns what another trace has to know; None if this one knew all of it."""
+    used = {
+        (eqn.params["tape"], eqn.params["call"]): eqn.params["kinds"]
+        for eqn in walk(eqns)
+        if eqn.primitive is grad_p
+    }
+    decisions = gradient_kinds(eqns)
+    order = scope.tapes
+    if scope.uneven is not None:
+        decisions = scope.uneven.with_gradients(decisions, order)
+    reads = reads_of_tapes(eqns) if scope.asked else {}
+    # A tape that was asked what it watches knew it, unless JAX had kept the code that reads it.
+    knew_reads = all(
+        handle in watched for number, watched in scope.asked for handle in reads.get(number, ())
+    )
+    if decisions == used and knew_reads and not (scope.created and scope.may_create):
+        return None
+    all_known = all(tape in order for tape, _ in decisions)
+    return Known(
+        {(order[t], c): kinds for (t, c), kinds in decisions.items()} if all_known else {},
+        {order[t]: handles for t, handles in reads.items() if t in order},
+        scope.may_create and not scope.created,
+    )
+
+
+def _check_no_write_lost(eqns: Sequence[Equation], scope: TraceScope) -> None:
     present = {eqn.params["serial"] for eqn in walk(eqns) if eqn.primitive is write_p}
     # JAX may trace the body of a loop twice and keep one of the traces.
     kept = {scope.writes[serial] for serial in present if serial in scope.writes}
