@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import operator
-import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -53,7 +52,11 @@ from distributary.strategies import (
     DistributedDataset,
     DistributedIterator,
     ReadAhead,
+    drawn_permutation,
     next_own,
+    random_state,
+    set_random_state,
+    share_random_state,
 )
 
 
@@ -203,20 +206,6 @@ def _skip(batches: Any, count: int) -> None:
             ) from None
 
 
-def random_state() -> list[Any]:
-    """Returns the state of the random numbers of NumPy and Python, which shuffle data, for JSON."""
-    _, key, *others = np.random.get_state(legacy=True)
-    version, words, gauss = random.getstate()
-    return [[np.asarray(key).tolist(), *others], [version, list(words), gauss]]
-
-
-def set_random_state(state: list[Any]) -> None:
-    """Goes back to what `random_state` has returned."""
-    (key, *others), (version, words, gauss) = state
-    np.random.set_state(("MT19937", np.array(key, np.uint32), *others))
-    random.setstate((version, tuple(words), gauss))
-
-
 #: The innermost call in progress.
 current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
 
@@ -260,7 +249,7 @@ def get_data_adapter(original: Callable[..., Any], x: object, **arguments: Any) 
         if isinstance(x, GeneratorType) and has_strategy():
             x = (kept(batch) for batch in x)  # Keras reads the first ones ahead
         if isinstance(x, keras.utils.PyDataset) and arguments.get("shuffle"):
-            _share_order()
+            share_random_state(get_strategy().extended)  # Keras shuffles with it, in a thread
         adapter = original(x, **arguments)
     if call is not None and call.data is None:
         call.data = adapter
@@ -347,38 +336,16 @@ def explained_by_data(
             f"{name}: {given}the loss gets no y. For batches, pass a dataset or a generator of"
             f" (x, y); for arrays, write {what}(x, y), and validation_data=(x_val, y_val)."
         )
-    shape: Any = getattr(x, "shape", None)
-    taken: Any = getattr(model, "input_shape", None)
-    if "incompatible with the layer" in text and _misfits(shape, taken):
-        rows = ", ".join(map(str, ("rows", *taken[1:])))
-        return InvalidValueError(
-            f"{name}: x has shape {shape}, but keras.Input({taken[1:]}) takes ({rows}). Give x of"
-            f" that shape, or write keras.Input({shape[1:]})."
-        )
-    shape = getattr(y, "shape", None)
-    returned: Any = getattr(model, "output_shape", None)
     loss = getattr(model, "loss", None)
     is_of_classes = "crossentropy" in str(getattr(loss, "name", loss))
-    if "shape" in text and _misfits(shape, returned) and 1 not in (*shape[1:], *returned[1:]):
+    if "have the same shape" in text and hasattr(y, "shape") and is_of_classes:
         error.add_note(
-            f"{name}: y has shape {shape}, but the model returns {(shape[0], *returned[1:])}."
-            " Change y, or the units of the last layer."
-        )
-    elif "have the same shape" in text and shape and is_of_classes:
-        error.add_note(
-            f"{name}: y has shape {shape}, and the model returns {returned}. Labels as whole"
-            " numbers, one per row, need sparse_categorical_crossentropy, and rows with a number"
-            " per class categorical_crossentropy."
+            f"{name}: y has shape {y.shape}, and the model returns"
+            f" {getattr(model, 'output_shape', None)}. Labels as whole numbers, one per row, need"
+            " sparse_categorical_crossentropy, and rows with a number per class"
+            " categorical_crossentropy."
         )
     return error
-
-
-def _misfits(shape: Any, expected: Any) -> bool:
-    """Returns whether arrays have as many dims as expected, but with other sizes."""
-    if not isinstance(shape, tuple) or not isinstance(expected, tuple):
-        return False
-    sizes = zip(shape[1:], expected[1:], strict=False)
-    return len(shape) == len(expected) and any(b not in (a, None) for a, b in sizes)
 
 
 class UnknownSizes(keras_private.DataAdapter):
@@ -498,45 +465,21 @@ def check_same(batch: object, what: str = "The first batch of the data") -> None
 
 
 def _begin_pass(arrays: list[Any], adapter: Any, extended: Any) -> Any:
-    """Returns the order in which Keras' own adapter yields the rows, or None."""
-    num_rows = len(arrays[0])
-    order = _permutation(num_rows, adapter, extended) if adapter._shuffle else None
+    """Returns the order in which Keras' own adapter yields the rows, or None.
+
+    Keras 3.16 counts epochs, and each number has its order. Before, orders come from NumPy's global
+    generator.
+    """
+    num_rows, epoch, order = len(arrays[0]), epoch_of(adapter), None
+    if adapter._shuffle and epoch is not None:
+        order = np.random.default_rng(epoch).permutation(num_rows)
+    elif adapter._shuffle:
+        order = drawn_permutation(num_rows, extended)
     if extended.num_workers > 1:
         first: Any = slice(adapter.batch_size)
         first = first if order is None else order[first]
         check_same([num_rows, *(a[first] for a in arrays)])
     return order
-
-
-def _permutation(num_rows: int, adapter: Any, extended: Any) -> Any:
-    """Draws the order of the rows for a pass, as Keras does.
-
-    Keras 3.16 counts epochs, and each number has its order. Before, orders come from NumPy's global
-    generator; with several workers, from the chief's.
-    """
-    epoch = epoch_of(adapter)
-    if epoch is not None:
-        return np.random.default_rng(epoch).permutation(num_rows)
-    if extended.num_workers == 1:
-        return np.random.permutation(num_rows)
-    _, *state = np.random.get_state(legacy=True)
-    parts = [np.asarray(part) for part in state[:2]]
-    key, position = extended.from_chief(parts, "the order of the rows")
-    generator = np.random.RandomState()
-    generator.set_state(("MT19937", key, int(position), 0, 0.0))
-    order = generator.permutation(num_rows)
-    if extended.worker_number == 0:
-        np.random.set_state(generator.get_state())
-    return order
-
-
-def _share_order() -> None:
-    """Lets all workers shuffle the batches of a `PyDataset` as the chief does."""
-    extended = get_strategy().extended
-    if extended.num_workers > 1:
-        version, state, _ = random.getstate()  # Keras shuffles with it, perhaps in a thread
-        (of_chief,) = extended.from_chief([np.array(state)], "the order of the batches")
-        random.setstate((version, tuple(of_chief.tolist()), None))
 
 
 def epoch_of(adapter: Any) -> int | None:

@@ -15,7 +15,11 @@ from distributary.strategies._global_batches import (
     ArrayBatches,
     DatasetBatches,
     ReadAhead,
+    drawn_permutation,
     next_own,
+    random_state,
+    set_random_state,
+    share_random_state,
     take_stacked,
 )
 from distributary.strategies._mirrored import MirroredStrategy

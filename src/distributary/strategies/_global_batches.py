@@ -5,6 +5,7 @@ With several workers, a batch that the replicas split evenly has only this worke
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any, Self, final
 
@@ -173,3 +174,43 @@ def _shapes(batch: Any) -> object:
 def _stack(*leaves: Any) -> Any:
     on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
     return (np if on_host else jnp).stack(leaves)
+
+
+# The global generators of NumPy and Python, which shuffle rows and batches.
+
+
+def random_state() -> list[Any]:
+    """Returns the state of the random numbers of NumPy and Python, for JSON."""
+    _, key, *others = np.random.get_state(legacy=True)
+    version, words, gauss = random.getstate()
+    return [[np.asarray(key).tolist(), *others], [version, list(words), gauss]]
+
+
+def set_random_state(state: list[Any]) -> None:
+    """Goes back to what `random_state` has returned."""
+    (key, *others), (version, words, gauss) = state
+    np.random.set_state(("MT19937", np.array(key, np.uint32), *others))
+    random.setstate((version, tuple(words), gauss))
+
+
+def drawn_permutation(num_rows: int, extended: Any) -> np.ndarray:
+    """Draws an order from NumPy's generator; with several workers, from that of the chief."""
+    if extended.num_workers == 1:
+        return np.random.permutation(num_rows)
+    _, *state = np.random.get_state(legacy=True)
+    parts = [np.asarray(part) for part in state[:2]]
+    key, position = extended.from_chief(parts, "the order of the rows")
+    generator = np.random.RandomState()
+    generator.set_state(("MT19937", key, int(position), 0, 0.0))
+    order = generator.permutation(num_rows)
+    if extended.worker_number == 0:
+        np.random.set_state(generator.get_state())
+    return order
+
+
+def share_random_state(extended: Any) -> None:
+    """Gives the generator of Python the state of the chief's, on all workers."""
+    if extended.num_workers > 1:
+        version, state, _ = random.getstate()
+        (of_chief,) = extended.from_chief([np.array(state)], "the order of the batches")
+        random.setstate((version, tuple(of_chief.tolist()), None))
