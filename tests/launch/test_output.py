@@ -104,14 +104,27 @@ def test_many_numbers_come_in_lines_that_are_written_whole(pipe, monkeypatch):
     assert {name: x for line in lines for name, x in json.loads(line).items()} == numbers
 
 
-@pytest.mark.parametrize("line", ["nonsense", '{"step": "x"}', "x" * 2000])
+def test_a_log_that_cannot_be_written_ends_alone(launch, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "worker-0.restart-0.log").symlink_to("/dev/full")
+
+    result = launch("print('one', flush=True)\ntime.sleep(0.1)\nprint('x' * 200_000)", log_dir=logs)
+
+    assert (result.code, len(result.stdout)) == (0, len("[worker 0] one\n[worker 0] \n") + 200_000)
+    assert result.stderr.count("is not written any more: No space left on device.") == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", '{"step": "x"}', "x" * 2000, "[" * 3000, '{"step": 1' + "0" * 400 + "}"]
+)
 def test_nonsense_on_the_status_channel_is_named_once(line, launch):
     script = f"""
 for _ in range(3):
     os.write(int(os.environ["DISTRIBUTARY_STATUS_FD"]), {line + chr(10)!r}.encode())
 time.sleep(0.1)
 """
-    result = launch(script)
+    result = launch(script + "print('x' * 200_000)")  # more than a pipe holds
 
     assert result.code == 0
     assert (

@@ -271,8 +271,14 @@ class Output:
         if not data:
             self._finish(stream)
             return
-        if stream.task.log is not None and stream.number != _REPORTS:
-            stream.task.log.write(data)
+        log = stream.task.log
+        if log is not None and stream.number != _REPORTS:
+            try:
+                log.write(data)
+            except OSError as error:  # this thread must go on, or the workers wait for it
+                self.say(f"{log.name} is not written any more: {error.strerror}.")
+                stream.task.log = None
+                log.close()
         self._emit(stream, stream.lines(data))
 
     def _finish(self, stream: _Stream) -> None:

@@ -31,7 +31,7 @@ class ReportedNumbers:
         """Takes the numbers from a line."""
         try:
             values = {str(name): float(value) for name, value in json.loads(line).items()}
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError, OverflowError, RecursionError):
             if self._warn is not None:
                 self._warn()
             self._warn = None
