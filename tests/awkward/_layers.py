@@ -105,6 +105,12 @@ def _called_back(x):
     return x * jax.pure_callback(order, shape, lax.stop_gradient(x)) / 10
 
 
+def _pooled(x, function, window):
+    """Returns what a function makes of windows that move over the rows, too."""
+    start = -jnp.inf if function is lax.max else 0.0
+    return lax.reduce_window(x, start, function, window, (1, 1), "SAME")
+
+
 for _name, _function in {
     "times_position": lambda x: x * jnp.arange(x.shape[0], dtype=x.dtype)[:, None] / 10,
     "times_rows": lambda x: x * ops.cast(ops.shape(x)[0], x.dtype) / 10,
@@ -131,6 +137,8 @@ for _name, _function in {
     "reshaped_batch": _reshaped,
     "branch_in_layer": _branch,
     "called_back": _called_back,
+    "largest_of_neighbors": lambda x: x + _pooled(x, lax.max, (3, 2)),
+    "sum_of_neighbors": lambda x: x + _pooled(x, lax.add, (3, 1)),
 }.items():
     _mixes(_name, _function)
 _mixes("rows_as_pixels", _shuffled_batch_channels, "images")

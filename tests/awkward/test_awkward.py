@@ -9,7 +9,8 @@ from tests.awkward._run import TOLERANCE, difference, train
 _SELECTION = {
     "losses": ["clip", "median", "scan_over_rows", "fixed_key", "whitened_by_eigenvectors",
                "ranks_by_callback", "branch_on_mean"],
-    "layers": ["times_position", "expert_capacity", "batch_normalization_of_images"],
+    "layers": ["times_position", "expert_capacity", "batch_normalization_of_images",
+               "largest_of_neighbors"],
     "state": ["running_maximum", "queue"],
     "random": ["dropout", "random_flip"],
     "metrics": ["function_correlation", "class_welford"],

@@ -41,6 +41,8 @@ def divisible(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
             return _with_signed_ids(eqn)
         if eqn.primitive is lax.conv_general_dilated_p and has_logical_devices:
             return _whole_convolution(eqn, mesh)
+        if eqn.primitive is lax.select_and_scatter_add_p:
+            return _with_whole_windows(eqn, mesh)
         return None
 
     return rewritten(closed, rule)
@@ -73,4 +75,17 @@ def _whole_convolution(eqn: Equation, mesh: Mesh) -> Version | None:
     if eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1:
         return None
     whole = lambda array: laid_out(array, mesh, P())
+    return lambda *operands: whole(eqn.primitive.bind(*map(whole, operands), **eqn.params))
+
+
+def _with_whole_windows(eqn: Equation, mesh: Mesh) -> Version:
+    """Returns a gradient of max-pooling of which XLA divides no dim along which windows move.
+
+    The partitioner (jaxlib 0.10.2 to 0.12) loses what windows select from the rows of another
+    device.
+    """
+    of_dims = [eqn.params[name] for name in ("window_dimensions", "window_strides", "padding")]
+    in_one_row = [values == (1, 1, (0, 0)) for values in zip(*of_dims, strict=True)]
+    spec = P(*[P.UNCONSTRAINED if one else None for one in in_one_row])
+    whole = lambda array: laid_out(array, mesh, spec)
     return lambda *operands: whole(eqn.primitive.bind(*map(whole, operands), **eqn.params))
