@@ -112,7 +112,7 @@ def _assignment(method: str) -> property:
         if id(part) not in _slices:
             raise AttributeError(
                 "An array that is no slice of a variable never changes: keep what changes in a"
-                " tf._Variable."
+                " tf.Variable."
             )
         _, variable, index = _slices[id(part)]
 
