@@ -17,16 +17,18 @@ if TYPE_CHECKING:
         report,
         report_progress,
     )
+    from distributary.launch._restarts import Tasks
     from distributary.launch._status import Numbers
-    from distributary.launch._supervisor import run
+    from distributary.launch._supervisor import count_running, run
     from distributary.launch._worker import ALLOCATOR_SETTINGS, RESTART_VARIABLE, free_addresses
 else:  # imported on first use: the command line checks its options without JAX
     __getattr__ = late_names(
         __name__,
         {
             "_report": "misspelled numbers_of refuse_job report report_progress",
+            "_restarts": "Tasks",
             "_status": "Numbers",
-            "_supervisor": "run",
+            "_supervisor": "count_running run",
             "_worker": "ALLOCATOR_SETTINGS RESTART_VARIABLE free_addresses",
         },
     )

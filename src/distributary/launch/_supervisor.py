@@ -3,17 +3,14 @@
 import collections
 import contextlib
 import os
-import platform
 import sched
 import secrets
 import selectors
-import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, final
 
 from distributary.errors import InvalidValueError, LaunchError, UnsupportedError, WorkerLostError
@@ -59,6 +56,8 @@ def run(
     Args:
         options: The job.
         serve: Serves the page at `options.dashboard_port`: `distributary.tools.monitoring.serve`.
+            It gets the options, a function that returns the tasks of this host and, on host 0, of
+            all, by rank, and one that returns what the launcher has said, and when.
         environ: Environment of the workers; `os.environ` by default.
         stdout_fd: Descriptor for the workers' stdout.
         stderr_fd: Descriptor for the workers' stderr and for messages.
@@ -112,21 +111,10 @@ def run(
         supervisor = Supervisor(options, environ, link, output, signals)
         output.status = supervisor.status
         if serve is not None and options.dashboard_port is not None:
-
-            def tasks() -> dict[int, restarts.Tasks]:
-                return {
-                    options.host_rank: supervisor.tasks(),
-                    **({} if master is None else master.tasks()),
-                }
-
-            dashboard = serve(
-                lambda: {k: v for host in tasks().values() for k, v in host.numbers.items()},
-                lambda: describe(options, tasks(), list(output.messages)),
-                options.dashboard_port,
-                options.dashboard_address,
-            )
-            stack.enter_context(dashboard)
-            output.say(f"The dashboard is at {dashboard.url}")
+            others = dict if master is None else master.tasks
+            tasks = lambda: {options.host_rank: supervisor.tasks(), **others()}
+            page = stack.enter_context(serve(options, tasks, lambda: list(output.messages)))
+            output.say(f"The dashboard is at {page.url}")
         return supervisor.run()
 
 
@@ -435,32 +423,3 @@ def count_running(states: Sequence[restarts.TaskState]) -> str:
 
 def _type_of(state: restarts.TaskState) -> str:
     return state["name"].partition(" ")[0]
-
-
-def describe(
-    options: LaunchOptions,
-    by_host: Mapping[int, restarts.Tasks],
-    messages: Sequence[tuple[float, str]],
-) -> dict[str, Any]:
-    """Returns the job and the state of its tasks, for the page.
-
-    Args:
-        options: The job.
-        by_host: The tasks of this host and of others, as far as known here, by rank.
-        messages: What the launcher of this host has said, and when.
-    """
-    hosts = options.hosts
-    states = [(rank, state) for rank, tasks in sorted(by_host.items()) for state in tasks.states]
-    program, *arguments = options.command
-    command = shlex.join([Path(program).name, *arguments])
-    where = platform.node()
-    if hosts is not None and options.is_first_host:
-        where = f"{hosts.num_hosts} hosts"
-    elif hosts is not None:
-        where += f", host {hosts.host_rank} of {hosts.num_hosts}"
-    return {
-        "title": count_running([state for _, state in states]) or "Nothing runs yet",
-        "subtitle": f"{command} on {where}",
-        "messages": messages,
-        "tasks": [state if hosts is None else {**state, "host": rank} for rank, state in states],
-    }

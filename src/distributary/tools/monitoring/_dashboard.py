@@ -17,7 +17,14 @@ from distributary.errors import (
     shown,
 )
 from distributary.launch import Numbers, numbers_of
-from distributary.tools.monitoring._page import Dashboard, Recorder, Sink, Tasks, finite, serve
+from distributary.tools.monitoring._page import (
+    ByTask,
+    Dashboard,
+    Recorder,
+    Sink,
+    finite,
+    serve_page,
+)
 
 if TYPE_CHECKING:
     from distributary.strategies import Strategy
@@ -59,7 +66,7 @@ def dashboard(strategy: "Strategy", port: int = 0, *, address: str = "127.0.0.1"
         task = {"name": _TASK, "state": "running", "devices": devices}
         return {"title": what, "subtitle": where, "tasks": [task]}
 
-    return serve(collect, describe, port, address)
+    return serve_page(collect, describe, port, address)
 
 
 @final
@@ -114,7 +121,7 @@ class StatisticsLogger(AbstractContextManager["StatisticsLogger"]):
         self._recorder.close()
 
 
-def _collect_from(strategy: "Strategy", caller: str) -> Callable[[], Tasks]:
+def _collect_from(strategy: "Strategy", caller: str) -> Callable[[], ByTask]:
     if not hasattr(strategy, "step_statistics"):
         raise InvalidTypeError(
             f"{caller}: strategy is {shown(strategy)}, expected a distributary strategy, such as"

@@ -8,24 +8,27 @@ import functools
 import importlib.metadata
 import json
 import math
+import platform
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, final
 from urllib.parse import parse_qs, urlsplit
 
 from distributary._threads import start_thread
 from distributary.errors import InvalidValueError
-from distributary.launch import Numbers
+from distributary.launch import LaunchOptions, Numbers, Tasks, count_running
 from distributary.servers._http import Answer, HttpServer
 
 _SAMPLE_SECONDS = 1.0
 _NUM_KEPT: Final = 900
 
-Tasks: TypeAlias = Mapping[str, Numbers]
+ByTask: TypeAlias = Mapping[str, Numbers]
 Sample: TypeAlias = dict[str, Any]
 # Returns what is not in the samples: `title`, a line below it, rows of `tasks`, the `seconds` since
 # the beginning, if that is not the page's, and the `messages` of a launcher with their times.
@@ -68,7 +71,9 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         return f"<dashboard at {self.url}>"
 
 
-def serve(collect: Callable[[], Tasks], describe: Describe, port: int, address: str) -> Dashboard:
+def serve_page(
+    collect: Callable[[], ByTask], describe: Describe, port: int, address: str
+) -> Dashboard:
     """Serves the page for the numbers of some tasks.
 
     Args:
@@ -105,6 +110,36 @@ def serve(collect: Callable[[], Tasks], describe: Describe, port: int, address: 
     return Dashboard(f"http://{host}:{server.port}/", close)
 
 
+def serve(
+    options: LaunchOptions,
+    tasks: Callable[[], Mapping[int, Tasks]],
+    messages: Callable[[], Sequence[tuple[float, str]]],
+) -> Dashboard:
+    """Serves the page for a job, from its launcher; see `launch.run`."""
+    program, *arguments = options.command
+    command = shlex.join([Path(program).name, *arguments])
+    hosts, where = options.hosts, platform.node()
+    if hosts is not None and options.is_first_host:
+        where = f"{hosts.num_hosts} hosts"
+    elif hosts is not None:
+        where += f", host {hosts.host_rank} of {hosts.num_hosts}"
+
+    def collect() -> ByTask:
+        return {name: of for host in tasks().values() for name, of in host.numbers.items()}
+
+    def describe() -> dict[str, Any]:
+        states = [(rank, state) for rank, of in sorted(tasks().items()) for state in of.states]
+        return {
+            "title": count_running([state for _, state in states]) or "Nothing runs yet",
+            "subtitle": f"{command} on {where}",
+            "messages": messages(),
+            "tasks": [state if hosts is None else {**state, "host": r} for r, state in states],
+        }
+
+    assert options.dashboard_port is not None
+    return serve_page(collect, describe, options.dashboard_port, options.dashboard_address)
+
+
 class Sink(Protocol):
     """A destination for samples."""
 
@@ -126,7 +161,7 @@ class Recorder:
         sinks: Destinations for the numbers, if there is only one task.
     """
 
-    collect: Callable[[], Tasks]
+    collect: Callable[[], ByTask]
     seconds: float
     sinks: Sequence[Sink] = ()
 
