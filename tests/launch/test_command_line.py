@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from distributary.launch import HostOptions
-from distributary.tools.cli import _arguments, _bench, _doctor, launch_options, main
+from distributary.tools.cli import _arguments, _bench, launch_options, main
 from distributary.tools.compilation import known_topologies
-from distributary.tools.diagnosis import PARTS
 from distributary.tools.scaling import MODELS
 from tests.interpreters import run_python
 
@@ -66,7 +65,6 @@ _COMMANDS = ("launch", "devices", "doctor", "bench", "certs", "compile", "plan")
         ("launch", "launch: error: the following arguments are required: script\n"),
         ("launch --workers two a.py", "--workers: expected a whole number from 1, found 'two'"),
         ("launch --dashboard-port 65536 a.py", "from 0 to 65535, found '65536'"),
-        ("launch --ps 1 --nnodes 2 --node-rank 0 --master h:1 a.py", "on one host only"),
         ("launch --nnodes 2 --master h:1 a.py", "--nnodes is 2, but --node-rank is missing"),
         ("launch --nnodes 2 --node-rank 1 a.py", "--nnodes is 2, but --master is missing"),
         ("launch --nnodes 2 --node-rank 1 --master h:1 a.py", "several hosts need a secret"),
@@ -153,7 +151,6 @@ sys.exit(main(["launch", "--nnodes", "1", "--workers", "2", "--dashboard", "work
 
 def test_the_help_knows_what_the_commands_know():
     assert tuple(MODELS) == _bench._MODELS
-    assert _doctor._PARTS == PARTS
     assert known_topologies() == _arguments._TOPOLOGIES
 
 

@@ -190,7 +190,7 @@ def add_script_arguments(
 
 
 def add_topology_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the devices to compile for, the step, and `--json FILE`."""
+    """Adds the devices to compile for, the script, its step, and `--json FILE`."""
     add = parser.add_argument
     add(
         "--topology",
@@ -204,10 +204,6 @@ def add_topology_arguments(parser: argparse.ArgumentParser) -> None:
         help="name of the step function (default: the first that updates a trainable variable)",
     )
     add("--json", type=output_file, metavar="FILE", help="also write the reports to FILE, as JSON")
-
-
-def add_script_to_compile(parser: argparse.ArgumentParser) -> None:
-    """Adds the script whose step is compiled, and its arguments, which must come last."""
     description = "Python script whose training step is compiled"
     add_script_arguments(parser, description, options="--topology NAME [OPTION ...]")
 

@@ -6,19 +6,12 @@ import sys
 from distributary.errors import DistributaryError
 from distributary.tools.cli._arguments import (
     add_option,
-    add_script_to_compile,
     add_topology_arguments,
     check_script,
     check_topologies,
     whole,
     write_json,
 )
-
-
-def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
-    add_topology_arguments(parser)
-    add_script_to_compile(parser)
 
 
 def run_compile(namespace: argparse.Namespace) -> int:
@@ -71,7 +64,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="layout to compile, as in the table; you can give it several times (default: all)",
     )
-    add_script_to_compile(parser)
 
 
 def run_plan(namespace: argparse.Namespace) -> int:

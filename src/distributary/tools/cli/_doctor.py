@@ -17,7 +17,7 @@ from distributary.tools.cli._arguments import (
 if TYPE_CHECKING:
     from distributary.tools.diagnosis import Check, Link, Report
 
-_PARTS = ("machine", "links", "all-reduce", "training")  # of diagnosis.examine
+_PARTS = ("machine", "links", "all-reduce", "training")
 _WIDTH = 100
 _MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "skipped"}
 

@@ -150,22 +150,11 @@ def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> 
         )
     if num_hosts == 1 and namespace.node_rank in (None, 0):
         return None
-    if namespace.num_servers:
-        raise InvalidValueError(
-            f"launch: --ps is {namespace.num_servers} and --nnodes is {num_hosts}, but jobs with"
-            " parameter servers are launched on one host only. Start every task on its host, with"
-            " TF_CONFIG in its environment."
-        )
     if namespace.node_rank is None or namespace.master is None:
         missing = "--node-rank" if namespace.node_rank is None else "--master"
         raise InvalidValueError(
             f"launch: --nnodes is {num_hosts}, but {missing} is missing. Every host runs the"
             " same command with its own --node-rank and the address of host 0 as --master."
-        )
-    if namespace.node_rank >= num_hosts:
-        raise InvalidValueError(
-            f"launch: --node-rank is {namespace.node_rank}, but --nnodes is {num_hosts}. Ranks"
-            f" count from 0 to {num_hosts - 1}."
         )
     if namespace.token_file is not None:
         try:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from distributary.errors import DistributaryError
 from distributary.launch import LaunchOptions
 from distributary.tools.cli import _bench, _compile, _doctor, _launch
-from distributary.tools.cli._arguments import Parser, suggestion
+from distributary.tools.cli._arguments import Parser, add_topology_arguments, suggestion
 
 _PACKAGES = ("distributary", "jax", "keras")
 
@@ -33,7 +33,7 @@ _COMMANDS: Final[Mapping[str, _Command]] = {
     "doctor": _Command(_doctor.add_doctor_arguments, _doctor.run_doctor),
     "bench": _Command(_bench.add_bench_arguments, _bench.run_bench),
     "certs": _Command(_launch.add_certs_arguments, _launch.run_certs),
-    "compile": _Command(_compile.add_compile_arguments, _compile.run_compile),
+    "compile": _Command(add_topology_arguments, _compile.run_compile),
     "plan": _Command(_compile.add_plan_arguments, _compile.run_plan),
 }
 

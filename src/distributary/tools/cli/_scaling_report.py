@@ -15,7 +15,7 @@ _MODULE = "distributary.tools.scaling._training_loop"
 
 def print_report(namespace: argparse.Namespace) -> None:
     """Measures, predicts, and prints both; takes the arguments of the command."""
-    replicas = namespace.replicas or scaling.default_replicas(os.environ)
+    replicas = namespace.replicas or scaling.default_replicas()
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     scripts = {number: _script(namespace, number) for number in replicas}
     timings = scaling.measure(scripts, namespace.seconds, environ)

@@ -5,6 +5,6 @@ package.
 """
 
 from distributary.tools.diagnosis._all_reduce import all_reduce_seconds
-from distributary.tools.diagnosis._examination import PARTS, Report, examine
+from distributary.tools.diagnosis._examination import Report, examine
 from distributary.tools.diagnosis._links import Link, loopback
 from distributary.tools.diagnosis._machine import Check, Json, devices_as_text, find_devices

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, final
+from typing import final
 
 import jax
 
@@ -27,9 +27,6 @@ from distributary.tools.diagnosis._all_reduce import all_reduce
 from distributary.tools.diagnosis._links import Link, Meeting, link_checks
 from distributary.tools.diagnosis._machine import Check, Json
 from distributary.tools.diagnosis._training import training
-
-#: Parts that can be run alone.
-PARTS: Final = ("machine", "links", "all-reduce", "training")
 
 _ALONE = "this process"  # name of a task without a cluster
 
@@ -70,7 +67,7 @@ def examine(parts: Sequence[str], wait_seconds: float, use: Callable[[Report], N
     All tasks of the cluster must call it.
 
     Args:
-        parts: Some of `PARTS`.
+        parts: Some of `"machine"`, `"links"`, `"all-reduce"` and `"training"`.
         wait_seconds: Seconds for which tasks wait for each other.
         use: Called with the report. The first task gets the report of all tasks; another task gets
             its own, and only if it cannot reach the first one. The other tasks stay until `use`

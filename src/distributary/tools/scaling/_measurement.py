@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import final
 
 from distributary._threads import num_cores
+from distributary.cluster_resolver import visible_gpus
 from distributary.errors import LaunchError
 from distributary.launch import ALLOCATOR_SETTINGS
 from distributary.tools.compilation import Script, call_in_process
@@ -20,14 +21,9 @@ from distributary.tools.scaling._timer import Timing, time_script
 _NUM_LAST_LINES = 20
 
 
-def default_replicas(environ: Mapping[str, str]) -> tuple[int, ...]:
+def default_replicas() -> tuple[int, ...]:
     """Returns 1, 2, 4, ... up to the number of GPUs, or of cores if there are none."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        gpus = [str(path) for path in Path("/dev").glob("nvidia[0-9]*")]
-    else:
-        gpus = [name for name in visible.split(",") if name.strip()]
-    limit = len(gpus) or num_cores()
+    limit = len(visible_gpus()) or num_cores()
     powers = [1 << i for i in range(limit.bit_length())]
     return tuple(powers if powers[-1] == limit else [*powers, limit])
 
