@@ -1,12 +1,10 @@
 """Blocks of converted code, recorded as jaxprs, and the values of variables after them."""
 
 import contextlib
-import functools
-import logging
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +13,11 @@ from jax.extend.core import ClosedJaxpr
 
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from distributary.jaxprs import jaxpr_of, walk
+from distributary.tensorflow.autograph._failures import (
+    check_when_run,
+    not_to_be_handled,
+    was_raised,
+)
 from distributary.tensorflow.autograph._reached import (
     CONTAINERS,
     Contents,
@@ -22,10 +25,8 @@ from distributary.tensorflow.autograph._reached import (
     contents_of,
     is_of_library,
 )
-from distributary.tracing import current_scope, describe_jaxpr, script_line
+from distributary.tracing import describe_jaxpr, script_line
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
@@ -142,7 +143,6 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.recording: list[Reached] = []  # what each block can change that is being recorded
         self.copies: list[list[_Copy]] = []  # of each trace, and of each block in it
-        self.raised: Exception | None = None  # by a `raise` of converted code
 
 
 _state = _ThreadState()
@@ -221,65 +221,6 @@ def check_advances(iterator: Any) -> None:
         )
 
 
-def raised(error: Any) -> Any:
-    """Returns the error that a statement raises: in a block, only if the block runs."""
-    if isinstance(error, type) and issubclass(error, Exception):
-        error = error()
-    _state.raised = error
-    return error
-
-
-def not_to_be_handled(statement: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Marks errors of a statement whose blocks are recorded: Python may not run the block at all.
-
-    `check_handler` raises them again, where code of the user handles them.
-    """
-
-    @functools.wraps(statement)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return statement(*args, **kwargs)
-        except Exception as error:
-            error.__dict__["of_recorded"] = True
-            raise
-
-    return run
-
-
-def check_handler(handled: BaseException | None) -> None:
-    """Raises an error that code of the user handles, if it is one of a branch or loop."""
-    error = handled
-    while error is not None:
-        if handled is not None and "of_recorded" in error.__dict__:
-            handled.add_note(
-                "A branch or loop has raised this while it was traced. Whether it runs at all is"
-                " known only when the step runs, so code around it cannot handle the error."
-            )
-            raise handled
-        error = error.__cause__ or error.__context__
-
-
-@final
-class Context:
-    """A context of converted code, in whose place `check_handler` looks at errors.
-
-    Args:
-        manager: The user's own context manager.
-    """
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-
-    def __enter__(self) -> Any:
-        return self._manager.__enter__()
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        is_handled = self._manager.__exit__(kind, error, trace)
-        if is_handled:
-            check_handler(error)
-        return is_handled
-
-
 @final
 class Value:
     """The value of a variable after a block, and what it consisted of then.
@@ -345,7 +286,7 @@ class Recorded:
                         " and whether it runs is known only when the step runs. Make it an array of"
                         " JAX before, jnp.asarray(array), and write array = array.at[i].set(value)."
                     ) from error
-                if error is not _state.raised:
+                if not was_raised(error):
                     raise
                 self.raised = error
                 self.values, self.changes = [], {}
@@ -410,45 +351,6 @@ class Recorded:
         """Evaluates the block where it stands now; returns the arrays by identity, see `avals`."""
         outs = jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, *arrays)
         return {id(leaf): out for leaf, out in zip(self._picks, outs, strict=True)}
-
-
-class _CheckFailedError(Exception):
-    """Ends a program; who has called it gets the error that is in this one."""
-
-
-def _is_unknown(record: logging.LogRecord) -> bool:
-    """Returns whether a report of JAX is about an error that nobody else reports."""
-    return not (record.exc_info and isinstance(record.exc_info[1], _CheckFailedError))
-
-
-def check_when_run(
-    holds: object, error: Exception | Callable[..., Exception], values: Sequence[Any] = ()
-) -> None:
-    """Raises an error when the step runs, unless a traced condition holds.
-
-    Args:
-        holds: The condition.
-        error: The error, or what makes it of values.
-        values: These values; the arrays among them are known when the step runs.
-    """
-    arrays = [value for value in values if isinstance(value, jax.Array)]
-    failed: list[Exception] = []
-    scope = current_scope()
-    if scope is not None:
-        scope.checks.append(failed)
-        logging.getLogger("jax._src.debugging").addFilter(_is_unknown)
-
-    def check(value: object, *known: Any) -> None:
-        if value:
-            return
-        by_id = dict(zip(map(id, arrays), known, strict=True))
-        failure = (
-            error if isinstance(error, Exception) else error(*(by_id.get(id(v), v) for v in values))
-        )
-        failed.append(failure.with_traceback(None))
-        raise _CheckFailedError(failure)
-
-    jax.debug.callback(check, holds, *arrays)
 
 
 @final
