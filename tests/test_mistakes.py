@@ -635,10 +635,10 @@ def if_in_a_layer(strategy):
 _EMPTY = dist.data.Dataset.from_tensor_slices((BATCH, BATCH)).batch(16, drop_remainder=True)
 
 
-def _model(strategy, loss="mse"):
+def _model(strategy, loss="mse", **options):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
-        model.compile("sgd", loss)
+        model.compile("sgd", loss, **options)
     return model
 
 
@@ -716,7 +716,7 @@ told_each(
             lambda s: (lambda model: s.run(lambda: model.save("model.keras")))(_model(s)),
         ),
         "class_as_callback": (
-            "fit: callbacks has the class EarlyStopping | EarlyStopping()",
+            "fit: callbacks has <class | EarlyStopping'>, | Call a class with its arguments",
             lambda s: _model(s).fit(
                 BATCH, np.ones((8, 4)), callbacks=[keras.callbacks.EarlyStopping], verbose=0
             ),
@@ -953,9 +953,10 @@ _WITHOUT_FIRST = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ig
 _LABELS = np.resize(range(4), 8)
 
 
-def _fit(strategy, loss, *data):
+def _fit(strategy, loss, *data, **options):
     """Trains a model with 4 outputs on batches of 4 rows."""
-    _model(strategy, loss).fit(dist.data.Dataset.from_tensor_slices(data).batch(4), verbose=0)
+    dataset = dist.data.Dataset.from_tensor_slices(data).batch(4)
+    _model(strategy, loss, **options).fit(dataset, verbose=0)
 
 
 def _fit_outputs(strategy, y):
@@ -1013,6 +1014,10 @@ _WARNED: dict[str, tuple[str, Mistake]] = {
     "label_in_a_later_batch": (
         "y has the label 4, but the 4 classes of the output are 0 to 3 | Number them from 0",
         lambda s: _fit(s, _SPARSE, BATCH, [0, 0, 0, 0, 0, 4, 0, 0]),
+    ),
+    "label_in_several_steps": (
+        "y has the label 4, but the 4 classes of the output are 0 to 3",
+        lambda s: _fit(s, _SPARSE, BATCH, _LABELS + 1, steps_per_execution=2),
     ),
     "label_of_one_of_two_outputs": (
         "y has the label -1, but the 4 classes of the output are 0 to 3",

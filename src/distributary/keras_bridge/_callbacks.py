@@ -133,13 +133,12 @@ def _take_folder(callback: Any) -> None:
         raise InvalidValueError(f"BackupAndRestore: {error}") from None
     foreign = None
     if not is_sealed(weights):  # or Keras has made it without a strategy
-        if metadata.exists():
-            try:
-                int(json.loads(metadata.read_bytes())["epoch"])
-            except (OSError, ValueError, KeyError, TypeError):
-                foreign = metadata
-        elif weights.exists():
-            foreign = weights
+        try:
+            int(json.loads(metadata.read_bytes())["epoch"])
+        except FileNotFoundError:
+            foreign = weights if weights.exists() else None
+        except (OSError, ValueError, KeyError, TypeError):
+            foreign = metadata
     if foreign is not None:
         raise InvalidValueError(
             f"BackupAndRestore: {foreign} is there already, and is not from a backup. Move it"
@@ -395,16 +394,10 @@ class LeanCallbackList(keras.callbacks.CallbackList):
         self._call = call
         callbacks = keras.tree.flatten(callbacks) if callbacks else []
         for callback in callbacks:
-            if isinstance(callback, type):
-                name = callback.__name__
+            if isinstance(callback, type) or not hasattr(callback, "set_model"):
                 raise InvalidTypeError(
-                    f"{call.method}: callbacks has the class {name}. Write {name}() with its"
-                    " arguments, an object of the class."
-                )
-            if not hasattr(callback, "set_model"):
-                raise InvalidTypeError(
-                    f"{call.method}: callbacks has {shown(callback)}, expected a"
-                    " keras.callbacks.Callback. For a function write"
+                    f"{call.method}: callbacks has {shown(callback)}, expected an object of a class"
+                    " of keras.callbacks. Call a class with its arguments; for a function write"
                     " keras.callbacks.LambdaCallback(on_epoch_end=function)."
                 )
         # Last, as it saves what the others decide, and restores them after they have begun.

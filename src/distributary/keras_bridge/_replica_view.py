@@ -160,8 +160,6 @@ def reduce_weighted_values(
 # Random numbers and batch statistics of layers
 
 
-_noted: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
-
 # An odd number, so that up to 2**32 replicas get distinct seeds.
 _SEED_STRIDE = 0x9E3779B1
 
@@ -210,11 +208,10 @@ def batch_normalization_moments(
     original: Callable[..., Any], self: Any, inputs: Any, mask: Any
 ) -> Any:
     """Uses the mean and variance of the whole batch in `Strategy.run`, with `synchronized=True`."""
+    mean, variance = original(_Unsynchronized(self), inputs, mask)
     context = replica_context()
     if context is None or not self.synchronized:
-        _note_own_statistics(self, context)
-        return original(_Unsynchronized(self), inputs, mask)
-    mean, variance = original(_Unsynchronized(self), inputs, mask)
+        return mean, variance
     wide = jnp.promote_types(mean.dtype, jnp.float32)
     count = _count(self, inputs, mask, wide)
     weight: Any = 1.0 / context.strategy.extended.num_replicas
@@ -222,8 +219,7 @@ def batch_normalization_moments(
         everything = total(context, count)
         weight = count / jnp.maximum(everything, 1)
     # Without entries, a replica's own mean and variance are undefined.
-    parts = (jnp.where(count > 0, x.astype(wide), 0.0) for x in (mean, variance))
-    wide_mean, wide_variance = parts
+    wide_mean, wide_variance = (jnp.where(count > 0, x.astype(wide), 0.0) for x in (mean, variance))
     global_mean = total(context, wide_mean * weight)
     spread = wide_variance + jnp.square(wide_mean - global_mean)
     global_variance = total(context, spread * weight)
@@ -274,17 +270,6 @@ def _num_parts(layer: Any, inputs: Any, training: Any, mask: Any) -> int:
             " the option out; statistics are then those of the whole batch."
         )
     return int(strategy.extended.placement.num_replicas)
-
-
-def _note_own_statistics(layer: Any, context: Any) -> None:
-    if context is not None and context.strategy not in _noted:
-        _noted.add(context.strategy)
-        _log.warning(
-            "%s: in Strategy.run, batch normalization uses the statistics of each replica's part of"
-            " the batch, as with tf.distribute and torch. BatchNormalization(synchronized=True)"
-            " uses those of the whole batch.",
-            layer.name,
-        )
 
 
 def _count(layer: Any, inputs: Any, mask: Any, dtype: Any) -> Any:

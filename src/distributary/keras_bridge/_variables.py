@@ -493,10 +493,9 @@ def value(original: property) -> property:
     def value(self: Any) -> Any:
         kept = self._value
         if isinstance(kept, ON_SERVERS):
-            with scope_that_knows(self):
-                scope = keras_private.get_stateless_scope()
-            current = None if scope is None else scope.get_current_value(self)
-            if current is None:
+            with keras_private.AutocastScope(None):
+                current = read(self)
+            if current is kept:
                 # In a symbolic scope only shapes matter, so do not fetch the value.
                 is_symbolic = keras_private.in_symbolic_scope()
                 current = jnp.zeros(kept.shape, kept.dtype) if is_symbolic else kept._peek()
