@@ -4,7 +4,6 @@ import functools
 import gc
 import signal
 import threading
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -582,35 +581,6 @@ def test_too_little_memory_for_a_variable_is_said_with_what_helps(strategy):
         dist.Variable(lambda: jnp.zeros(1 << 45))
 
     assert "experimental_shard_parameters=True" in "".join(caught.value.__notes__)
-
-
-# With a number, it is that of steps per execution, and the labels come in a dataset.
-@pytest.mark.parametrize(
-    ("labels", "ignored", "steps", "told"),
-    [
-        (range(4), None, None, 3),
-        (range(4), 3, None, None),
-        ((-1, 0, 1), None, None, -1),
-        (range(1, 4), None, 1, 3),
-        (range(1, 4), None, 2, 3),
-    ],
-)
-def test_labels_without_a_class_are_named(labels, ignored, steps, told, strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored)
-        model.compile("sgd", loss, steps_per_execution=steps or 1)
-    data = np.ones((16, 4)), np.resize(labels, 16)
-    if steps:
-        data = (dist.data.Dataset.from_tensor_slices(data).batch(4),)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.fit(*data, verbose=0)
-
-    texts = [str(one.message) for one in caught if "label" in str(one.message)]
-    assert len(texts) == (told is not None)
-    assert all(f"label {told}, but the 3 classes" in text for text in texts)
 
 
 def test_a_distribution_of_keras_beside_a_strategy_is_named(strategy):
