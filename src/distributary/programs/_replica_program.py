@@ -203,12 +203,10 @@ class ReplicaProgram(TracedProgram):
             for k in range(self.num_outs)
         ]
         first = self.pures[0]
-        self._in_forms = [
-            *[_Form()] * len(first.captures),
-            *map(_form_of, first.handles),
-            *map(_Form, self._varying_args),
-        ]
-        self._out_forms = [*map(_Form, self.split_outs), *map(_form_of, first.written)]
+        self._in_forms = self._forms_of_inputs(first)
+        # A result of the only replica is the array itself.
+        of_results = [_Form(is_split and num_replicas > 1) for is_split in self.split_outs]
+        self._out_forms = [*of_results, *map(_form_of, first.written)]
         self._out_parts = [form.parts for form in self._out_forms]
         self._staged = data is not None
         self._on_mesh = num_replicas > 1 and not self.uneven
@@ -231,6 +229,10 @@ class ReplicaProgram(TracedProgram):
     def has_first_output_everywhere(self) -> bool:
         """True if every device computes its own first result."""
         return not self.uneven and (self.split_outs[0] or self.makes_first_output)
+
+    def _forms_of_inputs(self, pure: Pure) -> list[_Form]:
+        captures = [_Form()] * len(pure.captures)
+        return [*captures, *map(_form_of, pure.handles), *map(_Form, self._varying_args)]
 
     def _cut(self, pure: Pure, data: Sequence[bool]) -> Stages:
         varying = [
@@ -367,7 +369,7 @@ class ReplicaProgram(TracedProgram):
         if self._num_replicas > 1:
             for k in stages.update_outputs:
                 if k < self.num_outs and self.split_outs[k]:
-                    results[k] = self._parts_joined([results[k]] * self._num_replicas)
+                    results[k] = _parts_joined([results[k]] * self._num_replicas)
                     if self._divides:
                         results[k] = laid_out(results[k], self._mesh, P(REPLICA_AXIS))
         new = [results[self.num_outs + i] for i in range(len(self.written))]
@@ -452,69 +454,64 @@ class ReplicaProgram(TracedProgram):
         args: Sequence[Any],
     ) -> list[Any]:
         """Returns the outputs of the first stage, with all replicas side by side."""
-        # Every replica has captures of its own, in the order of its own trace.
-        values: dict[Any, Any] = {**state, **dict(enumerate(args))}
-        inputs, outputs = [], []
-        for i, (pure, stages) in enumerate(zip(self.pures, self._stages, strict=True)):
-            capture_keys = [(i, k) for k in range(len(captures[i]))]
-            values.update(zip(capture_keys, captures[i], strict=True))
-            keys = [*capture_keys, *pure.handles, *range(len(args))]
-            inputs.append([keys[k] for k in stages.replica_inputs])
-            output_keys = _outputs(pure)
-            outputs.append([output_keys[k] for k in stages.replica_outputs])
+        inputs = []
+        for replica, (pure, stages) in enumerate(zip(self.pures, self._stages, strict=True)):
+            # Every replica has captures of its own, in the order of its own trace.
+            values = [*captures[replica], *(state[h] for h in pure.handles), *args]
+            forms = self._forms_of_inputs(pure)
+            inputs.append([_own(replica, values[k], forms[k]) for k in stages.replica_inputs])
 
-        def body(values: dict[Any, Any]) -> list[Any]:
-            outs = evaluate_jointly(
-                [stages.replica for stages in self._stages],
-                [[self._own(i, key, values[key]) for key in keys] for i, keys in enumerate(inputs)],
-            )
-            maps = []
-            for keys, out in zip(outputs, outs, strict=True):
-                num_results = sum(not isinstance(key, Handle) for key in keys)
-                results = whole_on_cores(out[:num_results], self._mesh, False)
-                maps.append(dict(zip(keys, [*results, *out[num_results : len(keys)]], strict=True)))
+        def body(inputs: list[list[Array]]) -> list[Any]:
+            outs = evaluate_jointly([stages.replica for stages in self._stages], inputs)
+            outputs: list[dict[Any, Array]] = []
+            for pure, stages, out in zip(self.pures, self._stages, outs, strict=True):
+                keys = _outputs(pure)
+                num_results = sum(k < pure.num_outs for k in stages.replica_outputs)
+                if self._mesh is not None and num_logical_devices(self._mesh) > 1:
+                    # This also tells JAX on which devices the program runs.
+                    out[:num_results] = [laid_out(x, self._mesh, P()) for x in out[:num_results]]
+                # After them come the values of the cut.
+                outputs.append(
+                    {keys[k]: x for k, x in zip(stages.replica_outputs, out, strict=False)}
+                )
             # An output that only replica 0 has is the same on all of them.
             joined = [
-                self._joined(key, [one[key] if key in one else maps[0][key] for one in maps])
-                for key in outputs[0]
+                _joined([one.get(key, first) for one in outputs], self._out_forms[k])
+                for k, (key, first) in zip(
+                    self._stages[0].replica_outputs, outputs[0].items(), strict=True
+                )
             ]
             return [*joined, *outs[0][len(joined) :]]
 
-        needed = {key: values[key] for keys in inputs for key in keys}
-        keys = list(needed)
-        run = lambda *values: body(dict(zip(keys, values, strict=True)))
         if not self._staged:
             jaxprs = [stages.replica.jaxpr for stages in self._stages]
-            results: list[Any] = self._rewrite(run, jaxprs, None)(*needed.values())
+            results: list[Any] = self._rewrite(body, jaxprs, None)(inputs)
             return results
         # A `shard_map`, because `cut_around_mesh` looks for one; all devices compute the same.
         run_on_all = jax.shard_map(
-            run, mesh=self._mesh, in_specs=P(), out_specs=P(), check_vma=False
+            body, mesh=self._mesh, in_specs=P(), out_specs=P(), check_vma=False
         )
-        return run_on_all(*needed.values())
+        return run_on_all(inputs)
 
-    def _own(self, replica: int, key: Any, value: Any) -> Array:
-        """Returns the part of an input for one replica; `key` is a handle or an argument number."""
-        if isinstance(key, Handle):
-            if key.per_replica:
-                return value[replica]
-            return jnp.zeros_like(value) if key.summed and replica > 0 else value
-        return value[replica] if isinstance(key, int) and self._varying_args[key] else value
 
-    def _joined(self, key: Any, values: list[Array]) -> Any:
-        """Joins an output of all replicas: the state of a handle, or the result with a number."""
-        if isinstance(key, Handle):
-            if key.per_replica:
-                return jnp.stack(values)
-            return sum(values[1:], values[0]) if key.summed else values[0]
-        if not self.uneven or not self.split_outs[key]:
-            return values[0]
-        return self._parts_joined(values)
+def _own(replica: int, value: Any, form: _Form) -> Array:
+    """Returns the part of an input for one replica."""
+    if form.is_split:
+        return value[replica]
+    return jnp.zeros_like(value) if form.is_summed and replica > 0 else value
 
-    def _parts_joined(self, values: Sequence[Array]) -> Any:
-        """Joins an output's values on all replicas; a list if they cannot be one array."""
-        equal = len({(value.shape, value.dtype) for value in values}) == 1
-        return jnp.stack(values) if equal else list(values)
+
+def _joined(values: Sequence[Array], form: _Form) -> Any:
+    """Joins an output of all replicas; a list if their parts cannot be one array."""
+    if form.is_summed:
+        return sum(values[1:], values[0])
+    return _parts_joined(values) if form.is_split else values[0]
+
+
+def _parts_joined(values: Sequence[Array]) -> Any:
+    """Joins the parts of replicas; a list if they cannot be one array."""
+    equal = len({(value.shape, value.dtype) for value in values}) == 1
+    return jnp.stack(values) if equal else list(values)
 
 
 @final
