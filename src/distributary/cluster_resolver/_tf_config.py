@@ -8,7 +8,7 @@ from typing import Any, final
 from distributary.cluster_resolver._cluster_spec import ClusterSpec, checked_jobs
 from distributary.cluster_resolver._multi_worker import check_roles, checked_task, place_of
 from distributary.cluster_resolver._resolver import ClusterResolver
-from distributary.errors import DistributaryError, InvalidValueError, check_type
+from distributary.errors import InvalidValueError, check_type
 
 _CLUSTER = 'TF_CONFIG["cluster"]'
 _TASK = 'TF_CONFIG["task"]'
@@ -101,13 +101,12 @@ class TFConfigClusterResolver(ClusterResolver):
 def size_of_job() -> tuple[int, int]:
     """Returns the numbers of workers and parameter servers in this process' job, from `TF_CONFIG`.
 
-    The chief counts as a worker. Both are 0 for an evaluator, which does not work with the others,
-    and for a wrong `TF_CONFIG`, about which the resolver has more to say.
+    The chief counts as a worker. Both are 0 for an evaluator, which does not work with the others.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: if `TF_CONFIG` is wrong, so that nobody knows.
     """
-    try:
-        place = place_of(TFConfigClusterResolver())
-    except DistributaryError:
-        return 0, 0
+    place = place_of(TFConfigClusterResolver()) if os.environ.get("TF_CONFIG") else None
     if place is None or place.task_type == "evaluator":
         return 0, 0
     return place.num_workers, sum(peer.task_type == "ps" for peer in place.peers)
