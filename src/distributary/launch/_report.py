@@ -1,7 +1,6 @@
 """What a worker tells its launcher: its numbers, and that it cannot be part of the job."""
 
 import contextlib
-import difflib
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 from distributary._threads import start_thread
 from distributary.devices import progress
 from distributary.errors import DistributaryError, InvalidValueError
+from distributary.launch._environment import RESTART_VARIABLE
 from distributary.launch._status import (
     REFUSED_EXIT_CODE,
     REFUSED_PREFIX,
@@ -28,8 +28,6 @@ from distributary.launch._status import (
 _SECONDS_BETWEEN_REPORTS = 1.0
 _is_reported_by_program = False
 _strategies: weakref.WeakSet[Any] = weakref.WeakSet()  # the `extended` of each
-_SETTINGS = "CERTS CONNECT_SECONDS CPU_REWRITES METRICS_PORT NPROC RESTART STATUS_FD TOKEN"
-_VARIABLES = [f"DISTRIBUTARY_{name}" for name in _SETTINGS.split()]
 _MAX_MESSAGE_BYTES = 512  # the smallest PIPE_BUF in POSIX: shorter writes are never split
 
 
@@ -78,18 +76,6 @@ def refuse_job(reason: str) -> NoReturn:
         sys.stderr.flush()
         raise SystemExit(REFUSED_EXIT_CODE)
     raise InvalidValueError(reason)
-
-
-def misspelled(environ: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yields what to say of variables with names that are almost those of distributary.
-
-    Args:
-        environ: Environment to read; `os.environ` by default.
-    """
-    for name in os.environ if environ is None else environ:
-        close = difflib.get_close_matches(name, _VARIABLES, 1, 0.92)
-        if name.startswith("DISTRIBUTARY_") and close and name != close[0]:
-            yield f"distributary does not read {name} of the environment. Did you mean {close[0]}?"
 
 
 def _launcher_fd(environ: Mapping[str, str]) -> int | None:
@@ -173,7 +159,7 @@ def numbers_of(extended: Any) -> Numbers:
     """
     numbers: Numbers = {
         "num_replicas": extended.num_replicas,
-        "num_restarts": int(os.environ.get("DISTRIBUTARY_RESTART", 0)),
+        "num_restarts": int(os.environ.get(RESTART_VARIABLE, 0)),
     }
     numbers |= _flat(extended.step_counts.snapshot(), "")
     for name, collect in list(extended.statistics_sources.items()):

@@ -15,19 +15,13 @@ from typing import Any, Final, final
 
 from distributary.errors import InvalidValueError, LaunchError, UnsupportedError, WorkerLostError
 from distributary.launch import _restarts as restarts
+from distributary.launch._environment import Task, replaced_settings, worker_environ
 from distributary.launch._hosts import Link, LocalLink, Master, RemoteLink
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
 from distributary.launch._signals import Signals
 from distributary.launch._status import REFUSED_EXIT_CODE
-from distributary.launch._worker import (
-    Ending,
-    Task,
-    Worker,
-    free_addresses,
-    replaced_settings,
-    worker_environ,
-)
+from distributary.launch._worker import Ending, Worker, free_addresses
 
 # Time for the last lines of an ended worker to arrive. Processes that it has left behind may hold
 # its stderr open.
