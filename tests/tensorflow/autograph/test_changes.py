@@ -9,6 +9,7 @@ import contextlib
 import types
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
@@ -450,6 +451,42 @@ def test_what_a_step_changes_stays_if_it_runs():
     for x, n in [(1.0, 5.0), (-1.0, 5.0), (-1.0, 0.0)]:
         total.assign(0.0)
         assert float(step(x, n)) == expected(x, n)
+
+
+class Counting(keras.layers.Layer):
+    """A layer with attributes of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.seen = 0.0, [0.0]
+
+    def call(self, x):
+        if jnp.sum(x) > 0:
+            self.count = 1.0
+            self.seen[0] = jnp.sum(x)
+        return jnp.sum(x) + self.count + self.seen[0]
+
+
+class Scaling(keras.layers.Layer):
+    """A layer that notes itself that it is built."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+        self.built = True
+
+    def call(self, x):
+        return x * self.scale
+
+
+def test_attributes_of_layers_change_where_the_branch_runs():
+    counting, scaling = Counting(), Scaling()
+
+    @dist.function(autograph=True)
+    def step(x):
+        return scaling(x) if x > 3 else 2 * x  # built in a branch: that is Keras' own record
+
+    assert float(dist.function(counting.call)(jnp.full(2, -2.0))) == -4
+    assert [float(step(x)) for x in (2.0, 5.0)] == [4, 5]
 
 
 def test_errors_that_a_step_raises_when_it_runs():

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dis
 import functools
+import inspect
 import operator
 import sys
 import types
@@ -73,16 +74,24 @@ class Contents:
 
 @final
 class _Attributes:
-    """The attributes of an object, a class or a function."""
+    """The attributes of an object, a class or a function.
 
-    def __init__(self, owner: Any) -> None:
+    Args:
+        owner: The object.
+        among: The only attributes that count; None for all.
+    """
+
+    def __init__(self, owner: Any, among: Sequence[str] | None = None) -> None:
         self.owner = owner
+        self._among = among
 
     def get(self) -> Contents:
         if isinstance(self.owner, type):
             own = {key: v for key, v in vars(self.owner).items() if not key.startswith("__")}
         else:
-            own = {name: getattr(self.owner, name) for name in _attributes_of(self.owner)}
+            names = _attributes_of(self.owner)
+            among = names if self._among is None else self._among
+            own = {name: getattr(self.owner, name) for name in names if name in among}
         return Contents([*own], [*own.values()])
 
     def put(self, contents: Contents) -> None:
@@ -258,7 +267,8 @@ class Reached:
             case bytearray() | array.array():
                 self._note(value, name)
             case tuple() | list() | dict() | collections.deque() | set():
-                if _is_own(kind.__module__) or kind.__module__ in ("builtins", "collections"):
+                root = kind.__module__.partition(".")[0]  # Keras' lists are those of layers
+                if _is_own(kind.__module__) or root in ("builtins", "collections", "keras"):
                     self._visit_items(value, name)
                 self._visit_object(value, kind, name)
             case _:
@@ -280,13 +290,16 @@ class Reached:
                 self._visit(getattr(value, "python_function", None), name)
             return
         # Layers and modules of libraries keep records of their own, which are not the user's.
-        modules = [base.__module__ for base in kind.__mro__]
-        is_plain = all(_is_own(module) or module in _BASES for module in modules)
-        if is_plain:
+        others = [b for b in kind.__mro__ if not (_is_own(b.__module__) or b.__module__ in _BASES)]
+        keys = _attributes_of(value)
+        if others:
+            keys = [key for key in keys if not key.startswith("_")]
+            of_library = frozenset[str]().union(*map(_attributes_set_by, others))
+            self._note(_Attributes(value, [key for key in keys if key not in of_library]), name)
+        else:
             self._note(_Attributes(value), name)
-        for key in _attributes_of(value):
-            if is_plain or not key.startswith("_"):
-                self._visit(getattr(value, key, None), f"{name}.{key}")
+        for key in keys:
+            self._visit(getattr(value, key, None), f"{name}.{key}")
         for base in kind.__mro__:
             self._visit(base, base.__name__)
 
@@ -366,6 +379,18 @@ def _attributes_of(thing: Any) -> list[str]:
         and not name.startswith("__")  # of C functions: numbers that are new at each look
     ]
     return [*slots, *getattr(thing, "__dict__", ())]
+
+
+@functools.cache
+def _attributes_set_by(base: type) -> frozenset[str]:
+    """Returns the attributes that methods of a library's class assign."""
+    functions = [inspect.unwrap(f) for f in vars(base).values() if inspect.isfunction(f)]
+    codes, names = [function.__code__ for function in functions], set[str]()
+    while codes:
+        code = codes.pop()
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        names.update(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
+    return frozenset(names)
 
 
 class _Uses(NamedTuple):
