@@ -105,7 +105,7 @@ def test_many_numbers_come_in_lines_that_are_written_whole(pipe, monkeypatch):
 
 
 def test_a_log_that_cannot_be_written_ends_alone(launch, tmp_path):
-    logs = tmp_path / "logs"
+    logs = tmp_path / "logs \udcff"  # a name that is no text
     logs.mkdir()
     (logs / "worker-0.restart-0.log").symlink_to("/dev/full")
 

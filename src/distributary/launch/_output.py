@@ -84,6 +84,13 @@ class TaskOutput:
                 self.reason = reason.decode("utf-8", "replace")
         return shown
 
+    def close_log(self) -> None:
+        """Closes the log, which gets nothing more."""
+        if self.log is not None:
+            with contextlib.suppress(OSError):  # raised by some file systems if the disk is full
+                self.log.close()
+            self.log = None
+
     def last_lines(self) -> list[str]:
         """Returns the last lines that the task wrote to stderr."""
         return [line.decode("utf-8", "replace") for line in self._last_lines]
@@ -248,7 +255,8 @@ class Output:
 
     def _say(self, text: str) -> None:
         prefix = self._prefix("launcher", _LAUNCHER_COLOR, _STDERR)
-        self._write_lines(_STDERR, prefix, [line.encode() for line in text.splitlines()])
+        lines = text.encode(errors="replace").splitlines()  # names of files may be no text
+        self._write_lines(_STDERR, prefix, lines)
 
     def _begin(self, task: TaskOutput, name: str, color: int, files: Sequence[IO[bytes]]) -> None:
         for number, file in enumerate(files):
@@ -277,8 +285,7 @@ class Output:
                 log.write(data)
             except OSError as error:  # this thread must go on, or the workers wait for it
                 self.say(f"{log.name} is not written any more: {error.strerror}.")
-                stream.task.log = None
-                log.close()
+                stream.task.close_log()
         self._emit(stream, stream.lines(data))
 
     def _finish(self, stream: _Stream) -> None:
@@ -290,8 +297,7 @@ class Output:
         task = stream.task
         task.num_open -= 1
         if not task.num_open:
-            if task.log is not None:
-                task.log.close()
+            task.close_log()
             task.ended.set()
 
     def _emit(self, stream: _Stream, lines: Sequence[bytes]) -> None:
