@@ -241,19 +241,6 @@ def test_boxes_of_images_are_inside_of_them():
         tf.image.central_crop(image, 0)
 
 
-def test_a_layer_may_use_the_size_of_the_batch_in_a_model_that_leaves_it_open():
-    class Shifted(tf.keras.layers.Layer):
-        def call(self, mean):
-            batch, dim = tf.shape(mean)[0], tf.shape(mean)[1]
-            return mean + tf.reshape(tf.ones((batch, dim)), (batch, -1)) + tf.zeros([batch, 1])
-
-    inputs = tf.keras.Input((4,))
-    model = tf.keras.Model(inputs, Shifted()(inputs))
-
-    assert model.output_shape == (None, 4)
-    assert model.predict(np.ones((3, 4)), verbose=0).shape == (3, 4)
-
-
 # The mean areas and ratios are those of 3000 boxes of TensorFlow 2.21.
 @pytest.mark.parametrize(
     ("covered", "mean_area", "mean_ratio"), [(0.1, 0.449, 1.239), (0.7, 0.548, 1.373)]
