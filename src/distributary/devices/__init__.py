@@ -21,7 +21,6 @@ from distributary.devices._dispatcher import (
     Dispatcher,
     JobEvent,
     Nest,
-    ProgramTimer,
     dispatcher_for,
     interrupts,
     job_programs,

@@ -26,7 +26,6 @@ from distributary.engine._step import (
     RUN,
     RUNS,
     UPDATE,
-    GlobalBatch,
     StepKind,
     global_batch,
     mode_of,

@@ -35,8 +35,6 @@ from distributary.jaxprs._equations import (
     variables_of,
     walk,
     with_bodies,
-    with_jaxprs,
     with_pass,
-    without_meshes,
 )
-from distributary.jaxprs._rewriting import Rule, Version, rewritten
+from distributary.jaxprs._rewriting import Rule, Version, rewritten, without_meshes

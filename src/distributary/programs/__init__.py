@@ -4,7 +4,7 @@ from distributary.programs._divisible import divisible
 from distributary.programs._gathers import gathers, with_gathers
 from distributary.programs._global import GlobalProgram
 from distributary.programs._joint import evaluate_jointly
-from distributary.programs._logical_devices import constrained, laid_out, spec_of_split
+from distributary.programs._logical_devices import constrained, spec_of_split
 from distributary.programs._program import TracedProgram
 from distributary.programs._replica_program import FunctionProgram, ReplicaProgram, Results
 from distributary.programs._row_wise import (

@@ -297,7 +297,7 @@ class _Evaluation:
             self._makes_form.add(position)
             self._weights[eqn.outvars[0]] = known
 
-    def _found_waits(self, weights: Sequence[_Weight]) -> dict[tuple[int, int], _Wait]:
+    def _found_waits(self, weights: Sequence[_Weight]) -> dict[tuple[_Weight, int], _Wait]:
         """Returns what gathers wait for, by the weight and the position."""
         gathers = [
             _Gather(position, weight)
@@ -308,7 +308,7 @@ class _Evaluation:
         gathers.sort(key=lambda gather: gather.position)
         sources = {*self._jaxpr.invars, *self._weights}
         most = _AHEAD * max((weight.num_bytes for weight in weights), default=0)
-        waits: dict[tuple[int, int], _Wait] = {}
+        waits: dict[tuple[_Weight, int], _Wait] = {}
         for k, (position, weight) in enumerate(gathers):
             left = most - weight.num_bytes
             for earlier in reversed(gathers[:k]):
@@ -316,7 +316,7 @@ class _Evaluation:
                 if left < 0:
                     operand = self._activation(earlier.position, sources)
                     if operand is not None:
-                        waits[id(weight), position] = _Wait(earlier.position, operand)
+                        waits[weight, position] = _Wait(earlier.position, operand)
                     break
         return waits
 
@@ -337,7 +337,7 @@ class _Evaluation:
 
         def gather(position: int, weight: _Weight) -> None:
             stored = env[weight.stored]
-            wait = self._waits.get((id(weight), position))
+            wait = self._waits.get((weight, position))
             if wait is not None:
                 early = [part for i, part in complete if i < wait.position]
                 complete[:] = [(i, part) for i, part in complete if i >= wait.position]

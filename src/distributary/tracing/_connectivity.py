@@ -77,22 +77,19 @@ def tape_region(eqns: Sequence[Equation], gradient_index: int) -> tuple[int, int
             was taken in.
     """
     tape = eqns[gradient_index].params["tape"]
-    start = stop = None
-    for index in range(gradient_index):
-        eqn = eqns[index]
-        if eqn.primitive is tape_p and eqn.params["tape"] == tape:
-            if eqn.params["event"] == "start":
-                start = index
-            elif eqn.params["event"] == "stop":
-                stop = index
-    if start is None:
+    marks = {
+        eqn.params["event"]: index
+        for index, eqn in enumerate(eqns[:gradient_index])
+        if eqn.primitive is tape_p and eqn.params["tape"] == tape
+    }
+    if "start" not in marks:
         raise UnsupportedError(
             "GradientTape.gradient was called inside a jax.lax control flow body, jax.checkpoint or"
             " jax.jit, but the tape was opened outside of it, or while a tape records that was"
             " opened later. Open the tape and take the gradient in the same body, or take the"
             " gradient after the control flow and after the other tape."
         )
-    return start, gradient_index if stop is None else stop
+    return marks["start"], marks.get("stop", gradient_index)
 
 
 def gradient_kinds(eqns: Sequence[Equation]) -> Decisions:

@@ -121,8 +121,7 @@ def _kernel_gradient(eqn: Equation) -> Version:
     most = max(1, _MAX_ADDITIONS // math.prod(window))
     num_blocks = -(-num_rows // most)
     rows = -(-num_rows // num_blocks)
-    counts = range(1, min(num_images, max(1, most // rows) if num_blocks == 1 else 1) + 1)
-    at_a_time = max([n for n in counts if num_images % n == 0])
+    at_a_time = largest_divisor(num_images, most // rows) if num_blocks == 1 else 1
     num_read = (rows - 1) * strides[0] + (window[0] - 1) * steps[0] + 1
 
     def gradient(x: Array, y: Array) -> Array:
@@ -160,6 +159,11 @@ def _kernel_gradient(eqn: Equation) -> Version:
         return lax.transpose(kernel, np.argsort((*out_spec[2:], *out_spec[:2])))
 
     return gradient
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Returns the largest divisor of a number that is at most `most`, or 1."""
+    return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)
 
 
 def padded(x: Array, eqn: Equation) -> Array:

@@ -62,6 +62,7 @@ from distributary.jaxprs import (
 from distributary.xla_cpu._depthwise import (
     depthwise_convolution,
     is_float32,
+    largest_divisor,
     padded,
     slice_of_windows,
 )
@@ -161,8 +162,7 @@ def _kernel_gradient_of_images(eqn: Equation) -> Version | None:
     num_columns = math.prod(window) * num_channels
     patches_bytes = 4 * math.prod(size) * num_columns
     most = num_images if is_one_product else _MAX_PATCHES_BYTES // patches_bytes
-    counts = range(1, min(max(1, most), num_images) + 1)
-    at_a_time = max([n for n in counts if num_images % n == 0])
+    at_a_time = largest_divisor(num_images, most)
     shape = (at_a_time, *size, num_channels)
     strides = (1, *params["rhs_dilation"], 1)
 
