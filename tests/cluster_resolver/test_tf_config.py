@@ -179,6 +179,7 @@ _WITH_SERVERS = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1", "p:2"]}
         (_config(_WITH_SERVERS, "evaluator"), (0, 0)),
         (_config(_WITH_SERVERS | {"evaluator": ["e:1"]}, "evaluator"), (0, 0)),
         (_config({"worker": ["w:1"]}), (1, 0)),
+        ({"cluster": _WITH_SERVERS}, (2, 2)),  # the program may know the task
         ("{}", (0, 0)),
         ("", (0, 0)),
     ],
@@ -189,7 +190,7 @@ def test_the_size_of_a_job_is_that_of_the_tasks_that_work_together(set_config, c
     assert size_of_job() == sizes
 
 
-@pytest.mark.parametrize("config", ["{", "[]", {"cluster": _WORKERS}, _config(index=2)])
+@pytest.mark.parametrize("config", ["{", "[]", _config({"worker": ["w0", "w1:1"]})])
 def test_a_job_of_unknown_size_is_refused(set_config, config):
     set_config(config)
 

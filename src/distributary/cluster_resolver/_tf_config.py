@@ -6,7 +6,7 @@ import os
 from typing import Any, final
 
 from distributary.cluster_resolver._cluster_spec import ClusterSpec, checked_jobs
-from distributary.cluster_resolver._multi_worker import check_roles, checked_task, place_of
+from distributary.cluster_resolver._multi_worker import check_roles, checked_task
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import InvalidValueError, check_type
 
@@ -104,12 +104,14 @@ def size_of_job() -> tuple[int, int]:
     The chief counts as a worker. Both are 0 for an evaluator, which does not work with the others.
 
     Raises:
-        InvalidTypeError, InvalidValueError: if `TF_CONFIG` is wrong, so that nobody knows.
+        InvalidTypeError, InvalidValueError: if the cluster is wrong, so that nobody knows.
     """
-    place = place_of(TFConfigClusterResolver()) if os.environ.get("TF_CONFIG") else None
-    if place is None or place.task_type == "evaluator":
+    config = _load() if os.environ.get("TF_CONFIG") else {}
+    spec, task = _cluster_spec(config), config.get("task")
+    if isinstance(task, dict) and task.get("type") == "evaluator":
         return 0, 0
-    return place.num_workers, sum(peer.task_type == "ps" for peer in place.peers)
+    sizes = {job: spec.num_tasks(job) for job in spec.jobs}
+    return sizes.get("chief", 0) + sizes.get("worker", 0), sizes.get("ps", 0)
 
 
 def _load() -> dict[str, Any]:
