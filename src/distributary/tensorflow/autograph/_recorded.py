@@ -347,6 +347,17 @@ class Recorded:
             or any(eqn.primitive.name in loops for eqn in walk(self._closed.jaxpr.eqns))
         )
 
+    def end_as(self, other: "Recorded") -> None:
+        """Takes over what is after another block, because this one ends with an error."""
+        assert self.raised is not None
+        if other.raised is not None:
+            raise self.raised
+        self.values = [value.without_arrays() for value in other.values]
+        self.changes = {
+            k: (contents, [value.without_arrays() for value in values])
+            for k, (contents, values) in other.changes.items()
+        }
+
     def run(self, arrays: Sequence[Any] = ()) -> dict[int, Any]:
         """Evaluates the block where it stands now; returns the arrays by identity, see `avals`."""
         outs = jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, *arrays)
@@ -446,13 +457,7 @@ def choose(
     blocks = Recorded(first, reached), Recorded(second, reached)
     for block, other in (blocks, blocks[::-1]):
         if block.raised is not None:
-            if other.raised is not None:
-                raise block.raised
-            block.values = [value.without_arrays() for value in other.values]
-            block.changes = {
-                k: (contents, [value.without_arrays() for value in values])
-                for k, (contents, values) in other.changes.items()
-            }
+            block.end_as(other)
     merge = _Merge(blocks, what, negated)
     results = [
         merge.add(name, one, two)
@@ -479,16 +484,22 @@ def choose(
     for k, keys, values in changes:
         reached.put(k, Contents(keys, [value() for value in values]))
     outs = [result() for result in results]
+    if _state.copies:
+        _state.copies[-1].extend(_copies(blocks, names, outs, reached))
+    return outs
+
+
+def _copies(
+    blocks: tuple[Recorded, Recorded], names: Sequence[str], outs: Sequence[Any], reached: Reached
+) -> Iterator[_Copy]:
+    """Yields the results that are copies of lists and dicts to which others can refer."""
     copied = [copy.things for block in blocks for copy in block.copies]
     for name, one, two, out in zip(names, *(block.values for block in blocks), outs, strict=True):
-        if one.value is two.value or not _state.copies:
-            continue
         of = {id(v): v for value in (one.value, two.value) for v in _containers_in(value)}
         others = [v for v in of.values() if reached.shares(v)]
         others += [v for things in copied if of.keys() & set(map(id, things)) for v in things]
-        if others:
-            _state.copies[-1].append(_Copy(name, [*_containers_in(out), *others]))
-    return outs
+        if others and one.value is not two.value:
+            yield _Copy(name, [*_containers_in(out), *others])
 
 
 def counted(contents: Contents) -> str:
