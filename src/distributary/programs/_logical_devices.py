@@ -123,20 +123,16 @@ def eval_on_replica(jaxpr: Jaxpr, replica_id: Array, args: Sequence[Array]) -> l
     return jax.core.eval_jaxpr(program, (), *args, *[replica_id] * len(ids))
 
 
-def whole_on_cores(arrays: Sequence[Array], mesh: Mesh | None, of_one: bool) -> list[Array]:
-    """Returns results of a step, whole on each logical device if a replica has several.
+def whole_on_cores(arrays: Sequence[Array], mesh: Mesh | None) -> list[Array]:
+    """Returns results of one replica, whole on each logical device if a replica has several.
 
     Args:
-        arrays: The results.
+        arrays: The results, inside `jax.shard_map`.
         mesh: Mesh with the replicas' logical devices; None without one.
-        of_one: Whether they are in the program of one replica, inside `jax.shard_map`. Outside of
-            it the constraints also tell JAX on which devices the program runs.
     """
     if mesh is None or num_logical_devices(mesh) == 1:
         return list(arrays)
-    if of_one:
-        return [constrained(x, mesh, P()) for x in arrays]
-    return [laid_out(x, mesh, P()) for x in arrays]
+    return [constrained(x, mesh, P()) for x in arrays]
 
 
 def check_on_cores(jaxpr: Jaxpr, mesh: Mesh | None) -> None:

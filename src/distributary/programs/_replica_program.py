@@ -423,7 +423,7 @@ class ReplicaProgram(TracedProgram):
         outs = eval_on_replica(opened(stages.replica), replica_id, values)
         outputs = stages.replica_outputs
         num_results = sum(i < self.num_outs for i in outputs)
-        outs[:num_results] = whole_on_cores(outs[:num_results], self._mesh, True)
+        outs[:num_results] = whole_on_cores(outs[:num_results], self._mesh)
         self._sum_states(outs)
         for k, i in enumerate(outputs):
             if self._out_forms[i].is_split:
@@ -466,21 +466,24 @@ class ReplicaProgram(TracedProgram):
             outputs: list[dict[Any, Array]] = []
             for pure, stages, out in zip(self.pures, self._stages, outs, strict=True):
                 keys = _outputs(pure)
-                num_results = sum(k < pure.num_outs for k in stages.replica_outputs)
-                if self._mesh is not None and num_logical_devices(self._mesh) > 1:
-                    # This also tells JAX on which devices the program runs.
-                    out[:num_results] = [laid_out(x, self._mesh, P()) for x in out[:num_results]]
                 # After them come the values of the cut.
                 outputs.append(
                     {keys[k]: x for k, x in zip(stages.replica_outputs, out, strict=False)}
                 )
+            numbers = self._stages[0].replica_outputs
             # An output that only replica 0 has is the same on all of them.
             joined = [
                 _joined([one.get(key, first) for one in outputs], self._out_forms[k])
-                for k, (key, first) in zip(
-                    self._stages[0].replica_outputs, outputs[0].items(), strict=True
-                )
+                for k, (key, first) in zip(numbers, outputs[0].items(), strict=True)
             ]
+            if not self._staged:
+                # XLA would divide what is computed from parts of a variable. This also tells JAX on
+                # which devices the program runs.
+                whole = lambda value: laid_out(value, self._mesh, P())
+                joined = [
+                    jax.tree.map(whole, value) if k < self.num_outs else value
+                    for k, value in zip(numbers, joined, strict=True)
+                ]
             return [*joined, *outs[0][len(joined) :]]
 
         if not self._staged:
