@@ -1,6 +1,8 @@
 """Variables of one's own of which every device holds a part, also those with the state of optax."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +104,61 @@ def test_replicas_assign_what_their_aggregation_says(aggregation):
 
     expected = {"SUM": 3.0, "MEAN": 1.5, "ONLY_FIRST_REPLICA": 1.0}[aggregation]
     np.testing.assert_array_equal(variable.numpy(), np.full((16, 16), expected))
+
+
+def test_a_value_read_while_another_thread_runs_steps_is_of_one_step():
+    strategy = _strategy(2)
+    with strategy.scope():
+        variable = dist.Variable(np.zeros(300, np.float32))
+    is_over = threading.Event()
+
+    def read_on():
+        seen = []
+        while not is_over.is_set():
+            seen.append(variable.numpy())
+        return seen
+
+    def step():
+        variable.assign_add(np.ones(300, np.float32))
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_on)
+        try:
+            for _ in range(1000):
+                strategy.run(step)
+        finally:
+            is_over.set()
+
+    seen = [set(value) for value in reading.result()]
+    assert len(seen) > 1
+    assert {len(values) for values in seen} == {1}
+
+
+def test_a_step_on_an_uneven_batch_returns_whole_values_of_each_replica():
+    strategy, y = _strategy(2), np.arange(95, dtype=np.float32).reshape(19, 5)
+    with strategy.scope():
+        variable = dist.Variable(np.arange(300, dtype=np.float32))
+
+    def step(y):
+        gradient = dist.grad(lambda: jnp.sum((variable.value()[:5] - y) ** 2), variable)()
+        total = dist.get_replica_context().all_reduce("SUM", gradient)
+        return variable.value(), gradient, total, variable.value()[: y.shape[0]]
+
+    (batch,) = strategy.experimental_distribute_dataset([y])
+    results = strategy.run(step, args=(batch,))
+
+    parts = y[:10], y[10:]
+    expected = [np.pad(np.sum(2 * (np.arange(5) - part), 0), (0, 295)) for part in parts]
+    whole = np.arange(300, dtype=np.float32)
+    for result, values in zip(
+        results,
+        ([whole] * 2, expected, [sum(expected)] * 2, [whole[:10], whole[:9]]),
+        strict=True,
+    ):
+        own = strategy.experimental_local_results(result)
+        assert len(own) == 2
+        for value, wanted in zip(own, values, strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=1e-6)
 
 
 def test_only_floats_with_one_value_are_in_parts_and_restored_so(tmp_path):

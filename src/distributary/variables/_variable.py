@@ -20,6 +20,7 @@ from distributary.context import (
     in_default_context,
 )
 from distributary.devices import (
+    fetch_whole,
     in_device_memory,
     in_host_memory,
     latest_program,
@@ -335,6 +336,9 @@ class Variable(Assignable):
                 " distributary.function, where values are traced. Use v.value()."
             )
         check_not_frozen(self._name, "read")
+        if self._layout.parts is not None:
+            with latest_program.lock:  # no step of another thread donates the parts
+                return np.array(fetch_whole(self._value, self._shape))[()]
         try:
             return np.array(self._peek())[()]
         except RuntimeError:  # a step in another thread has just donated the buffer
