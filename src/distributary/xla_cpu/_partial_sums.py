@@ -78,7 +78,7 @@ from distributary.xla_cpu._batch_dims import (
 )
 from distributary.xla_cpu._exchanged_sums import with_exchanged_sums
 from distributary.xla_cpu._loop_states import Plan, Plans, dims_in, state_of
-from distributary.xla_cpu._rewrites import may_be_rewritten, rewritten_for_cpus, with_cpu_rewrites
+from distributary.xla_cpu._rewrites import rewritten_for_cpus, with_cpu_rewrites
 
 
 def with_partial_sums(
@@ -328,9 +328,7 @@ class _Evaluation:
             ]
 
         specs = [P() if summed else P(REPLICA_AXIS) for summed in is_sum]
-        run = with_exchanged_sums(local, self._mesh)
-        if any(part.eqn is not None and may_be_rewritten(part.eqn) for part in parts):
-            run = with_cpu_rewrites(run, self._mesh)
+        run = with_cpu_rewrites(with_exchanged_sums(local, self._mesh), self._mesh)
         values = self._on_devices(run, list(leaves.values()), specs)
         stacks: dict[Atom, Array] = {}
         for atom, value, summed in zip(targets, values, is_sum, strict=True):

@@ -56,7 +56,6 @@ from distributary.jaxprs import (
     Version,
     aval_of,
     rewritten,
-    sub_jaxprs,
     with_pass,
 )
 from distributary.xla_cpu._depthwise import (
@@ -327,11 +326,6 @@ def rewritten_for_cpus(closed: ClosedJaxpr, *, is_divided: bool = False) -> Clos
 def _on_one_cpu(eqn: Equation, only_transposed: bool) -> Version | None:
     rule = _ON_ONE_CPU.get(eqn.primitive)
     return None if rule is None else rule(eqn, only_transposed)
-
-
-def may_be_rewritten(eqn: Equation) -> bool:
-    """Returns whether the rewrites may change an equation; a quick test, without its shapes."""
-    return eqn.primitive in _ON_ONE_CPU or bool(sub_jaxprs(eqn))
 
 
 def is_for_cpus(mesh: Mesh | AbstractMesh | None) -> bool:
