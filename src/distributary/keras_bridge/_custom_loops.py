@@ -30,7 +30,7 @@ from distributary.keras_bridge._variables import (
     is_sum,
     keeps_on_servers,
     place,
-    planned_layout,
+    sharding_of,
 )
 from distributary.options import ReduceOp, VariableAggregation
 from distributary.tracing import Handle, current_scope, outside_of_trace
@@ -110,7 +110,8 @@ class KerasVariable(ForeignVariable):
         self.strategy = strategy
         self._layout = strategy.extended.variable_layout()
         # A variable that is created in a trace gets its value, and then its layout, afterwards.
-        layout = planned_layout(variable) if variable._value is None else variable._layout
+        is_new = variable._value is None
+        layout = sharding_of(strategy, variable) if is_new else variable._layout
         #: Whether the value stands for a sum over replicas or workers, like the values of metrics.
         self.is_sum = is_sum(variable)
         self._handle = Handle(

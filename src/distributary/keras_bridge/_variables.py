@@ -29,6 +29,7 @@ from distributary.devices import (
     latest_program,
     local_copy,
     make_mesh,
+    own_copies,
     put_replicated,
     put_sharded,
     sharding_on,
@@ -173,8 +174,8 @@ def sharding_of(strategy: Any, variable: Any) -> Any:
     """Returns the sharding of a variable of a strategy; None leaves it to JAX."""
     if not is_sum(variable):
         extended, shape = strategy.extended, variable.shape
-        if hasattr(variable, "_distributary_layout"):  # of an optimizer
-            parts = extended.optimizer_layout(shape, variable._layout)
+        if hasattr(variable, "_distributary_beside"):  # of an optimizer
+            parts = extended.optimizer_layout(shape, variable._distributary_beside)
         else:
             dim = getattr(variable, "_distributary_dim", None)
             parts = extended.parameter_layout(shape, variable._dtype, variable.path, dim)
@@ -192,10 +193,6 @@ def _with_mesh(sharding: Any) -> NamedSharding:
     return NamedSharding(make_mesh(tuple(sharding.device_set)), P())
 
 
-# A sharding, or the variable on servers beside which new ones lie.
-_layout: ContextVar[Any] = ContextVar("layout of the variables that are created", default=None)
-
-
 _in_optimizer: ContextVar[bool] = ContextVar("in an optimizer", default=False)
 
 
@@ -207,12 +204,6 @@ def optimizing() -> AbstractContextManager[None]:
 def in_optimizer() -> bool:
     """Returns whether an optimizer runs the caller."""
     return _in_optimizer.get()
-
-
-def planned_layout(variable: object) -> Any:
-    """Returns the layout that `laid_out` gives a variable, or None."""
-    planned = getattr(variable, "_distributary_layout", None)
-    return _layout.get() if planned is None else planned
 
 
 def _description(variable: Any) -> str:
@@ -244,6 +235,12 @@ def init(
         if not isinstance(value, jax.core.Tracer):
             initializer = lambda shape, dtype: jnp.asarray(value, dtype)
             shape, dtype = value.shape, value.dtype
+    if isinstance(keras_private.current_layer(), keras.optimizers.Optimizer):
+        # Keras hands on the layout of the variable to which it belongs. Without one, Keras
+        # initializes it as a whole, and it is split afterwards.
+        self._distributary_beside = beside = kw.get("layout")
+        if has_strategy() or isinstance(beside, ON_SERVERS):
+            kw["layout"] = None
     _note_dim(self, kw.get("name"), shape)
     try:
         original(self, initializer, shape, dtype, *args, **kw)
@@ -325,11 +322,15 @@ def direct_assign(original: Callable[..., Any], self: Any, value: Any) -> None:
 def _assign(original: Callable[..., Any], self: Any, value: Any) -> None:
     strategy = _strategy_of_new(self)
     argument = value
-    if current_trial() is not None and not isinstance(value, jax.core.Tracer):
-        zeros = without_memory(value.shape, value.dtype)
-        value = value if zeros is None else zeros
-    elif (strategy is not None or self._layout is not None) and not is_divided(self._layout):
-        value = _copied(value)
+    if not isinstance(value, jax.core.Tracer):
+        zeros = None if current_trial() is None else without_memory(value.shape, value.dtype)
+        is_whole = isinstance(value, jax.Array) and len(value.devices()) == 1
+        is_placed = strategy is not None or self._layout is not None
+        if zeros is not None:
+            value = zeros
+        elif is_whole and is_placed and not is_divided(self._layout):
+            # Its memory may be that of an array of NumPy, which may change next: so this waits.
+            value = own_copies([value])[0].block_until_ready()
     is_own = value is not argument
     if strategy is not None and keeps_on_servers(strategy):
         self._distributary_strategy = strategy
@@ -357,15 +358,6 @@ def _assign(original: Callable[..., Any], self: Any, value: Any) -> None:
         self._shared = not is_own  # whoever assigns may keep an array that was not copied
 
 
-def _copied(value: Any) -> Any:
-    """Returns a copy of an array of one device, whose memory may be that of an array of NumPy."""
-    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-    if not is_array or len(value.devices()) > 1:
-        return value
-    # Unlike `jnp.array`, this compiles nothing. It waits, because NumPy's array may change next.
-    return jax.device_put(value, value.sharding, may_alias=False).block_until_ready()
-
-
 def _strategy_of_new(variable: Any) -> Any:
     """Returns the strategy of a variable that gets its first value; None for any other variable.
 
@@ -385,10 +377,7 @@ def _strategy_of_new(variable: Any) -> Any:
 def _lay_out(variable: Any, strategy: Any) -> None:
     """Gives a variable that is created in a scope its layout."""
     variable._distributary_strategy = strategy
-    planned = planned_layout(variable)
-    if isinstance(planned, NamedSharding):
-        variable._layout = planned
-    elif variable._layout is None or strategy.extended.num_workers > 1:
+    if variable._layout is None or strategy.extended.num_workers > 1:
         variable._layout = sharding_of(strategy, variable)
 
 
@@ -546,8 +535,11 @@ def keeps_on_servers(strategy: Any) -> bool:
 
 
 def on_servers(variable: Any, value: Any) -> Any:
-    """Makes the variable that keeps the value of a Keras variable, for strategies with servers."""
-    beside = planned_layout(variable)
+    """Makes the variable that keeps the value of a Keras variable, for strategies with servers.
+
+    That of an optimizer lies next to the variable to which it belongs.
+    """
+    beside = getattr(variable, "_distributary_beside", None)
     is_beside = isinstance(beside, ON_SERVERS)
     with get_strategy().scope(), colocated_with(beside) if is_beside else nullcontext():
         return Variable(value, bool(variable._trainable), variable.path, variable._dtype)
@@ -608,25 +600,9 @@ def refuse(original: Callable[..., Any], self: object, *args: Any, **kwargs: Any
     original(self, *args, **kwargs)
 
 
-def add_variable(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Lays out the variables of an optimizer.
-
-    Every device holds a part of them, if the strategy shards the optimizer's state. On servers,
-    they lie next to the variable that they belong to, whose `_layout` Keras hands on.
-    """
-    arguments = keras_private.signature_of(original).bind(*args, **kwargs).arguments
-    layout, optimizer = arguments.get("layout"), arguments["self"]
-    if not has_strategy() and not isinstance(layout, ON_SERVERS):
-        variable = original(**arguments)
-    else:
-        if has_strategy() and not isinstance(layout, ON_SERVERS):
-            extended = get_strategy().extended
-            parts = extended.optimizer_layout(arguments["shape"], layout)
-            layout = parts or extended.variable_layout().replicated
-        # Without a layout, Keras initializes it as a whole, and it is split afterwards.
-        with bound(_layout, layout):
-            variable = original(**{**arguments, "layout": None})
-    variable._distributary_layout = layout  # used if it is created or moved later
-    if optimizer.built:
-        settle(optimizer, len(optimizer.variables))
+def add_variable(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives the variables of an optimizer that is complete the state that waits for them."""
+    variable = original(self, *args, **kwargs)
+    if self.built:
+        settle(self, len(self.variables))
     return variable
