@@ -58,6 +58,7 @@ from distributary.strategies import (
     set_random_state,
     share_random_state,
 )
+from distributary.tracing import current_scope
 
 
 @final
@@ -550,7 +551,8 @@ def _has_text(model: Any) -> bool:
     return any(symbolic.dtype == "string" for symbolic in model.inputs)
 
 
-# Numbers of a batch that no class or row of a table has. JAX says nothing of them.
+# Numbers of a batch that no class or row of a table has, and columns that are repeated. JAX says
+# nothing of them.
 
 
 # The part of a batch, 0 for x or 1 for y; the array's name and number there; the largest number it
@@ -632,3 +634,18 @@ def _beyond(array: np.ndarray, largest: int) -> Any:
         if found > largest + _ROUNDING or found < -_ROUNDING:
             return found
     return None
+
+
+def check_columns(loss: Any, y_true: Any, y_pred: Any) -> None:
+    """Warns, while a step is traced, of a column that Keras repeats to make two shapes agree."""
+    elementwise = keras.losses.mean_squared_error, keras.losses.mean_absolute_error
+    if current_scope() is None or getattr(loss, "fn", None) not in elementwise:
+        return
+    shapes: Any = [getattr(y, "shape", ()) for y in (y_true, y_pred)]
+    columns = {shape[1] for shape in shapes if len(shape) == 2}
+    if len(columns) == 2 and 1 in columns:
+        of_y, of_output = shapes
+        warn(
+            f"{loss.name}: y has shape {of_y}, and the output {of_output}: the one column is"
+            " repeated. Give both as many columns, such as by the units of the last layer."
+        )

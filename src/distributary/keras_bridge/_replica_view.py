@@ -21,12 +21,7 @@ from distributary._threads import bound
 from distributary.checkpoint import settle
 from distributary.context import current_mode, get_strategy, in_global_view
 from distributary.devices import REPLICA_AXIS
-from distributary.errors import (
-    InvalidTypeError,
-    UnsupportedError,
-    shown,
-    warn,
-)
+from distributary.errors import InvalidTypeError, UnsupportedError, shown
 from distributary.keras_bridge._custom_loops import (
     build_optimizer,
     in_own_step,
@@ -36,6 +31,7 @@ from distributary.keras_bridge._custom_loops import (
     replica_context,
     total,
 )
+from distributary.keras_bridge._data import check_columns
 from distributary.keras_bridge._keras_private import apply_mask, signature_of
 from distributary.keras_bridge._variables import in_optimizer, optimizing
 from distributary.options import ReduceOp, VariableAggregation
@@ -64,24 +60,9 @@ def call_loss(
     original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
     """Notes a loss that is called, for `reduce_weighted_values`."""
-    _check_columns(self, y_true, y_pred)
+    check_columns(self, y_true, y_pred)
     with bound(_calls, (*_calls.get(), (self, y_true, y_pred))):
         return original(self, y_true, y_pred, sample_weight)
-
-
-def _check_columns(loss: Any, y_true: Any, y_pred: Any) -> None:
-    """Warns, while a step is traced, of a column that Keras repeats to make two shapes agree."""
-    elementwise = keras.losses.mean_squared_error, keras.losses.mean_absolute_error
-    if current_scope() is None or getattr(loss, "fn", None) not in elementwise:
-        return
-    shapes: Any = [getattr(y, "shape", ()) for y in (y_true, y_pred)]
-    columns = {shape[1] for shape in shapes if len(shape) == 2}
-    if len(columns) == 2 and 1 in columns:
-        of_y, of_output = shapes
-        warn(
-            f"{loss.name}: y has shape {of_y}, and the output {of_output}: the one column is"
-            " repeated. Give both as many columns, such as by the units of the last layer."
-        )
 
 
 def _of_whole_batch(context: Any, value: Any) -> Any:
