@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from distributary.job._consensus import Consensus, consensus
     from distributary.job._copies import check_same_data, copies, fingerprint
     from distributary.job._programs import compiled_once, share_compilation
-    from distributary.job._rendezvous import package_versions
     from distributary.job._turns import Turn, in_turn
+    from distributary.job._versions import package_versions
 else:  # imported on first use: the launcher talks on channels without JAX
     __getattr__ = late_names(
         __name__,
@@ -37,7 +37,7 @@ else:  # imported on first use: the launcher talks on channels without JAX
             "_consensus": "Consensus consensus",
             "_agreed_steps": "AgreedSteps Coworkers Ready signature spec_of",
             "_copies": "check_same_data copies fingerprint",
-            "_rendezvous": "package_versions",
             "_turns": "Turn in_turn",
+            "_versions": "package_versions",
         },
     )

@@ -7,7 +7,6 @@ at the address that JAX's coordination service uses afterward. `Liveness` keeps 
 
 import contextlib
 import errno
-import importlib.metadata
 import json
 import logging
 import os
@@ -31,10 +30,10 @@ from distributary.job._channel import (
     is_proof,
     proof,
 )
+from distributary.job._versions import package_versions
 
 _log = logging.getLogger(__name__)
 
-_PACKAGES = ("distributary", "jax", "jaxlib", "keras", "keras-nightly")
 # Time for an answer, after the first worker has heard from everybody or given up.
 _ANSWER_SECONDS = 10.0
 _PATIENCE_SECONDS = 10.0  # before it says whom it waits for
@@ -122,15 +121,6 @@ def connect_again(place: MultiWorker, purpose: str) -> dict[int, Channel]:
         secret = secrets.token_hex(16)
         client.key_value_set(key, json.dumps([server.getsockname()[1], secret]))
         return _accept_all(server, place, _AGAIN_SECONDS, secret)
-
-
-def package_versions() -> dict[str, str]:
-    """Returns the versions of packages that all tasks of a job must have in common."""
-    versions = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
 
 
 def _facts(place: MultiWorker) -> _Facts:

@@ -1,7 +1,6 @@
 """The command line of `distributary`."""
 
 import argparse
-import importlib.metadata
 import inspect
 import platform
 import sys
@@ -9,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from distributary.errors import DistributaryError
+from distributary.job import package_versions
 from distributary.launch import LaunchOptions
 from distributary.tools.cli import _bench, _compile, _doctor, _launch
 from distributary.tools.cli._arguments import Parser, add_topology_arguments, suggestion
-
-_PACKAGES = ("distributary", "jax", "keras")
 
 
 class _Command(NamedTuple):
@@ -102,7 +100,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         )
     namespace, unknown = whole.parse_known_args(arguments)
     if namespace.version:
-        print(_versions())
+        versions = {**package_versions(), "Python": platform.python_version()}
+        print(", ".join(f"{name} {version}" for name, version in versions.items()))
         sys.exit(0)
     if namespace.name is None:
         whole.check_known(unknown)
@@ -110,14 +109,3 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         sys.exit(2)
     namespace.parser.check_known(unknown)
     return namespace
-
-
-def _versions() -> str:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "is not installed"
-    versions["Python"] = platform.python_version()
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
