@@ -79,7 +79,7 @@ def test_elements_of_a_function_may_be_scalars_and_differ_in_length_but_not_in_s
     ones = np.ones(2)
     for elements in ([{"x": ones}, {"y": ones}], [(ones,), (ones, ones)]):
         dataset = strategy.distribute_datasets_from_function(lambda _, elements=elements: elements)
-        with pytest.raises(ReplicaMismatchError, match="gave replica 1 an element of structure"):
+        with pytest.raises(ReplicaMismatchError, match="dataset: the value of replica 1 has"):
             list(dataset)
 
 

@@ -274,7 +274,7 @@ def test_values_from_function_lie_on_their_replicas_and_may_differ_in_shape(stra
     assert [c.shape for c in values[0].values] == [(0,), (1,)]
     assert [value.values for value in values[1:]] == [(None, None), ("a", "a"), (0.0, 1.5)]
     assert [c.devices() for c in values[3].values] == [{d} for d in jax.devices()[:2]]
-    with pytest.raises(ValueError, match=r"replica 1 .*structures must agree"):
+    with pytest.raises(ValueError, match=r"replica 1 has .*structures must agree"):
         strategy.experimental_distribute_values_from_function(
             lambda context: [1] * context.replica_id_in_sync_group
         )

@@ -3,13 +3,12 @@
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from distributary._late import no_attribute
 from distributary._threads import Prefetched
@@ -35,14 +34,10 @@ from distributary.devices import (
     progress,
 )
 from distributary.engine import Placement
-from distributary.errors import (
-    InvalidValueError,
-    ReplicaMismatchError,
-    warn,
-)
+from distributary.errors import InvalidValueError, warn
 from distributary.job import AgreedSteps, Ready, signature
 from distributary.tracing import at_end, refuse_in_trace
-from distributary.variables import PerReplica, same_structure, stack_components
+from distributary.variables import PerReplica, flat_parts, stack_components
 
 Array: TypeAlias = np.ndarray | jax.Array
 Given: TypeAlias = WorkerBatch | list[Nest]
@@ -210,7 +205,7 @@ class DistributedDataset(DistributedInput):
 
                 return jax.tree.map(placed, batch.rows)
             batch = split_rows(batch.rows, batch.sizes)
-        parts, tree = _flat(batch)
+        parts, tree = flat_parts("The dataset", batch)
         columns = zip(*parts, strict=True)
         return jax.tree.unflatten(tree, [self._column(list(column)) for column in columns])
 
@@ -250,19 +245,6 @@ def _first_leaf(nest: Nest) -> Any:
     return nest
 
 
-def _flat(parts: Sequence[Nest]) -> tuple[list[list[Any]], PyTreeDef]:
-    """Returns the leaves of the replicas' parts, and their common structure."""
-    flat = [jax.tree.flatten(part) for part in parts]
-    tree = flat[0][1]
-    for i, (_, other) in enumerate(flat):
-        if not same_structure(other, tree):
-            raise ReplicaMismatchError(
-                f"The dataset gave replica {i} an element of structure {other}, and replica 0"
-                f" one of structure {tree}; all elements must have the same structure."
-            )
-    return [leaves for leaves, _ in flat], tree
-
-
 def _ready(place: Callable[[Given], Any], batch: Given) -> Ready:
     """Returns this worker's data for a step, placed as if all workers had the same shapes."""
     if isinstance(batch, WorkerBatch):
@@ -272,7 +254,7 @@ def _ready(place: Callable[[Given], Any], batch: Given) -> Ready:
         ]
         parts = functools.partial(split_rows, batch.rows, batch.sizes)
     else:
-        flat, tree = _flat(batch)
+        flat, tree = flat_parts("The dataset", batch)
         shapes = [tuple((leaf.dtype, leaf.shape) for leaf in leaves) for leaves in flat]
         parts = functools.partial(iter, batch)
     values = place(batch) if shapes.count(shapes[0]) == len(shapes) else None

@@ -81,11 +81,11 @@ from distributary.variables import (
     colocated_with,
     component_of_traced,
     default_cross_device_ops,
+    flat_parts,
     local_results,
     map_leaves,
     only_device,
     reduce_nest,
-    same_structure,
     stack_components,
 )
 
@@ -731,15 +731,10 @@ class StrategyExtended:
             return kept(value_fn(ValueContext(0, 1)))
         values = [kept(value_fn(ValueContext(i, self.num_replicas))) for i in self._local_replicas]
         is_leaf = lambda x: x is None or isinstance(x, IndexedSlices)
-        flat = [jax.tree.flatten(value, is_leaf=is_leaf) for value in values]
-        for i, (_, tree) in enumerate(flat):
-            if not same_structure(tree, flat[0][1]):
-                raise InvalidValueError(
-                    f"experimental_distribute_values_from_function: value_fn gave {tree} for"
-                    f" replica {i} and {flat[0][1]} for replica 0; the structures must agree."
-                )
-        columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-        return jax.tree.unflatten(flat[0][1], self._place_values(columns, flat[0][1]))
+        what = "experimental_distribute_values_from_function"
+        parts, tree = flat_parts(what, values, is_leaf)
+        columns = [list(column) for column in zip(*parts, strict=True)]
+        return jax.tree.unflatten(tree, self._place_values(columns, tree))
 
     def _place_values(self, columns: list[list[Any]], tree: Any) -> list[PerReplica]:
         """Places the values of this process's replicas, and of all if their shapes differ."""

@@ -8,7 +8,7 @@ import jax
 
 from distributary.devices import replica_devices
 from distributary.engine import Placement
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidValueError, check_type
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import Sharded, StrategyExtended
 from distributary.strategies._layout_rules import LayoutRules
@@ -66,19 +66,14 @@ class MirroredStrategy(Strategy):
         experimental_model_parallel: int | None = None,
         experimental_layout_map: Mapping[str, Any] | str | None = "auto",
     ) -> None:
-        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
-            is_class = isinstance(cross_device_ops, type)
-            kind = "class" if is_class else type(cross_device_ops).__name__
-            raise InvalidTypeError(
-                f"MirroredStrategy: cross_device_ops is {cross_device_ops!r}, a {kind}; expected an"
-                " instance such as distributary.NcclAllReduce()."
-            )
+        what = "MirroredStrategy: cross_device_ops"
+        expected = "an object such as distributary.NcclAllReduce()"
+        check_type(what, cross_device_ops, CrossDeviceOps | None, expected)
         sharded = Sharded.of(experimental_shard_optimizer_state, experimental_shard_parameters)
         if cross_device_ops is not None and sharded:
             raise InvalidValueError(
-                f"MirroredStrategy: cross_device_ops is {cross_device_ops!r}, but with"
-                f" {sharded.value} in parts, gradients are not combined on every device: XLA"
-                " scatters their sums. Leave out one of the two."
+                f"{what} is {cross_device_ops!r}, but with {sharded.value} in parts, gradients are"
+                " not combined on every device: XLA scatters their sums. Leave out one of the two."
             )
         rules = LayoutRules(
             "MirroredStrategy", experimental_layout_map, experimental_model_parallel

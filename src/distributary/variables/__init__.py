@@ -48,6 +48,7 @@ from distributary.variables._values import (
     PerReplica,
     component_arrays,
     component_of_traced,
+    flat_parts,
     in_order,
     key_order,
     local_results,

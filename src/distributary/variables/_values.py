@@ -266,22 +266,35 @@ def stack_components(value: PerReplica) -> PerReplica | None:
         ReplicaMismatchError: if the components differ in structure.
         InvalidTypeError: if a component is not made of arrays or numbers.
     """
-    flat = [jax.tree.flatten(component) for component in value.values]
-    for i, (_, tree) in enumerate(flat):
-        if not same_structure(tree, flat[0][1]):
-            raise ReplicaMismatchError(
-                f"PerReplica: the component of replica {i} has structure {tree}, that of replica 0"
-                f" {flat[0][1]}. Give every replica a value of the same structure."
-            )
+    parts, tree = flat_parts("PerReplica", value.values)
     columns = []
-    for column in zip(*(leaves for leaves, _ in flat), strict=True):
+    for column in zip(*parts, strict=True):
         arrays = [_component_array(leaf, i) for i, leaf in enumerate(column)]
         if len({(array.shape, array.dtype) for array in arrays}) > 1:
             return None
         arrays = _where_stacked(arrays)
         host = isinstance(arrays[0], np.ndarray)
         columns.append(np.stack(arrays) if host else jnp.stack(arrays))
-    return PerReplica.from_stacked(jax.tree.unflatten(flat[0][1], columns), value.num_replicas)
+    return PerReplica.from_stacked(jax.tree.unflatten(tree, columns), value.num_replicas)
+
+
+def flat_parts(
+    what: str, parts: Sequence[Nest], is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[list[Any]], jax.tree_util.PyTreeDef]:
+    """Returns the leaves of each replica's part of a value, and their common structure.
+
+    Raises:
+        ReplicaMismatchError: if the parts differ in structure.
+    """
+    flat = [jax.tree.flatten(part, is_leaf=is_leaf) for part in parts]
+    first = flat[0][1]
+    for i, (_, tree) in enumerate(flat):
+        if not same_structure(tree, first):
+            raise ReplicaMismatchError(
+                f"{what}: the value of replica {i} has structure {tree}, and that of replica 0"
+                f" {first}; the structures must agree."
+            )
+    return [leaves for leaves, _ in flat], first
 
 
 def same_structure(first: jax.tree_util.PyTreeDef, second: jax.tree_util.PyTreeDef) -> bool:
