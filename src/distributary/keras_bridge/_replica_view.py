@@ -194,11 +194,14 @@ def batch_normalization_moments(
     if context is None or not self.synchronized:
         return mean, variance
     wide = jnp.promote_types(mean.dtype, jnp.float32)
-    count = _count(self, inputs, mask, wide)
+    channels = inputs.shape[self.axis]
+    count = jnp.asarray(inputs.size / channels, wide)
+    if mask is not None:
+        entries = jnp.broadcast_to(mask[..., None], inputs.shape)
+        count = jnp.sum(entries.astype(wide)) / channels
     weight: Any = 1.0 / context.strategy.extended.num_replicas
     if mask is not None or is_uneven():
-        everything = total(context, count)
-        weight = count / jnp.maximum(everything, 1)
+        weight = count / jnp.maximum(total(context, count), 1)
     # Without entries, a replica's own mean and variance are undefined.
     wide_mean, wide_variance = (jnp.where(count > 0, x.astype(wide), 0.0) for x in (mean, variance))
     global_mean = total(context, wide_mean * weight)
@@ -251,14 +254,6 @@ def _num_parts(layer: Any, inputs: Any, training: Any, mask: Any) -> int:
             " the option out; statistics are then those of the whole batch."
         )
     return int(strategy.extended.placement.num_replicas)
-
-
-def _count(layer: Any, inputs: Any, mask: Any, dtype: Any) -> Any:
-    """Returns the number of entries in a replica's statistics."""
-    channels = inputs.shape[layer.axis]
-    if mask is None:
-        return jnp.asarray(inputs.size / channels, dtype)
-    return jnp.sum(jnp.broadcast_to(mask[..., None], inputs.shape).astype(dtype)) / channels
 
 
 # Gradients, combined over the replicas at the point where an optimizer receives them.

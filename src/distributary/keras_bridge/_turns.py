@@ -77,8 +77,7 @@ class _Access:
         Raises:
             InvalidValueError: if they do not know the variable.
         """
-        numbers = (i for i, other in enumerate(self.variables) if other is variable)
-        number = next(numbers, None)
+        number = next((i for i, v in enumerate(self.variables) if v is variable), None)
         if number is None:
             raise InvalidValueError(
                 f"{self.turn.place}: {variable.path!r} is in parts on several workers, and belongs"

@@ -290,13 +290,11 @@ def initialize(original: Callable[..., Any], self: Any, initializer: Any) -> Non
     if strategy is None:
         original(self, initializer)
         return
-    agreed: Callable[[Any], Any] = lambda seeds: seeds
-    layout = None
     if not keeps_on_servers(strategy):
         _lay_out(self, strategy)
-        if is_divided(self._layout):
-            layout, what = self._layout, f"the creation of {_description(self)}"
-            agreed = lambda seeds: strategy.extended.from_chief(seeds, what)
+    layout = self._layout if is_divided(self._layout) else None
+    what = f"the creation of {_description(self)}"
+    agreed = lambda seeds: seeds if layout is None else strategy.extended.from_chief(seeds, what)
     value = first_value(initializer, self._shape, self._dtype, layout, agreed)
     if value is None:
         original(self, initializer)
