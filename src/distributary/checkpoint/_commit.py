@@ -41,7 +41,7 @@ from distributary.checkpoint._array_files import (
     unreadable,
     write_arrays,
 )
-from distributary.checkpoint._leaves import Entry, RemoteCopy
+from distributary.checkpoint._leaves import Entry, RemoteCopy, enumerated
 from distributary.checkpoint._save_locks import check_free, name_and_number
 from distributary.errors import CheckpointError
 
@@ -57,7 +57,11 @@ _MARK = b'"written_by": "distributary"'  # at the beginning of these files
 _MARK_BYTES = 256
 _SEALED = re.compile(rb'(.*")([0-9a-f]{8})"\n\}', re.DOTALL)
 _TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{8}")
-_MAX_NAMES_SHOWN = 3
+_OF_KERAS = "it is a file of Keras. Load it with model.load_weights or keras.models.load_model."
+_NOTHING = (
+    f"it has no file {_INDEX}. Pass the path that save() or latest_checkpoint gave; several workers"
+    " need a folder that all of them see."
+)
 _OF_TENSORFLOW = ".index"  # the end of a name of a file in each of its checkpoints
 _CONVERT = (
     'Only TensorFlow reads it: load it there, call model.save_weights("name.weights.h5"), and here'
@@ -251,19 +255,9 @@ def read(path: Path) -> Saved:
     try:
         text = (folder / _INDEX).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        other = not_of_keras(path)
-        if other is None and path.name.endswith((".h5", ".keras")) and path.exists():
-            other = (
-                "it is a file of Keras. Load it with model.load_weights or keras.models.load_model."
-            )
-        if other is not None:
-            raise CheckpointError(
-                f"There is no checkpoint of distributary at {path}: {other}"
-            ) from None
-        raise CheckpointError(
-            f"There is no checkpoint at {path}: it has no file {_INDEX}. Pass the path that save()"
-            " or latest_checkpoint gave; several workers need a folder that all of them see."
-        ) from None
+        is_of_keras = path.name.endswith((".h5", ".keras")) and path.exists()
+        found = _OF_KERAS if is_of_keras else not_of_keras(path) or _NOTHING
+        raise CheckpointError(f"There is no checkpoint at {path}: {found}") from None
     except OSError as error:
         raise unreadable(path, f"its file {_INDEX} cannot be opened ({error.strerror})") from None
     match = _SEALED.fullmatch(text)
@@ -440,10 +434,7 @@ def _foreign(place: Path) -> str | None:
     if (others or num_bytes) and not _is_marked(place):
         return "is a folder of something else than a checkpoint"
     if others:
-        others.sort()
-        more = len(others) - _MAX_NAMES_SHOWN
-        shown = ", ".join(others[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        return f"has more in it than the checkpoint ({shown})"
+        return f"has more in it than the checkpoint ({enumerated(sorted(others))})"
     return None
 
 

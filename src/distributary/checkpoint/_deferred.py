@@ -9,12 +9,10 @@ from typing import Any, final
 
 import numpy as np
 
-from distributary.checkpoint._leaves import Entry, find_leaves, is_unbuilt
+from distributary.checkpoint._leaves import Entry, enumerated, find_leaves, is_unbuilt
 from distributary.errors import DistributaryError, InvalidValueError
 
 _log = logging.getLogger(__name__)
-
-_MAX_NAMES_SHOWN = 10
 
 _lock = threading.RLock()
 _all: "list[Deferred]" = []
@@ -112,7 +110,7 @@ class Deferred:
                 "%s: %r is built, and these values have no place in it: %s.",
                 self._path,
                 name,
-                ", ".join(left[:_MAX_NAMES_SHOWN]),
+                enumerated(left),
             )
 
     def _settle(self, name: str, root: object) -> None:
@@ -166,14 +164,9 @@ def settle(value: object, num_variables: int | None = None) -> None:
 
 def differences(missing: list[str], unexpected: list[str], problems: list[str]) -> list[str]:
     """Returns a line for each kind of difference between the state here and a checkpoint."""
-    lines = []
-    for title, names in (
-        ("Not in the checkpoint", missing),
-        ("Only in the checkpoint", unexpected),
-        ("Otherwise in the checkpoint", problems),
-    ):
-        if names:
-            more = len(names) - _MAX_NAMES_SHOWN
-            shown = ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-            lines.append(f"{title}: {shown}.")
-    return lines
+    kinds = {
+        "Not in the checkpoint": missing,
+        "Only in the checkpoint": unexpected,
+        "Otherwise in the checkpoint": problems,
+    }
+    return [f"{title}: {enumerated(names)}." for title, names in kinds.items() if names]

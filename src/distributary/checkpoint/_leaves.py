@@ -83,6 +83,7 @@ Entry = dict[str, Any]
 #: Reads a box of an array; None stands for all of it.
 Read: TypeAlias = Callable[[Box | None], np.ndarray]
 _NUMBERS = (bool, int, float, str)
+_MAX_NAMES_SHOWN = 10
 
 
 class Leaf(Protocol):
@@ -525,3 +526,9 @@ def _described(entry: Entry) -> str:
     if entry["kind"] == "array":
         return f"an array of shape {tuple(entry['shape'])}"
     return f"of type {entry['type']}" if entry["kind"] == "value" else "the state of an object"
+
+
+def enumerated(names: Sequence[str]) -> str:
+    """Returns names for a message: `"a, b and 3 more"`."""
+    more = len(names) - _MAX_NAMES_SHOWN
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
