@@ -21,15 +21,8 @@ _TOPOLOGIES = (
 
 # What other launchers call our options.
 _OTHER_NAMES = {
-    "nproc-per-node": "workers",
-    "nproc": "workers",
-    "n": "workers",
-    "np": "workers",
-    "num-processes": "workers",
-    "num-workers": "workers",
-    "gpus": "workers",
-    "master-addr": "master",
-    "rdzv-endpoint": "master",
+    "workers": "nproc-per-node nproc n np num-processes num-workers gpus",
+    "master": "master-addr rdzv-endpoint",
 }
 
 
@@ -53,7 +46,8 @@ class Parser(argparse.ArgumentParser):
             name = text.partition("=")[0]
             if not name.startswith("-"):
                 self.error(f"{text!r} is one argument too many")
-            word = _OTHER_NAMES.get(name.lstrip("-").replace("_", "-"), name.lstrip("-"))
+            word = name.lstrip("-").replace("_", "-")
+            word = next((own for own, of in _OTHER_NAMES.items() if word in of.split()), word)
             hint = suggestion(word, [flag[2:] for flag in self.flags], "--")
             if not hint and "SCRIPT" in (self.usage or ""):
                 hint = " Options of the script come after the script."
