@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
 
-from distributary.errors import InvalidValueError, LaunchError, UnsupportedError, WorkerLostError
+from distributary.errors import InvalidValueError, LaunchError, WorkerLostError
 from distributary.launch import _restarts as restarts
 from distributary.launch._environment import Task, replaced_settings, worker_environ
 from distributary.launch._hosts import Link, LocalLink, Master, RemoteLink
@@ -63,14 +63,8 @@ def run(
     Raises:
         InvalidValueError: for a `dashboard_port` without `serve`.
         LaunchError: if the hosts do not find each other.
-        UnsupportedError: on Windows.
         OSError: if a worker cannot be started, or a log file cannot be opened.
     """
-    if os.name != "posix":
-        raise UnsupportedError(
-            "launch: the launcher needs process groups, which Windows does not have. Run it on"
-            " Linux, or in WSL."
-        )
     if options.dashboard_port is not None and serve is None:
         raise InvalidValueError(
             f"launch: dashboard_port is {options.dashboard_port}, but nothing serves the page. Pass"
