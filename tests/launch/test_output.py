@@ -115,6 +115,19 @@ def test_a_log_that_cannot_be_written_ends_alone(launch, tmp_path):
     assert result.stderr.count("is not written any more: No space left on device.") == 1
 
 
+def test_a_job_starts_again_without_room_for_logs(launch, tmp_path):
+    script = """
+import shutil
+print("begun")
+shutil.rmtree(folder / "logs", ignore_errors=True)
+sys.exit(restart == 0)
+"""
+    result = launch(script, max_restarts=1, log_dir=tmp_path / "logs")
+
+    assert (result.code, result.stdout) == (0, 2 * "[worker 0] begun\n")
+    assert "worker-0.restart-1.log is not written: No such file or directory." in result.stderr
+
+
 @pytest.mark.parametrize(
     "line", ["nonsense", '{"step": "x"}', "x" * 2000, "[" * 3000, '{"step": 1' + "0" * 400 + "}"]
 )

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import IO, BinaryIO, Final, final
 
 from distributary.errors import WorkerLostError
@@ -179,7 +178,7 @@ class Output:
         name: str,
         number: int,
         streams: tuple[IO[bytes], IO[bytes], IO[bytes]],
-        log_path: Path | None,
+        log: BinaryIO | None,
         on_report: Callable[[bytes], None],
     ) -> TaskOutput:
         """Starts to copy streams, until they end; then closes them.
@@ -188,10 +187,9 @@ class Output:
             name: Name in the prefix of the lines.
             number: Number that determines the color.
             streams: The worker's stdout and stderr, and the channel of its reports.
-            log_path: File that gets an exact copy of stdout and stderr, or None.
+            log: File that gets an exact copy of stdout and stderr, or None.
             on_report: Called in the thread with every line of the channel of reports.
         """
-        log = None if log_path is None else open(log_path, "wb", buffering=0)  # noqa: SIM115
         task = TaskOutput(log, on_report)
         self._request(partial(self._begin, task, name, _COLORS[number % len(_COLORS)], streams))
         return task

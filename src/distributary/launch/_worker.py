@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import BinaryIO, final
 
 from distributary.cluster_resolver import join_address
 from distributary.errors import ClusterError
@@ -119,6 +119,7 @@ class Worker:
                 " ignored."
             )
         )
+        log = _opened_log(options, task, num_restarts, output)
         status_read, status_fd = os.pipe()
         os.set_blocking(status_fd, False)
         control, subreaper_end = socket.socketpair()
@@ -137,13 +138,11 @@ class Worker:
                 start_new_session=True,
             )
         os.close(status_fd)
-        log = f"{task.task_type}-{task.task_id}.restart-{num_restarts}.log"
-        log_path = None if options.log_dir is None else options.log_dir / log
         stdout, stderr = self._subreaper.stdout, self._subreaper.stderr
         assert stdout is not None
         assert stderr is not None
         streams = (stdout, stderr, os.fdopen(status_read, "rb", buffering=0))
-        self.output = output.attach(str(task), number, streams, log_path, self.reported.read)
+        self.output = output.attach(str(task), number, streams, log, self.reported.read)
 
     def fileno(self) -> int:
         """Returns the descriptor that becomes readable when `receive` has something to do."""
@@ -188,3 +187,19 @@ class Worker:
         if not self.is_gone:
             with contextlib.suppress(OSError):  # it has just ended
                 self._control.send(command)
+
+
+def _opened_log(
+    options: LaunchOptions, task: Task, num_restarts: int, output: Output
+) -> BinaryIO | None:
+    """Opens the log of a run; None without `log_dir`, or if a job that has begun has no room."""
+    if options.log_dir is None:
+        return None
+    path = options.log_dir / f"{task.task_type}-{task.task_id}.restart-{num_restarts}.log"
+    try:
+        return open(path, "wb", buffering=0)
+    except OSError as error:
+        if not num_restarts:
+            raise
+        output.say(f"{path} is not written: {error.strerror}.")
+        return None
