@@ -327,6 +327,19 @@ def a_name_of_an_outer_function_in_a_loop(xs):
 
 
 @rows
+def lists_that_turns_replace_or_change(xs):
+    state, kept, found = (first := [0.0, 1.0]), {"k": 0.0}, [0.0, 0.0]
+    same = kept
+    for x in xs:
+        state = [state[1], x]
+        found[0] = found[1] + x
+        if x > 2:
+            kept["k"] += x
+            kept = kept
+    return state, first, kept, same, found
+
+
+@rows
 def enumerate_and_zip(xs):
     total = 0.0
     for i, x in enumerate(xs):

@@ -184,6 +184,27 @@ def a_dict_of_two_that_a_turn_changes(x):
     return a, b
 
 
+@told(dist.errors.UnsupportedError, "`state` is a copy since the `while` at", "known only when")
+def a_list_that_turns_replace_and_change(x):
+    state = first = [x, 0.0]
+    while x > 0:
+        state[1] = state[1] + 1
+        state = [state[1], x]
+        x = x - 1
+    return first, state
+
+
+@told(
+    dist.errors.UnsupportedError, "`state` is a copy since the `for` at", "make new ones in place"
+)
+def a_list_that_turns_replace_and_that_changes_later(x):
+    state = other = [x, 0.0]
+    for i in range(jnp.int32(x)):
+        state = [state[1], x + i]
+    state[0] = 5.0
+    return other, state
+
+
 @told(ValueError, "`y` has shape (2,) after one branch of the `if` at")
 def an_error_of_a_branch_that_is_handled(x):
     try:

@@ -27,6 +27,7 @@ from distributary.tensorflow.autograph._recorded import (
     aval_in,
     aval_of,
     cast,
+    containers_in,
     counted,
     flatten,
     is_number,
@@ -34,7 +35,9 @@ from distributary.tensorflow.autograph._recorded import (
     is_undefined,
     is_unreturned,
     joined,
+    note_copies,
     plain,
+    shared_in,
     shown_name,
     zeros,
 )
@@ -110,15 +113,16 @@ class _Carry:
         self._names: list[str] = []
         self._trees: list[Any] = []
         self._leaves: dict[_Place, Any] = {}
+        # Of variables that turns give other lists or dicts: those to which others refer, too.
+        self._others: dict[int, list[Any]] = {}
         # A turn, the leaves after it, and what it has appended to lists.
         self._recorded: Recorded
         self._last: dict[_Place, Any]
         self._appended: dict[int, list[Any]]
-        for name, value in zip(variables.names, variables.get(), strict=True):
-            self._add(name, Value(value))
-        self.avals = {
-            at: aval_of(leaf) for at, leaf in self._leaves.items() if isinstance(leaf, jax.Array)
-        }
+        self._before = [*variables.get()]
+        for name, value in zip(variables.names, self._before, strict=True):
+            self._add(name, Value(value, reached.shares))
+        self.avals = _avals_of(self._leaves)
 
     def _add(self, name: str, value: Value) -> None:
         self._leaves |= _placed(len(self._names), value.leaves)
@@ -186,6 +190,8 @@ class _Carry:
         for k, more in tails.items():
             values[k] += more
         self._put(values)
+        for k, others in self._others.items():
+            note_copies(self._names[k], self._what, values[k], others)
         body(*arrays[count:])
         return self._variables.get()
 
@@ -229,7 +235,10 @@ class _Carry:
                 self._add(self._reached.names[k], Value(before.values, self._reached.holds))
 
     def _values_after(self, recorded: Recorded) -> list[Value]:
-        values = list(recorded.values)
+        values, shares = list(recorded.values), self._reached.shares
+        for k, value in enumerate(values):
+            if k not in self._others and any(map(shares, containers_in(value.value))):
+                values[k] = Value(value.value, shares)
         for k in self._changed:
             contents = recorded.changes[k][0] if k in recorded.changes else self._reached.before[k]
             values.append(Value(contents.values, self._reached.holds))
@@ -264,6 +273,8 @@ class _Carry:
                 items = [v if isinstance(v, _CONSTANTS) else next(of_turn) for v in leaves]
                 values[k] += jax.tree.unflatten(tree, items)
         self._put(values)
+        for k, others in self._others.items():
+            note_copies(self._names[k], self._what, values[k], others)
 
     def _after(
         self, values: Sequence[Value], stacks: bool
@@ -317,9 +328,40 @@ class _Carry:
                 return True
         return False
 
+    def _rebinds(self, recorded: Recorded, values: Sequence[Value]) -> bool:
+        """Lets variables that turns give other lists or dicts be copies of these; returns whether.
+
+        The others stay the lists and dicts they are, of which turns change the contents.
+        """
+        is_new = False
+        shares = self._reached.shares
+        for k, (before, after) in enumerate(zip(self._before, recorded.values, strict=True)):
+            one, two = Value(before, shares), values[k]
+            pairs = zip(one.leaves, two.leaves, strict=False)
+            is_kept = k not in self._others and one.tree == two.tree
+            is_kept &= all(a is b for a, b in pairs if shares(a) or shares(b))
+            found = shared_in(before, (), self._reached)
+            found += shared_in(after.value, (recorded,), self._reached)
+            kept = set(map(id, one.leaves)) if is_kept else set()
+            known = {id(other): other for other in self._others.get(k, ())}
+            others = known | {id(v): v for v in found if id(v) not in kept}
+            if len(others) > len(known):
+                self._others[k] = [*others.values()]
+                is_new = True
+                if not known:  # from now on all that is in it can change
+                    whole = Value(before)
+                    self._trees[k] = whole.tree
+                    for of_all in (self._leaves, self.avals):
+                        for at in [at for at in of_all if at[0] == k]:
+                            del of_all[at]
+                    self._leaves |= _placed(k, whole.leaves)
+                    more = _avals_of(_placed(k, whole.leaves))
+                    self.avals = dict(sorted((self.avals | more).items()))
+        return is_new
+
     def _is_settled(self, recorded: Recorded, stacks: bool) -> bool:
         values = self._values_after(recorded)
-        if self._returns_several(values):
+        if self._rebinds(recorded, values) or self._returns_several(values):
             return False
         leaves, _ = self._after(values, stacks)
         avals = recorded.avals()
@@ -377,6 +419,10 @@ class _Carry:
             )
         self.avals[at] = wider
         return bool(wider.dtype != before.dtype)
+
+
+def _avals_of(leaves: dict[_Place, Any]) -> dict[_Place, Any]:
+    return {at: aval_of(leaf) for at, leaf in leaves.items() if isinstance(leaf, jax.Array)}
 
 
 def _placed(k: int, leaves: Sequence[Any]) -> dict[_Place, Any]:

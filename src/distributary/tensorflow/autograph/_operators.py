@@ -143,6 +143,7 @@ def while_stmt(
     set_state: _Set,
     symbol_names: Sequence[str],
     opts: dict[str, Any],
+    private: Sequence[str] = (),
     ended: str | None = None,
 ) -> None:
     """Runs `while test: body`; from the first traced condition on with `jax.lax.while_loop`.
@@ -168,7 +169,7 @@ def while_stmt(
     names = ["the condition", *symbol_names]
     variables = Variables(lambda: [going_on, *get_state()], set_all, names)
     maximum = opts.get("maximum_iterations")
-    while_loop(turn, variables, Reached(test, body), maximum)
+    while_loop(turn, variables, Reached(test, body, private=private), maximum)
     if ended is not None and ended in symbol_names and maximum is None:
         # As a bool of Python, it says that the function has returned a value.
         after = dict(zip(symbol_names, get_state(), strict=True))
@@ -184,6 +185,7 @@ def for_stmt(
     set_state: _Set,
     symbol_names: Sequence[str],
     opts: dict[str, Any],
+    private: Sequence[str] = (),
 ) -> None:
     """Runs `for target in iter_: body(target)`; over arrays with `jax.lax.scan`.
 
@@ -199,13 +201,14 @@ def for_stmt(
         if pred is True:
             body(target)
         elif pred is not False:
-            run, reached = lambda: body(target), Reached(body)
+            run, reached = lambda: body(target), Reached(body, private=private)
             nothing = lambda: None
             _choose(goes_on, pred, run, nothing, variables, reached)
 
     if is_iterated(iter_):
         test = guarded if extra_test is not None else None
-        reached = Reached(body, *([] if extra_test is None else [extra_test]))
+        blocks = (body,) if extra_test is None else (body, extra_test)
+        reached = Reached(*blocks, private=private)
         for_loop(iter_, body, test, variables, reached)
         return
     check_advances(iter_)

@@ -368,10 +368,10 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
         used = scopes[0].referenced | scopes[1].referenced
         result = super().visit_If(node)
         dead = self._private.intersection(map(str, used - live))
-        for keyword, those in (("private", self._private), ("dead", dead)):
-            names = ast.Tuple([*map(ast.Constant, sorted(those))], ast.Load())
-            result[-1].value.keywords.append(ast.keyword(keyword, names))
-        return result
+        return self._with_names(self._with_names(result, "dead", dead), "private", self._private)
+
+    def visit_For(self, node: ast.For) -> Any:  # noqa: N802
+        return self._with_names(super().visit_For(node), "private", self._private)
 
     def visit_While(self, node: ast.While) -> Any:  # noqa: N802
         ended = None
@@ -381,6 +381,13 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
                     ended = name
         result = super().visit_While(node)
         result[-1].value.keywords.append(ast.keyword("ended", ast.Constant(ended)))
+        return self._with_names(result, "private", self._private)
+
+    @staticmethod
+    def _with_names(result: Any, keyword: str, names: frozenset[str]) -> Any:
+        """Passes names of variables to the function for a statement."""
+        value = ast.Tuple([*map(ast.Constant, sorted(names))], ast.Load())
+        result[-1].value.keywords.append(ast.keyword(keyword, value))
         return result
 
     def _is_kept(self, variable: Any) -> bool:

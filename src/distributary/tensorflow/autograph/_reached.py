@@ -143,6 +143,7 @@ class Reached:
     def __init__(
         self, *blocks: Callable[..., Any], private: Sequence[str] = (), dead: Sequence[str] = ()
     ) -> None:
+        self._names_private = private
         self._private: set[int] = set()
         self._dead: set[int] = set()
         self.names: list[str] = []
@@ -164,7 +165,7 @@ class Reached:
 
     def again(self) -> "Reached":
         """Returns the things as they are now."""
-        return Reached(*self._blocks)
+        return Reached(*self._blocks, private=self._names_private)
 
     def is_dead(self, k: int) -> bool:
         """Returns whether nothing looks at a thing after the blocks."""

@@ -157,21 +157,44 @@ class _Copy:
 
     Args:
         name: The variable of the copy, for messages.
+        what: The statement, for messages.
         things: The copy and the others.
     """
 
-    def __init__(self, name: str, things: Sequence[Any]) -> None:
+    def __init__(self, name: str, what: str, things: Sequence[Any]) -> None:
         self.things = things
         self._before = [*map(contents_of, things)]
-        self._what = f"{shown_name(name)} is a copy since the `if` at {script_line()}"
+        self._what = f"{shown_name(name)} is a copy since the `{what}` at {script_line()}"
 
     def check(self) -> None:
         if not all(contents_of(t).is_as(b) for t, b in zip(self.things, self._before, strict=True)):
             raise UnsupportedError(
-                f"{self._what}, which chooses between lists or dicts only when the step runs. Later"
+                f"{self._what}: which list or dict it is, is known only when the step runs. Later"
                 " code changes the copy or one of them, and the others would stay as they are."
-                " Copy them in the branches, list(a) or dict(a), or return new ones."
+                " Copy them before, list(a) or dict(a), or make new ones in place of the change."
             )
+
+
+def note_copies(name: str, what: str, value: object, others: Sequence[Any]) -> None:
+    """Notes that the lists and dicts in a value stand for others, if there are any.
+
+    Args:
+        name: The variable, for messages.
+        what: The statement, for messages.
+        value: The value.
+        others: The other lists and dicts.
+    """
+    if others and _state.copies:
+        _state.copies[-1].append(_Copy(name, what, [*containers_in(value), *others]))
+
+
+def shared_in(value: object, blocks: Sequence["Recorded"], reached: Reached) -> list[Any]:
+    """Returns the lists and dicts of a value of some blocks to which others can refer."""
+    of = {id(v): v for v in containers_in(value)}
+    for copy in (copy for block in blocks for copy in block.copies):
+        if of.keys() & set(map(id, copy.things)):
+            of |= {id(v): v for v in copy.things}
+    return [v for v in of.values() if reached.shares(v)]
 
 
 @contextlib.contextmanager
@@ -192,7 +215,7 @@ def check_copies() -> None:
         copy.check()
 
 
-def _containers_in(value: object) -> list[Any]:
+def containers_in(value: object) -> list[Any]:
     """Returns the lists and dicts in a value."""
     found: list[Any] = []
     flatten(value, lambda node: found.append(node) if isinstance(node, CONTAINERS) else None)
@@ -484,22 +507,11 @@ def choose(
     for k, keys, values in changes:
         reached.put(k, Contents(keys, [value() for value in values]))
     outs = [result() for result in results]
-    if _state.copies:
-        _state.copies[-1].extend(_copies(blocks, names, outs, reached))
-    return outs
-
-
-def _copies(
-    blocks: tuple[Recorded, Recorded], names: Sequence[str], outs: Sequence[Any], reached: Reached
-) -> Iterator[_Copy]:
-    """Yields the results that are copies of lists and dicts to which others can refer."""
-    copied = [copy.things for block in blocks for copy in block.copies]
     for name, one, two, out in zip(names, *(block.values for block in blocks), outs, strict=True):
-        of = {id(v): v for value in (one.value, two.value) for v in _containers_in(value)}
-        others = [v for v in of.values() if reached.shares(v)]
-        others += [v for things in copied if of.keys() & set(map(id, things)) for v in things]
-        if others and one.value is not two.value:
-            yield _Copy(name, [*_containers_in(out), *others])
+        if one.value is not two.value:
+            pair = (one.value, two.value)
+            note_copies(name, what, out, [v for of in pair for v in shared_in(of, blocks, reached)])
+    return outs
 
 
 def counted(contents: Contents) -> str:
