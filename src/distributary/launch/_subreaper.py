@@ -62,10 +62,12 @@ class _Subreaper:
             watched = [wake_fd, *([self._control_fd] if self._has_launcher else [])]
             timeout = None if self._kill_at is None else _POLL_SECONDS
             ready, _, _ = select.select(watched, [], [], timeout)
-            if wake_fd in ready:
-                self._read_signals(os.read(wake_fd, 4096))
+            if wake_fd in ready and set(os.read(wake_fd, 4096)) & set(_STOP_SIGNALS):
+                self._begin_to_end(self._grace_seconds)
             if self._control_fd in ready:
-                self._read_control(os.read(self._control_fd, 4096))
+                told = os.read(self._control_fd, 4096)
+                self._has_launcher = bool(told)
+                self._begin_to_end(0 if b"K" in told else self._grace_seconds)
 
     def _install_handlers(self) -> int:
         """Returns a descriptor on which the numbers of received signals can be read."""
@@ -102,15 +104,6 @@ class _Subreaper:
             os.setpgid(pid, pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
-
-    def _read_signals(self, numbers: bytes) -> None:
-        if set(numbers) & set(_STOP_SIGNALS):
-            self._begin_to_end(self._grace_seconds)
-
-    def _read_control(self, data: bytes) -> None:
-        if not data:
-            self._has_launcher = False
-        self._begin_to_end(0 if b"K" in data else self._grace_seconds)
 
     def _begin_to_end(self, grace_seconds: float) -> None:
         kill_at = time.monotonic() + grace_seconds

@@ -153,7 +153,8 @@ class Supervisor:
             while True:
                 self._on_command()
                 if self._ending is not None and all(worker.is_gone for worker in self._workers):
-                    self._wait_for_output()
+                    for worker in self._workers:
+                        self.output.wait(worker.output)
                     if isinstance(self._ending, restarts.Exit):
                         return self._finish(self._ending)
                     self._get_ready(self._ending)
@@ -371,10 +372,6 @@ class Supervisor:
                 self.output.say(f"received {name} again; ending all workers at once.")
                 for worker in self._workers:
                     worker.kill()
-
-    def _wait_for_output(self) -> None:
-        for worker in self._workers:
-            self.output.wait(worker.output)
 
     def _finish(self, command: restarts.Exit) -> int:
         if command.last_lines and command.last_lines != self.output.lines_at_the_end():
