@@ -89,10 +89,9 @@ class _Attributes:
         if isinstance(self.owner, type):
             own = {key: v for key, v in vars(self.owner).items() if not key.startswith("__")}
         else:
-            names = _attributes_of(self.owner)
-            among = names if self._among is None else self._among
-            own = {name: getattr(self.owner, name) for name in names if name in among}
-        return Contents([*own], [*own.values()])
+            own = {name: getattr(self.owner, name) for name in _attributes_of(self.owner)}
+        keys = [name for name in own if self._among is None or name in self._among]
+        return Contents(keys, [own[name] for name in keys])
 
     def put(self, contents: Contents) -> None:
         of = type if isinstance(self.owner, type) else object
@@ -259,7 +258,9 @@ class Reached:
                 self._visit(value.fset, name)
             case type():
                 if _is_own(value.__module__):
-                    self._note(_Attributes(value), value.__name__)
+                    public = [key for key in vars(value) if not key.startswith("_")]
+                    among = public if _library_bases_of(value) else None
+                    self._note(_Attributes(value, among), value.__name__)
                     for key, part in list(vars(value).items()):
                         if not key.startswith("__") or isinstance(part, types.FunctionType):
                             self._visit(part, f"{value.__name__}.{key}")
@@ -290,10 +291,8 @@ class Reached:
             if kind.__module__.startswith("distributary."):  # a compiled function
                 self._visit(getattr(value, "python_function", None), name)
             return
-        # Layers and modules of libraries keep records of their own, which are not the user's.
-        others = [b for b in kind.__mro__ if not (_is_own(b.__module__) or b.__module__ in _BASES)]
         keys = _attributes_of(value)
-        if others:
+        if others := _library_bases_of(kind):
             keys = [key for key in keys if not key.startswith("_")]
             of_library = frozenset[str]().union(*map(_attributes_set_by, others))
             self._note(_Attributes(value, [key for key in keys if key not in of_library]), name)
@@ -380,6 +379,11 @@ def _attributes_of(thing: Any) -> list[str]:
         and not name.startswith("__")  # of C functions: numbers that are new at each look
     ]
     return [*slots, *getattr(thing, "__dict__", ())]
+
+
+def _library_bases_of(kind: type) -> list[type]:
+    """Returns the bases of a class, or itself, that keep records which are not the user's."""
+    return [b for b in kind.__mro__ if not (_is_own(b.__module__) or b.__module__ in _BASES)]
 
 
 @functools.cache
