@@ -86,7 +86,7 @@ def back_up(original: Callable[[Any], None], callback: Any) -> None:
             call.due.append(callback)  # Keras cannot go on with an epoch without a step
             return
     sync_state(model)
-    progress = {
+    reached = {
         "epoch": callback._current_epoch,
         "steps": callback.params.get("steps"),
         "batch_size": getattr(call.data, "batch_size", None),
@@ -96,19 +96,19 @@ def back_up(original: Callable[[Any], None], callback: Any) -> None:
 
     def write() -> None:
         with by_itself(strategy):
-            _write_backup(callback, progress)
+            _write_backup(callback, reached)
 
     take_turn(0, model, strategy, write)
 
 
-def _write_backup(callback: Any, progress: dict[str, Any]) -> None:
+def _write_backup(callback: Any, reached: dict[str, Any]) -> None:
     model = callback.model
     _take_folder(callback)
     if callback.double_checkpoint and os.path.exists(callback._weights_path):
         file_utils.copy(callback._weights_path, callback._prev_weights_path)
         file_utils.copy(callback._training_metadata_path, callback._prev_training_metadata_path)
     seeds = [np.asarray(state.value).tolist() for state in _seed_states(model)]
-    described = json.dumps({**progress, "model_seeds": seeds}).encode()
+    described = json.dumps({**reached, "model_seeds": seeds}).encode()
     with complete_file(Path(callback._weights_path)) as path:
         inspect.unwrap(saving_lib.save_weights_only)(model, str(path))
         with h5py.File(path, "r+") as file:
@@ -160,7 +160,7 @@ def restore(original: Callable[..., None], callback: Any, logs: object = None) -
     found: list[bytes] = []
 
     def read() -> None:
-        callback._load_model = lambda: found.extend(_read_backup(callback))
+        callback._load_model = lambda: found.append(_read_backup(callback))
         try:
             with by_itself(strategy):  # Keras takes the backup before if this one is damaged
                 original(callback, logs)
@@ -170,41 +170,40 @@ def restore(original: Callable[..., None], callback: Any, logs: object = None) -
     sync_state(model)
     take_turn(0, model, strategy, read)
     from_chief = strategy.extended.from_chief
-    (sizes,) = from_chief(
-        [np.array([len(part) for part in found] or [0, 0])], "the sizes of the backup"
-    )
-    if not sizes[0]:
+    (size,) = from_chief([np.array(sum(map(len, found)))], "the size of the backup")
+    if not size:
         return
     take_over(model, strategy)
-    parts = [np.frombuffer(part, np.uint8) for part in found or map(bytes, map(int, sizes))]
-    described, packed = (part.tobytes() for part in from_chief(parts, "the progress of training"))
+    own = np.frombuffer(found[0] if found else bytes(int(size)), np.uint8)
+    (of_chief,) = from_chief([own], "the progress of training")
+    described, _, packed = of_chief.tobytes().partition(b"\n")
     _go_on(callback, json.loads(described))
     _unpack_callbacks(packed)
 
 
-def _go_on(callback: Any, progress: dict[str, Any]) -> None:
+def _go_on(callback: Any, reached: dict[str, Any]) -> None:
     """Lets training go on from there."""
     model, call = callback.model, current_call.get()
-    callback._current_epoch = model._initial_epoch = epoch = progress["epoch"]
-    if call is None or "position" not in progress:  # Keras made it without a strategy
+    callback._current_epoch = model._initial_epoch = epoch = reached["epoch"]
+    if call is None or "position" not in reached:  # Keras made it without a strategy
         return
-    for generator, state in zip(_seed_states(model), progress["model_seeds"], strict=True):
+    for generator, state in zip(_seed_states(model), reached["model_seeds"], strict=True):
         generator.assign(np.array(state, generator.dtype))
-    position = Position(**progress["position"])
-    was, steps = progress["steps"], callback.params.get("steps")
+    position = Position(**reached["position"])
+    was, steps = reached["steps"], callback.params.get("steps")
     size = getattr(call.data, "batch_size", None)
-    has_other_size = progress["batch_size"] != size
+    has_other_size = reached["batch_size"] != size
     if (position.steps and was != steps) or (position.batches and has_other_size):
         _log.warning(
             "BackupAndRestore: the backup was made after %s of %s steps of epoch %s, with"
             " batch_size %s, and an epoch has %s with %s now. So that epoch begins anew, and uses"
             " its first examples again.",
-            *(position.steps, was, epoch + 1, progress["batch_size"], steps, size),
+            *(position.steps, was, epoch + 1, reached["batch_size"], steps, size),
         )
         batches = 0 if has_other_size else position.batches - position.steps
         position = dataclasses.replace(position, steps=0, batches=batches)
     elif position.steps:
-        call.metrics = progress["metrics"]
+        call.metrics = reached["metrics"]
         callback._last_batch_seen = position.steps - 1
     call.go_to(position)
 
@@ -223,18 +222,19 @@ def _resume_metrics(model: Any, values: list[Any]) -> None:
             variable.assign(np.array(value, variable.dtype))
 
 
-def _read_backup(callback: Any) -> tuple[bytes, bytes]:
+def _read_backup(callback: Any) -> bytes:
     """Loads weights.
 
     Returns:
-        The progress of training, as JSON, and the state of the callbacks. Empty without a backup.
+        The progress of training, as a line of JSON, then the state of the callbacks. Empty without
+        a backup.
     """
     path = callback._weights_path
     is_local = not file_utils.is_remote_path(path)
     if is_local:
         _take_folder(callback)
     if not file_utils.exists(path):
-        return b"", b""
+        return b""
     if is_local and is_damaged(Path(path)):
         raise CheckpointError(
             f"BackupAndRestore: {path} is damaged: its checksum is not right. Remove it to begin"
@@ -244,12 +244,12 @@ def _read_backup(callback: Any) -> tuple[bytes, bytes]:
     if is_local:
         with h5py.File(path, "r") as file:
             if _PROGRESS in file:
-                return file[_PROGRESS][:].tobytes(), file[_CALLBACKS][:].tobytes()
+                return b"\n".join(file[name][:].tobytes() for name in (_PROGRESS, _CALLBACKS))
     # Keras made it without a strategy.
     if not file_utils.exists(callback._training_metadata_path):
-        return b'{"epoch": 0}', b""
+        return b'{"epoch": 0}'
     with file_utils.File(callback._training_metadata_path, "r") as file:
-        return json.dumps({"epoch": int(json.loads(file.read())["epoch"])}).encode(), b""
+        return json.dumps({"epoch": int(json.loads(file.read())["epoch"])}).encode()
 
 
 def _callbacks() -> list[tuple[Any, list[str]]]:
