@@ -509,6 +509,13 @@ def test_a_function_outside_of_run_trains_like_one_device(strategy_of):
         (lambda strategy, losses: jnp.mean(losses), 1),
         (lambda strategy, losses: jnp.sum(losses) / (4 * strategy.num_replicas_in_sync), 0),
         (lambda _, losses: keras.losses.MeanSquaredError()(jnp.zeros_like(losses), losses), 0),
+        (
+            lambda _, losses: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")(
+                jnp.zeros_like(losses), losses, sample_weight=jnp.ones_like(losses)
+            ),
+            0,
+        ),
+        (lambda _, losses: keras.losses.MeanSquaredError("sum")(losses, 0 * losses) / 8, 0),
     ],
 )
 def test_a_step_that_does_not_divide_is_told_that_gradients_are_summed(
@@ -525,7 +532,7 @@ def test_a_step_that_does_not_divide_is_told_that_gradients_are_summed(
             lambda: loss_of(strategy, model(x, training=True).mean(-1)),
         )
 
-    for batch in strategy.experimental_distribute_dataset(_BATCHES):
+    for batch in strategy.experimental_distribute_dataset(_of_size(7)):  # uneven
         strategy.run(step, args=batch)
 
     told = [one for one in caplog.messages if one.startswith("apply_gradients adds")]

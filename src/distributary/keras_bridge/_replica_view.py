@@ -109,13 +109,15 @@ def reduce_weighted_values(
     is_part = len(_calls.get()) > 1  # of a loss, which is divided as a whole
     if context is None or is_part or reduction in (None, "none"):
         return original(values, sample_weight, mask, reduction, dtype)
+    # Read in any case, which tells the scope that the loss is one of the whole batch.
+    num_replicas = context.num_replicas_in_sync
     if jnp.shape(values) == ():
         values = _of_whole_batch(context, values)
         # One entry, or Keras would make weights of a single row a number, too.
         values = values if sample_weight is None and mask is None else values[None]
     losses = original(values, sample_weight, mask, "none", dtype)
     if losses.shape == ():
-        return losses / context.num_replicas_in_sync
+        return losses / num_replicas
     if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
         return losses
     loss = jnp.sum(losses)
@@ -128,7 +130,7 @@ def reduce_weighted_values(
     elif is_uneven():
         divisor = total(context, jnp.asarray(losses.size, loss.dtype))
     else:
-        divisor = jnp.asarray(losses.size * context.num_replicas_in_sync, loss.dtype)
+        divisor = jnp.asarray(losses.size * num_replicas, loss.dtype)
     if mask is not None and not is_weighted:
         # Weights of valid entries are scaled by total over valid, so that they count for all.
         valid = jnp.sum(jnp.asarray(mask).astype(losses.dtype))
