@@ -22,7 +22,7 @@ _PATTERN = re.compile(
 @final
 @dataclass(frozen=True)
 class DeviceName:
-    """The name of a device of this process.
+    """The name of a device of this process; as text, `"CPU:0"`.
 
     Args:
         kind: `"CPU"`, `"GPU"` (NVIDIA and AMD) or `"TPU"`. For other backends of JAX, the name of
@@ -34,15 +34,8 @@ class DeviceName:
     kind: str
     index: int
 
-    @property
-    def short(self) -> str:
-        """Short name, for messages and logs: `"CPU:0"`."""
+    def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
-
-    @property
-    def canonical(self) -> str:
-        """Name in the style of tf.distribute: `"/job:localhost/replica:0/task:0/device:CPU:0"`."""
-        return f"/job:localhost/replica:0/task:0/device:{self.short}"
 
 
 def parse_device(text: str) -> DeviceName:
@@ -114,7 +107,7 @@ def canonical_name(device: str | jax.Device) -> str:
     Raises:
         DeviceError: if the string cannot be parsed, or the device belongs to another process.
     """
-    return name_of(device).canonical
+    return f"/job:localhost/replica:0/task:0/device:{name_of(device)}"
 
 
 def short_name(device: str | jax.Device) -> str:
@@ -123,7 +116,7 @@ def short_name(device: str | jax.Device) -> str:
     Raises:
         DeviceError: if the string cannot be parsed, or the device belongs to another process.
     """
-    return name_of(device).short
+    return str(name_of(device))
 
 
 def resolve_device(device: str | jax.Device, *, num_cpu_devices_wanted: int = 1) -> jax.Device:

@@ -178,7 +178,7 @@ def _check_names(elements: Sequence[str | jax.Device], names: Sequence[DeviceNam
         earlier = first_replica_on.setdefault(name, replica_id)
         if earlier != replica_id:
             raise DeviceError(
-                f"Replicas {earlier} and {replica_id} are both on {name.short}:"
+                f"Replicas {earlier} and {replica_id} are both on {name}:"
                 f" {elements[earlier]!r} and {elements[replica_id]!r} are the same device. Name"
                 " each device once."
             )
