@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tensorflow._composites import SparseTensor, sparse_rows
-from distributary.tensorflow._host import Element, host_array
+from distributary.tensorflow._host import Element, host_array, package
 from distributary.tensorflow._operations import array
-from distributary.tensorflow._training import message_type, package
+from distributary.tensorflow._training import message_type
 
 
 @final
@@ -320,7 +320,7 @@ def decode_image(
     is 1, 3 or 4, or 0 for what the file has. Of animations you get the first frame.
     """
     modes = {1: "L", 3: "RGB", 4: "RGBA"}
-    image = package("PIL.Image", "pillow").open(io.BytesIO(_bytes(contents)))
+    image = package("tf.image", "PIL.Image", "pillow").open(io.BytesIO(_bytes(contents)))
     mode = modes.get(channels or len(image.getbands()))
     if (channels and mode is None) or image.mode.startswith("I"):
         raise InvalidValueError(
@@ -488,5 +488,5 @@ def _encoded(image: ArrayLike, kind: str, **options: Any) -> bytes:
         )
     pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
     file = io.BytesIO()
-    package("PIL.Image", "pillow").fromarray(pixels).save(file, kind, **options)
+    package("tf.image", "PIL.Image", "pillow").fromarray(pixels).save(file, kind, **options)
     return file.getvalue()

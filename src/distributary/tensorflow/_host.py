@@ -5,9 +5,11 @@ Their arrays are NumPy's, as in `Dataset.map`, and have TensorFlow's method `num
 
 import functools
 import hashlib
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, final
 
 import jax
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.errors import InvalidValueError, MissingPackageError, UnsupportedError
 from distributary.tensorflow.autograph import check_when_run, is_traced
 
 
@@ -133,6 +135,20 @@ def local_path(path: Any) -> str:
             f"tf.io.gfile: {text!r} is in an object store. Mount it as a folder, or use fsspec."
         )
     return text
+
+
+def package(what: str, module: str, package: str) -> ModuleType:
+    """Imports and returns a module of a package that is optional.
+
+    Args:
+        what: What needs it, for the message.
+        module: The module.
+        package: The package as pip knows it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MissingPackageError(f"{what} needs {package}: pip install {package}") from None
 
 
 def bucket_of(text: str, num_buckets: int) -> int:

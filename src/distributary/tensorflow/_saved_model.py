@@ -14,7 +14,6 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -34,6 +33,7 @@ from distributary.errors import (
     described,
 )
 from distributary.tensorflow._functions import ConcreteFunction, Function, Method
+from distributary.tensorflow._host import package
 from distributary.tensorflow._operations import array, canonical
 from distributary.variables import ForeignVariable, Variable
 
@@ -252,8 +252,8 @@ class _Programs:
         state = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         arguments = jax.tree.unflatten(structure, structs)
         exported = export.export(jax.jit(run), platforms=_PLATFORMS)(state, arguments)
-        with needs_flatbuffers("save"):
-            code = exported.serialize()
+        package("tf.saved_model.save", "flatbuffers", "flatbuffers")  # which JAX writes
+        code = exported.serialize()
         places = [self._place("variables", handle.cell()) for handle in handles]
         return bytes(code), places + [self._place("constants", one) for one in captures]
 
@@ -347,18 +347,6 @@ def load(export_dir: _Path, tags: Any = None, options: object = None) -> "SavedM
     return SavedModel(json.loads(saved.entries[INDEX]["value"]), arrays)
 
 
-@contextmanager
-def needs_flatbuffers(what: str) -> Iterator[None]:
-    """Names the package that JAX needs for programs in files, if the block finds it missing."""
-    try:
-        yield
-    except ImportError as error:
-        raise MissingPackageError(
-            f"tf.saved_model.{what} needs flatbuffers, in whose format JAX keeps programs. Install"
-            " it: pip install flatbuffers"
-        ) from error
-
-
 def contains_saved_model(export_dir: _Path) -> bool:
     """Returns whether a folder is a saved model that was written here.
 
@@ -422,10 +410,8 @@ class _Program:
         self.names: list[str] = entry["names"]
         self.specs = [TensorSpec(shape, dtype) for shape, dtype in entry["specs"]]
         self._state = [arrays[place] for place in entry["state"]]
-        with needs_flatbuffers("load"):
-            exported = export.deserialize(
-                bytearray(zlib.decompress(base64.b64decode(entry["code"])))
-            )
+        package("tf.saved_model.load", "flatbuffers", "flatbuffers")  # which JAX reads
+        exported = export.deserialize(bytearray(zlib.decompress(base64.b64decode(entry["code"]))))
         self._call = jax.jit(exported.call)
         (_, self._avals), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
         self._structure: Any = jax.tree.structure(self._avals)

@@ -2,20 +2,19 @@
 
 import abc
 import functools
-import importlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, final
 
 import jax.numpy as jnp
 
 from distributary.checkpoint import latest_checkpoint, list_variables, load_variable, numbered
-from distributary.errors import InvalidValueError, MissingPackageError
+from distributary.errors import InvalidValueError
+from distributary.tensorflow._host import package
 from distributary.tensorflow._operations import array
 from distributary.variables import Variable
 
@@ -42,7 +41,7 @@ _making_messages = threading.Lock()
 @functools.cache
 def _messages() -> dict[str, Any]:
     """Makes the protobuf classes, by their names in `tf.train`."""
-    descriptors = package("google.protobuf.descriptor_pb2", "protobuf")
+    descriptors = package("tf.train", "google.protobuf.descriptor_pb2", "protobuf")
     field = descriptors.FieldDescriptorProto
     file = descriptors.FileDescriptorProto(
         name="distributary/example.proto", package="tensorflow", syntax="proto3"
@@ -87,20 +86,11 @@ def _messages() -> dict[str, Any]:
     add(tensor, one, 1, "dtype", "TYPE_INT32")
     add(tensor, one, 2, "tensor_shape", "TensorShapeProto")
     add(tensor, one, 4, "tensor_content", "TYPE_BYTES")
-    pool = package("google.protobuf.descriptor_pool", "protobuf").DescriptorPool()
+    pool = package("tf.train", "google.protobuf.descriptor_pool", "protobuf").DescriptorPool()
     pool.Add(file)
-    factory = package("google.protobuf.message_factory", "protobuf")
+    factory = package("tf.train", "google.protobuf.message_factory", "protobuf")
     types = [pool.FindMessageTypeByName(f"tensorflow.{proto.name}") for proto in file.message_type]
     return {one.name: factory.GetMessageClass(one) for one in types}
-
-
-def package(module: str, package: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise MissingPackageError(
-            f"tf.io and tf.train need {package} for this: pip install {package}"
-        ) from None
 
 
 @final
