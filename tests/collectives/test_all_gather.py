@@ -99,23 +99,18 @@ def test_inside_jit_and_scan(on_replicas):
 
 
 @pytest.mark.parametrize(
-    ("value", "axis", "error", "message"),
+    ("parts", "axis", "error", "message"),
     [
-        (np.float32(1.0), 0, InvalidValueError, "a component is a scalar"),
-        (np.ones(3), 1, InvalidValueError, r"axis 1 is out of range .* shape \(3,\)"),
-        (np.ones(3), True, InvalidTypeError, "axis is True, expected an int"),
-        (np.ones(3), 0.0, InvalidTypeError, r"axis is 0\.0, expected an int"),
+        ([np.float32(1.0)] * 2, 0, InvalidValueError, "a component is a scalar"),
+        ([np.ones(3)] * 2, 1, InvalidValueError, r"axis 1 is out of range .* shape \(3,\)"),
+        ([np.ones(3)] * 2, True, InvalidTypeError, "axis is True, expected an int"),
+        ([np.ones(3)] * 2, 0.0, InvalidTypeError, r"axis is 0\.0, expected an int"),
+        (
+            [np.ones((2, 3)), np.ones((4, 1))],
+            *(0, ReplicaMismatchError, r"^all_gather: .* \(4, 1\),.* \(2, 3\);.* dim 0"),
+        ),
     ],
 )
-def test_misuse(value, axis, error, message, on_replicas):
+def test_misuse(parts, axis, error, message, on_replicas):
     with pytest.raises(error, match=message):
-        on_replicas(lambda x: _all_gather(x, axis), [value, value])
-
-
-def test_parts_that_differ_in_another_dim_are_refused(on_replicas):
-    parts = [np.ones((2, 3)), np.ones((4, 1))]
-
-    with pytest.raises(
-        ReplicaMismatchError, match=r"^all_gather: .* \(4, 1\),.* \(2, 3\);.* dim 0"
-    ):
-        on_replicas(lambda x: _all_gather(x, 0), parts)
+        on_replicas(lambda x: _all_gather(x, axis), parts)

@@ -74,13 +74,6 @@ def test_a_function_is_retraced_in_another_scope_and_works_as_a_method(strategy)
     assert seen == [1, 2]
 
 
-def test_python_results_that_differ_between_replicas_are_refused(strategy_of):
-    uneven = dist.PerReplica([jnp.ones(2), jnp.ones(3)])
-
-    with pytest.raises(ValueError, match=r"\[2\] on one replica and \[3\] on another"):
-        strategy_of(2).run(lambda x: x.shape[0], (uneven,))
-
-
 def test_updating_many_variables_with_one_function_does_not_warn(strategy):
     with strategy.scope():
         variables = [dist.Variable(1.0, name=f"v{i}") for i in range(12)]

@@ -296,8 +296,9 @@ def _gathers_in_one_jit(x):
             r"has lengths \[2, 1\] on the replicas",
         ),
         (_gathers_in_one_jit, r"one jax\.jit function with all_gather"),
+        (lambda x: x.shape[0], r"the Python values \[2\] on one replica and \[1\] on another"),
     ],
-    ids=["per example", "collective", "gather", "result", "scan over rows", "jit"],
+    ids=["per example", "collective", "gather", "result", "scan over rows", "jit", "number"],
 )
 def test_steps_that_depend_on_the_number_of_rows_are_refused(step, message, run):
     with pytest.raises(ReplicaMismatchError, match=message):
