@@ -311,7 +311,6 @@ class ReplicaProgram(TracedProgram):
             scopes = []
             stopped = False
             for replica, replica_avals in enumerate(avals):
-                uneven.start(replica)
                 if feeding is not None:
                     feeding.position = position
                 try:

@@ -120,6 +120,8 @@ def trace(
         scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas, number, converts)
         if feeding is not None:
             feeding.position = position
+        if uneven is not None and replica is not None:
+            uneven.start(replica)
 
         try:
             closed = _traced_once(function, subject, scope, names, args, kwargs)
