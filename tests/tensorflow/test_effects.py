@@ -1,7 +1,8 @@
 """What importing and using the module changes for the rest of the process.
 
 JAX has one class for all arrays, so all of them get TensorFlow's methods. Keras gets layers of
-text, where it has none because TensorFlow is missing. Nothing else changes.
+text, where it has none because TensorFlow is missing, and its models what steps for Keras 2 use.
+Nothing else changes.
 """
 
 _PROGRAM = """
@@ -27,7 +28,9 @@ def changed(before):
 
 names = "numpy get_shape set_shape assign assign_add assign_sub"
 layers = "Input IntegerLookup StringLookup TextVectorization"
-CHANGES = {(True, name) for name in names.split()} | {(False, name) for name in layers.split()}
+models = "compiled_loss compiled_metrics distribute_strategy"
+CHANGES = {(True, name) for name in names.split()}
+CHANGES |= {(False, name) for name in f"{layers} {models}".split()}
 before, environ = surroundings(), dict(os.environ)
 import distributary.compat.tensorflow as tf
 assert changed(before) == CHANGES, changed(before)

@@ -4,9 +4,10 @@
 
 Arrays are JAX arrays. From this import on, all of them have TensorFlow's methods `numpy()`,
 `get_shape()` and `set_shape()`, as have the NumPy arrays that a loop over a `tf.data.Dataset`
-yields, and slices of variables have `assign`. Where TensorFlow is missing, Keras gets what it
-lacks: layers of text, and this module for its functions that make datasets. If you use a name that
-is not here, you get an AttributeError that says what to use instead.
+yields, and slices of variables have `assign`. Models of Keras have what steps for Keras 2 use, such
+as `compiled_loss`. Where TensorFlow is missing, Keras gets what it lacks: layers of text, and this
+module for its functions that make datasets. If you use a name that is not here, you get an
+AttributeError that says what to use instead.
 """
 
 import importlib
