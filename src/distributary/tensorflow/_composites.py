@@ -195,16 +195,6 @@ class TensorArray:
         """Shape of a row; None if nothing is known about it."""
         return self._shape if self._rows is NOT_YET else tuple(self._rows.shape[1:])
 
-    def _read(self) -> jax.Array:
-        if self._rows is not NOT_YET:
-            return self._rows[: self._size]
-        if self._shape is None or None in self._shape:
-            raise InvalidValueError(
-                "tf.TensorArray: nothing has been written, so there is no shape. Write a row, or"
-                " pass element_shape."
-            )
-        return jnp.zeros((self._size, *self._shape), self.dtype)
-
     def write(self, index: TensorLike, value: TensorLike, name: str | None = None) -> "TensorArray":
         """Returns the rows with one of them set."""
         row, place = converted("tf.TensorArray", value, self.dtype), array(index)
@@ -245,19 +235,26 @@ class TensorArray:
 
     def read(self, index: TensorLike, name: str | None = None) -> jax.Array:
         """Returns a row."""
-        return self._read()[array(index)]
+        return self.stack()[array(index)]
 
     def stack(self, name: str | None = None) -> jax.Array:
         """Returns all rows, `[size, ...]`."""
-        return self._read()
+        if self._rows is not NOT_YET:
+            return self._rows[: self._size]
+        if self._shape is None or None in self._shape:
+            raise InvalidValueError(
+                "tf.TensorArray: nothing has been written, so there is no shape. Write a row, or"
+                " pass element_shape."
+            )
+        return jnp.zeros((self._size, *self._shape), self.dtype)
 
     def gather(self, indices: TensorLike, name: str | None = None) -> jax.Array:
         """Returns some rows, `[n, ...]`."""
-        return self._read()[array(indices)]
+        return self.stack()[array(indices)]
 
     def concat(self, name: str | None = None) -> jax.Array:
         """Returns the rows one after the other along their dim 0."""
-        rows = self._read()
+        rows = self.stack()
         return rows.reshape(-1, *rows.shape[2:])
 
     def unstack(self, value: TensorLike, name: str | None = None) -> "TensorArray":

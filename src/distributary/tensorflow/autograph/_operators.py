@@ -255,20 +255,19 @@ def if_exp(cond: object, if_true: _Block, if_false: _Block, expr_repr: str) -> A
 
 def and_(a: _Block, b: _Block) -> Any:
     """Returns `a() and b()`."""
-    first = a()
-    pred = truth(first, "and")
-    if isinstance(pred, bool):
-        return b() if pred else first
-    return _both(pred, first, b, "and")
+    return _logical(a(), b, "and")
 
 
 def or_(a: _Block, b: _Block) -> Any:
     """Returns `a() or b()`."""
-    first = a()
-    pred = truth(first, "or")
+    return _logical(a(), b, "or")
+
+
+def _logical(first: object, b: _Block, what: Literal["and", "or"]) -> Any:
+    pred = truth(first, what)
     if isinstance(pred, bool):
-        return first if pred else b()
-    return _both(pred, first, b, "or")
+        return b() if pred is (what == "and") else first
+    return _both(pred, first, b, what)
 
 
 @not_to_be_handled
