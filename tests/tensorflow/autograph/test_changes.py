@@ -340,6 +340,18 @@ def lists_that_turns_replace_or_change(xs):
 
 
 @rows
+def dicts_that_turns_replace_and_that_change_later(xs):
+    sums = {"x": 0.0, "n": 0}
+    last = [0.0, 0.0]
+    for x in xs:
+        sums = {"x": sums["x"] + x, "n": sums["n"] + 1}
+        last = [last[1], x]
+    sums["n"] = sums["n"] * 2
+    last.append(5.0)
+    return {**sums}, [*last]
+
+
+@rows
 def enumerate_and_zip(xs):
     total = 0.0
     for i, x in enumerate(xs):

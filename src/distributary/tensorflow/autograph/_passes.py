@@ -249,16 +249,17 @@ def _value_of(node: ast.expr, namespace: dict[str, Any]) -> Any:
     return None
 
 
+_MADE = (ast.List, ast.ListComp, ast.Dict, ast.DictComp)
 # Functions, and modules of functions, that only read the lists among their arguments.
 _READERS = (all, any, len, list, max, min, print, sorted, sum, tuple)
 _OPERATIONS = ("jax.numpy", "numpy", "distributary.tensorflow._operations")
 
 
 def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> frozenset[str]:
-    """Returns the variables whose lists nothing else refers to.
+    """Returns the variables whose lists or dicts nothing else refers to.
 
-    The function makes the lists, and uses them only by methods and items, in loops, as arguments
-    of functions that do not keep them, and as its result.
+    The function makes them, and uses them only by methods and items, in loops, after stars, as
+    arguments of functions that do not keep them, and as its result.
     """
     lists, uses, allowed = set[str](), list[ast.Name](), set[ast.AST]()
     inner = (ast.FunctionDef, ast.Lambda, ast.GeneratorExp)
@@ -272,8 +273,12 @@ def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> frozenset[str]:
         match part:
             case ast.Name():
                 uses.append(part)
-            case ast.Assign(targets=[ast.Name() as name], value=ast.List() | ast.ListComp()):
+            case ast.Assign(targets=[ast.Name() as name], value=made) if isinstance(made, _MADE):
                 lists.add(name.id)
+                allowed.add(name)
+            case ast.Dict():  # its items are copied after **
+                allowed.update(v for k, v in zip(part.keys, part.values, strict=True) if k is None)
+            case ast.Starred(value=name) | ast.keyword(arg=None, value=name):
                 allowed.add(name)
             case ast.Subscript(value=name) | ast.AugAssign(target=name):
                 allowed.add(name)
