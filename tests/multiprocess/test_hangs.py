@@ -45,3 +45,9 @@ def test_a_job_whose_workers_all_wait_ends_after_its_timeout(job):
         assert "the workers have waited for 6 s, the timeout_seconds" in said[0]
         assert f"worker 0 at {first} last began the program of train_step" in said[0]
         assert f"worker 1 at {second} waits for all before file 0 saved" in said[0]
+
+
+def test_a_worker_that_takes_an_answer_late_is_waited_for(job):
+    for ended in job(2).start_all("hangs", "late").wait():
+        assert ended.code == 0, ended.output
+        assert ended.result == {"trained": True}

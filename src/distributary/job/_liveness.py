@@ -250,17 +250,19 @@ class Liveness:
         if len(awaited) == len(self._workers):
             self._stuck_beats = 0
             return
-        for worker in awaited:
-            if worker.has_finished:
-                reason = (
-                    f"{worker.name} has ended after {min(positions)} programs of all workers, and"
-                    f" another one has begun program {max(positions)}. Let every worker make the"
-                    " same calls, as often, and not only `if strategy.is_chief:`, because it"
-                    " needs all of them"
-                )
-                others = [one for one in self._workers if one.report.position == max(positions)]
-                self._lose(_with_positions(reason, others[:1]))
-                return
+        ended = [worker for worker in awaited if worker.has_finished]
+        # At the same position it may have told the others what they wait for, and they are slow. If
+        # not, they find their connection to it closed.
+        if ended and max(positions) > min(positions):
+            reason = (
+                f"{ended[0].name} has ended after {min(positions)} programs of all workers, and"
+                f" another one has begun program {max(positions)}. Let every worker make the same"
+                " calls, as often, and not only `if strategy.is_chief:`, because it needs all of"
+                " them"
+            )
+            others = [one for one in self._workers if one.report.position == max(positions)]
+            self._lose(_with_positions(reason, others[:1]))
+            return
         if min(positions) != self._stuck_at or not self._stuck_beats:
             self._stuck_at, self._stuck_beats = min(positions), 0
             self._report_at = self._max_silent_beats

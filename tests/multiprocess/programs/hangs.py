@@ -1,8 +1,11 @@
 """Trains; worker 1 hangs in a loop, is slow for longer than a report takes, or saves alone.
 
-hangs.py loop|slow|save
+hangs.py loop|slow|save|late
+
+late: worker 1 is slow to take the answer of the last meeting, after which worker 0 ends.
 """
 
+import signal
 import sys
 import time
 
@@ -43,4 +46,13 @@ for step in range(10):
     float(strategy.experimental_local_results(result)[0])
     if strategy.extended.worker_number == 1 and step == 4:
         interrupt()
+if kind == "late":
+    batches = iter(strategy.experimental_distribute_dataset([np.ones(2, np.float32)]))
+    next(batches)
+    if strategy.extended.worker_number == 1:
+        signal.signal(signal.SIGALRM, lambda *_: time.sleep(4.0))
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+    else:
+        time.sleep(2.0)
+    next(batches, None)
 print('{"trained": true}')
