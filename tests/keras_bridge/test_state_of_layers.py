@@ -45,3 +45,20 @@ def test_an_aggregation_of_state_counts_for_run_and_not_for_fit(aggregation, str
     else:
         rows = _X if aggregation == "mean" else _X[:4]
         np.testing.assert_allclose(step("run"), rows.mean(0), rtol=1e-5, atol=1e-7)
+
+
+def test_a_metric_of_a_layer_that_nothing_updates_stays_zero(strategy):
+    class Counts(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.metric = keras.metrics.Mean(name="counted")
+
+        def call(self, x):
+            return x
+
+    x = np.ones((8, 3), np.float32)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), Counts(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    assert model.fit(x, x[:, :1], verbose=0).history["counted"] == [0.0]

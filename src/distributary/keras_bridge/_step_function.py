@@ -102,6 +102,9 @@ class ModelStep:
             return
         if self._kind == "train":
             check_type(f"{step}: the result", logs, dict, 'a dict of logs: return {"loss": loss}')
+        of_keras = getattr(keras.Model, f"{self._kind}_step")
+        if getattr(getattr(self._trainer, f"{self._kind}_step"), "__func__", None) is of_keras:
+            return  # it updates the metrics that Keras knows
         metrics = self._trainer.metrics
         written = [handle.cell() for handle, _ in scope.writes.values()]
         changed = {id(one.variable) for one in written if isinstance(one, ForeignVariable)}
