@@ -269,17 +269,19 @@ class Liveness:
         self._stuck_beats += 1
         # Of those that all wait, each may wait for something else, such as a file of worker 0.
         names = " and ".join(worker.name for worker in awaited)
-        who = f"the other workers have waited for {names}" if names else "the workers have waited"
+        waits = "The workers have waited for"
+        if names:
+            waits = f"The other workers have waited for {names} for"
         seconds = self._stuck_beats * _BEAT_SECONDS
         if self._timeout_seconds and seconds > self._timeout_seconds:
             reason = (
-                f"{who} for {self._timeout_seconds:g} s, the timeout_seconds of"
+                f"{waits[0].lower()}{waits[1:]} {self._timeout_seconds:g} s, the timeout_seconds of"
                 " CommunicationOptions"
             )
             self._lose(_with_positions(reason, self._workers))
         elif self._stuck_beats >= self._report_at:
             self._report_at *= 2
-            reason = f"{who[0].upper()}{who[1:]} for {seconds:g} s"
+            reason = f"{waits} {seconds:g} s"
             # Not by a logger, whose lock the script may hold.
             _write_to_stderr(f"{_with_positions(reason, awaited or self._workers)}\n")
 
