@@ -742,6 +742,10 @@ told_each(
 
 told_each(
     {
+        "scope_of_the_class": (
+            "MirroredStrategy.scope() is called on the class | strategy = MirroredStrategy()",
+            lambda s: dist.MirroredStrategy.scope(),
+        ),
         "with_the_strategy_itself": ("strategy.scope()", lambda s: ExitStack().enter_context(s)),
         "experimental_run_v2": (
             "experimental_run_v2 | strategy.run",

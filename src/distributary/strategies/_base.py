@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar, final
 
 import jax
 
@@ -110,6 +110,40 @@ def _short(method: Callable[_P, _T]) -> Callable[_P, _T]:
             raise
 
     return shortened
+
+
+@final
+class _NotEntered(functools.partial[Any]):
+    """The method `scope` of a strategy, which refuses to be a scope itself."""
+
+    def __enter__(self) -> NoReturn:
+        raise ContextError("strategy.scope is a method: write `with strategy.scope():`, with ().")
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Does nothing: `with` looks for this method before it calls `__enter__`."""
+
+
+@final
+class _ScopeMethod:
+    """The descriptor of `scope`, in whose place `with` finds a sentence."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, strategy: object, owner: Any = None) -> Any:
+        if strategy is not None:
+            return _NotEntered(self._method, strategy)
+
+        @functools.wraps(self._method)
+        def of_class(*args: Any) -> Any:
+            if args:
+                return self._method(*args)
+            raise ContextError(
+                f"{owner.__name__}.scope() is called on the class. Create a strategy first,"
+                f" strategy = {owner.__name__}(), and write `with strategy.scope():`."
+            )
+
+        return of_class
 
 
 def _advised(init: Callable[..., None]) -> Callable[..., None]:
@@ -214,6 +248,9 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         Source: `tf.distribute.Strategy.scope`.
         """
         return StrategyScope(self)
+
+    if not TYPE_CHECKING:
+        scope = _ScopeMethod(scope)
 
     def run(
         self,
