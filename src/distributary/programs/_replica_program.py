@@ -475,7 +475,7 @@ class ReplicaProgram(TracedProgram):
                 _joined([one.get(key, first) for one in outputs], self._out_forms[k])
                 for k, (key, first) in zip(numbers, outputs[0].items(), strict=True)
             ]
-            if not self._staged:
+            if self._mesh is not None and self._mesh.size > 1 and not self._staged:
                 # XLA would divide what is computed from parts of a variable. This also tells JAX on
                 # which devices the program runs.
                 whole = lambda value: laid_out(value, self._mesh, P())
