@@ -69,7 +69,7 @@ Test accuracy: 9[5-9]\.\d+% \(required: 95%\)""",
 Largest difference of a weight: \d\.\de[-+]\d\d""",
         ),
         (
-            "recommender.py --epochs 10",
+            "recommender.py --epochs 15",
             r"""<ParameterServerStrategy: 2 workers, 2 parameter servers>
 \S+\.py: .*
 \S+\.py: .*
