@@ -1,7 +1,9 @@
 """Single files are there as a whole, whoever else writes them, and whoever was killed meanwhile."""
 
+import errno
 import os
 import socket
+import stat
 from subprocess import PIPE
 
 import pytest
@@ -77,3 +79,19 @@ def test_writers_that_share_a_host_name_and_number_do_not_meet(tmp_path, start_w
     assert process.wait(60) == 0
     assert (tmp_path / _NAME).read_text() == "whole, of another process"
     assert _hidden(tmp_path) == set()
+
+
+def test_a_file_is_saved_where_folders_cannot_be_synced(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with complete_file(tmp_path / "model.keras") as temporary:
+        temporary.write_bytes(b"new")
+
+    assert (tmp_path / "model.keras").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["model.keras"]

@@ -16,6 +16,7 @@ text before it. This module replaces and removes only folders that it has writte
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -492,9 +493,12 @@ def _replaced(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file or the names in a folder are on disk."""
+    """Waits until a file or the names in a folder are on disk; some file systems sync no folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

@@ -75,11 +75,12 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def _remove(temporary: Path) -> None:
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         # HDF5 has the file open. If it cannot write the rest, it crashes when this process ends.
         os.truncate(temporary, 0)
-        temporary.unlink()
-    temporary.with_name(temporary.name + _LOCK).unlink(missing_ok=True)
+    for path in (temporary, temporary.with_name(temporary.name + _LOCK)):
+        with suppress(OSError):  # nothing may take the place of the writer's own error
+            path.unlink()
 
 
 def write_once(path: str, place: str, write: Callable[[], None]) -> None:
