@@ -180,8 +180,12 @@ _WITH_SERVERS = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1", "p:2"]}
         (_config(_WITH_SERVERS | {"evaluator": ["e:1"]}, "evaluator"), (0, 0)),
         (_config({"worker": ["w:1"]}), (1, 0)),
         ({"cluster": _WITH_SERVERS}, (2, 2)),  # the program may know the task
+        ({"cluster": {"worker": ["w:1"], "ps": []}, "cluster_id": "a"}, (1, 0)),
+        ({"cluster": {"master": ["m:1"], "worker": ["w:1"]}}, (2, 0)),  # as of older launchers
+        ({"cluster": None}, (0, 0)),
         ("{}", (0, 0)),
         ("", (0, 0)),
+        (" \n", (0, 0)),
     ],
 )
 def test_the_size_of_a_job_is_that_of_the_tasks_that_work_together(set_config, config, sizes):

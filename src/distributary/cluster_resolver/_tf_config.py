@@ -101,17 +101,23 @@ class TFConfigClusterResolver(ClusterResolver):
 def size_of_job() -> tuple[int, int]:
     """Returns the numbers of workers and parameter servers in this process' job, from `TF_CONFIG`.
 
-    The chief counts as a worker. Both are 0 for an evaluator, which does not work with the others.
+    All tasks that are neither servers nor evaluators count as workers, whatever their type is. Both
+    numbers are 0 for an evaluator, which does not work with the others.
 
     Raises:
         InvalidTypeError, InvalidValueError: if the cluster is wrong, so that nobody knows.
     """
-    config = _load() if os.environ.get("TF_CONFIG") else {}
-    spec, task = _cluster_spec(config), config.get("task")
+    if not os.environ.get("TF_CONFIG", "").strip():
+        return 0, 0
+    config = _load()
+    cluster, task = config.get("cluster") or {}, config.get("task")
     if isinstance(task, dict) and task.get("type") == "evaluator":
         return 0, 0
-    sizes = {job: spec.num_tasks(job) for job in spec.jobs}
-    return sizes.get("chief", 0) + sizes.get("worker", 0), sizes.get("ps", 0)
+    if isinstance(cluster, dict):  # some launchers write types of which there are no tasks
+        cluster = {job: tasks for job, tasks in cluster.items() if tasks}
+    sizes = {job: len(tasks) for job, tasks in checked_jobs(cluster, _CLUSTER).items()}
+    servers, _ = sizes.pop("ps", 0), sizes.pop("evaluator", 0)
+    return sum(sizes.values()), servers
 
 
 def _load() -> dict[str, Any]:
@@ -127,7 +133,8 @@ def _load() -> dict[str, Any]:
         ) from None
     check_type("TF_CONFIG", config, dict, f"an object such as {_EXAMPLE}")
     for key in config.keys() - {"cluster", "task"}:  # others have no meaning here
-        for meant in difflib.get_close_matches(key.lower(), ("cluster", "task"), 1, 0.75):
+        known = {"cluster", "task"} - config.keys()
+        for meant in difflib.get_close_matches(key.lower(), known, 1, 0.75):
             raise InvalidValueError(
                 f"TF_CONFIG has the key {key!r}, which has no meaning. Write {meant!r}, as in"
                 f" {_EXAMPLE}."
