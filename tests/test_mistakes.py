@@ -654,6 +654,14 @@ told_each(
             ".fit: x is a list of 2 tuples | a dataset or a generator | fit(x, y)",
             lambda s: _quietly(lambda: _model(s).fit([(BATCH, np.ones((8, 4)))] * 2, verbose=0)),
         ),
+        "columns_of_x": (
+            ".fit: x has shape (8, 5) | keras.Input((3,)) takes (rows, 3) | keras.Input((5,))",
+            lambda s: _model(s).fit(np.ones((8, 5)), np.ones((8, 4)), verbose=0),
+        ),
+        "columns_of_y": (
+            ".evaluate: y has shape (8, 5), but the model returns (8, 4) | units of the last layer",
+            lambda s: _model(s).evaluate(BATCH, np.ones((8, 5)), verbose=0),
+        ),
         "dataset_without_a_batch": (
             ".fit: <distributary.data.Dataset: | has no batch | drop_remainder=True",
             lambda s: _model(s).fit(_EMPTY, verbose=0),
@@ -1087,6 +1095,19 @@ def test_a_warning_says_what_to_write_instead(name, strategy):
 )
 def test_numbers_that_a_model_takes_are_no_mistake(fit, strategy):
     fit(strategy)  # warnings are errors
+
+
+def test_nothing_is_said_of_y_if_a_step_fails_for_another_reason(strategy):
+    def loss(y_true, y_pred):
+        raise ValueError("weights are missing")
+
+    model = _model(strategy)
+    model.compile("sgd", loss)
+
+    with pytest.raises(ValueError, match="weights are missing") as caught:
+        model.fit(BATCH, np.ones((8, 5)), verbose=0)
+
+    assert not getattr(caught.value, "__notes__", [])
 
 
 _OUTSIDE = """

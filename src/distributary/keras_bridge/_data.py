@@ -337,16 +337,41 @@ def explained_by_data(
             f"{name}: {given}the loss gets no y. For batches, pass a dataset or a generator of"
             f" (x, y); for arrays, write {what}(x, y), and validation_data=(x_val, y_val)."
         )
-    loss = getattr(model, "loss", None)
+    return _explained_by_shapes(model, name, error, getattr(x, "shape", None), y)
+
+
+def _explained_by_shapes(model: Any, name: str, error: Exception, shape: Any, y: object) -> Any:
+    text, loss = str(error), getattr(model, "loss", None)
+    taken: Any = getattr(model, "input_shape", None)
+    if "incompatible with the layer" in text and _misfits(shape, taken):
+        rows = ", ".join(map(str, ("rows", *taken[1:])))
+        return InvalidValueError(
+            f"{name}: x has shape {shape}, but keras.Input({taken[1:]}) takes ({rows}). Give x of"
+            f" that shape, or write keras.Input({shape[1:]})."
+        )
+    given: Any = getattr(y, "shape", None)
+    returned: Any = getattr(model, "output_shape", None)
     is_of_classes = "crossentropy" in str(getattr(loss, "name", loss))
-    if "have the same shape" in text and hasattr(y, "shape") and is_of_classes:
+    if "shape" in text and _misfits(given, returned) and 1 not in (*given[1:], *returned[1:]):
         error.add_note(
-            f"{name}: y has shape {y.shape}, and the model returns"
-            f" {getattr(model, 'output_shape', None)}. Labels as whole numbers, one per row, need"
-            " sparse_categorical_crossentropy, and rows with a number per class"
-            " categorical_crossentropy."
+            f"{name}: y has shape {given}, but the model returns {(given[0], *returned[1:])}."
+            " Change y, or the units of the last layer."
+        )
+    elif "have the same shape" in text and given and is_of_classes:
+        error.add_note(
+            f"{name}: y has shape {given}, and the model returns {returned}. Labels as whole"
+            " numbers, one per row, need sparse_categorical_crossentropy, and rows with a number"
+            " per class categorical_crossentropy."
         )
     return error
+
+
+def _misfits(shape: Any, expected: Any) -> bool:
+    """Returns whether arrays have as many dims as expected, but with other sizes."""
+    if not isinstance(shape, tuple) or not isinstance(expected, tuple):
+        return False
+    sizes = zip(shape[1:], expected[1:], strict=False)
+    return len(shape) == len(expected) and any(b not in (a, None) for a, b in sizes)
 
 
 class UnknownSizes(keras_private.DataAdapter):
