@@ -54,8 +54,9 @@ def not_to_be_handled(statement: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def check_handler(handled: BaseException | None) -> None:
     """Raises an error that code of the user handles, if it is one of a branch or loop."""
-    error = handled
-    while error is not None:
+    error, seen = handled, set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if handled is not None and "of_recorded" in error.__dict__:
             handled.add_note(
                 "A branch or loop has raised this while it was traced. Whether it runs at all is"
