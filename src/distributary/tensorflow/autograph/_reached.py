@@ -390,7 +390,8 @@ def _library_bases_of(kind: type) -> list[type]:
 def _attributes_set_by(base: type) -> frozenset[str]:
     """Returns the attributes that methods of a library's class assign."""
     functions = [inspect.unwrap(f) for f in vars(base).values() if inspect.isfunction(f)]
-    codes, names = [function.__code__ for function in functions], set[str]()
+    codes = [f.__code__ for f in functions if inspect.isfunction(f)]  # not of a ufunc or partial
+    names = set[str]()
     while codes:
         code = codes.pop()
         codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
