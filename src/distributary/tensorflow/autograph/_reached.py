@@ -10,7 +10,6 @@ they are found before, and put back after, by following what the block refers to
 
 import array
 import collections
-import contextlib
 import dis
 import functools
 import inspect
@@ -18,18 +17,24 @@ import operator
 import sys
 import types
 import weakref
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
+
+from distributary.errors import UnsupportedError
+from distributary.tracing import script_line
 
 _LIBRARIES = frozenset(
     {"distributary", "jax", "jaxlib", "numpy", "scipy", "keras", "keras_hub", "keras_rs", "flax"}
     | {"optax", "orbax", "chex", "grain", "malt", "tensorflow", "torch"}
 )
 CONTAINERS = (list, dict, set, collections.deque)
+# Larger arrays of NumPy, such as a buffer of experience, are not compared: it takes too long.
+_COMPARED_BYTES = 2**24
 # Modules of Python whose objects have attributes that are the user's, and those of whose classes
 # the user derives.
 _STRUCTURES = frozenset({"argparse", "collections", "types"})
@@ -130,6 +135,36 @@ class _Name:
 
 
 @final
+class _Unchanged:
+    """Checks that arrays of NumPy do not change meanwhile.
+
+    They are not locked, because other threads may write to them.
+
+    Args:
+        arrays: The arrays with their names.
+    """
+
+    def __init__(self, arrays: "Sequence[tuple[str, np.ndarray[Any, Any]]]") -> None:
+        self._arrays = arrays
+        self._before = [_checksum(part) for _, part in arrays]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, UnsupportedError):
+            return
+        for (name, part), before in zip(self._arrays, self._before, strict=True):
+            if _checksum(part) != before:
+                raise UnsupportedError(
+                    f"The branch or loop at {script_line()} changes an array of NumPy in place,"
+                    f" `{name}`, or another thread does while it is traced. Whether the branch runs"
+                    " is known only when the step runs, so make it an array of JAX before,"
+                    " jnp.asarray(array), and write array = array.at[i].set(value). If it is"
+                    " another thread, let that wait until the step has been traced."
+                )
+
+
+@final
 class Reached:
     """A snapshot of the values that some blocks can change in place.
 
@@ -148,7 +183,7 @@ class Reached:
         self.names: list[str] = []
         self._things: list[Any] = []
         self._seen: dict[Any, Any] = {}  # holds them, so that no number is used again
-        self._memory: dict[int, np.ndarray[Any, Any]] = {}  # by id; an array before its views
+        self._arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
         self._blocks = blocks
         for block in blocks:
             code = block.__code__
@@ -186,17 +221,9 @@ class Reached:
         """Returns whether the blocks refer to a value."""
         return id(value) in self._seen
 
-    @contextlib.contextmanager
-    def protected(self) -> Iterator[None]:
-        """Makes arrays of NumPy read-only: what is recorded cannot change them."""
-        arrays = [part for part in self._memory.values() if part.flags.writeable]
-        for part in arrays:
-            part.flags.writeable = False
-        try:
-            yield
-        finally:
-            for part in arrays:
-                part.flags.writeable = True
+    def protected(self) -> "_Unchanged":
+        """Returns what checks that recorded code does not change arrays of NumPy."""
+        return _Unchanged(self._arrays)
 
     def changes(self) -> dict[int, Contents]:
         """Returns what is in those things that are not as before."""
@@ -265,7 +292,8 @@ class Reached:
                         if not key.startswith("__") or isinstance(part, types.FunctionType):
                             self._visit(part, f"{value.__name__}.{key}")
             case np.ndarray():
-                self._memory |= {id(part): part for part in _memory_of(value)}
+                if value.flags.writeable and value.nbytes <= _COMPARED_BYTES:
+                    self._arrays.append((name, value))
             case bytearray() | array.array():
                 self._note(value, name)
             case tuple() | list() | dict() | collections.deque() | set():
@@ -357,16 +385,8 @@ def contents_of(thing: Any) -> Contents:
     return Contents((bytes(thing),), ())
 
 
-def _memory_of(view: Any) -> list[Any]:
-    """Returns an array after those whose memory it shows; none if NumPy could not unlock them."""
-    arrays = [view]
-    while isinstance(arrays[0].base, np.ndarray):
-        arrays.insert(0, arrays[0].base)
-    owner = arrays[0].base
-    try:
-        return arrays if owner is None or not memoryview(owner).readonly else []
-    except TypeError:  # not a buffer
-        return []
+def _checksum(array: "np.ndarray[Any, Any]") -> int:
+    return zlib.crc32(array.tobytes())
 
 
 def _attributes_of(thing: Any) -> list[str]:
