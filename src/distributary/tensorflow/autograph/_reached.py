@@ -79,35 +79,48 @@ class Contents:
 
 @final
 class _Attributes:
-    """The attributes of an object, a class or a function.
+    """The attributes of an object."""
 
-    Args:
-        owner: The object.
-        among: The only attributes that count; None for all.
-    """
-
-    def __init__(self, owner: Any, among: Sequence[str] | None = None) -> None:
+    def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self._among = among
 
     def get(self) -> Contents:
-        if isinstance(self.owner, type):
-            own = {key: v for key, v in vars(self.owner).items() if not key.startswith("__")}
-        else:
-            own = {name: getattr(self.owner, name) for name in _attributes_of(self.owner)}
-        keys = [name for name in own if self._among is None or name in self._among]
-        return Contents(keys, [own[name] for name in keys])
+        keys = _attributes_of(self.owner)
+        return Contents(keys, [getattr(self.owner, name) for name in keys])
 
     def put(self, contents: Contents) -> None:
-        of = type if isinstance(self.owner, type) else object
         now = self.get()
         for name in now.keys:
             if name not in contents.keys:
-                of.__delattr__(self.owner, name)
+                object.__delattr__(self.owner, name)
         held = dict(zip(now.keys, now.values, strict=True))
         for name, value in zip(contents.keys, contents.values, strict=True):
             if name not in held or held[name] is not value:
-                of.__setattr__(self.owner, name, value)
+                object.__setattr__(self.owner, name, value)
+
+
+@final
+class _Attribute:
+    """An attribute of a class, a function, or an object of a library's class, such as a layer."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def get(self) -> Contents:
+        try:
+            is_class = isinstance(self.owner, type)
+            value = vars(self.owner)[self.name] if is_class else getattr(self.owner, self.name)
+        except (AttributeError, KeyError):
+            return Contents((), ())
+        return Contents((self.name,), (value,))
+
+    def put(self, contents: Contents) -> None:
+        of = type if isinstance(self.owner, type) else object
+        if not contents.keys:
+            of.__delattr__(self.owner, self.name)
+        for value in contents.values:
+            of.__setattr__(self.owner, self.name, value)
 
 
 @final
@@ -226,25 +239,32 @@ class Reached:
         return _Unchanged(self._arrays)
 
     def changes(self) -> dict[int, Contents]:
-        """Returns what is in those things that are not as before."""
+        """Returns what is in those things that are not as before.
+
+        A flag, a counter or a part that a layer makes at its first use is Python's, and stays.
+        """
         changed = {}
         for k, (thing, before) in enumerate(zip(self._things, self.before, strict=True)):
             contents = contents_of(thing)
-            if not contents.is_as(before):
+            if contents.is_as(before):
+                continue
+            if _can_be_python(thing) and not _has_step_values(before, contents):
+                self.before[k] = contents
+            else:
                 changed[k] = contents
         return changed
 
     def name_of(self, k: int, key: Any) -> str:
         """Returns the name of a value that a thing holds."""
         thing, name = self._things[k], self.names[k]
-        if isinstance(thing, _Name):
+        if isinstance(thing, (_Name, _Attribute)):
             return name
         return f"{name}.{key}" if isinstance(thing, _Attributes) else f"{name}[{key!r}]"
 
     def put(self, k: int, contents: Contents) -> None:
         """Gives a thing other contents."""
         thing = self._things[k]
-        if isinstance(thing, (_Name, _Attributes)):
+        if isinstance(thing, (_Name, _Attribute, _Attributes)):
             thing.put(contents)
         elif isinstance(thing, dict):
             of = OrderedDict if isinstance(thing, OrderedDict) else dict
@@ -285,10 +305,10 @@ class Reached:
                 self._visit(value.fset, name)
             case type():
                 if _is_own(value.__module__):
-                    public = [key for key in vars(value) if not key.startswith("_")]
-                    among = public if _library_bases_of(value) else None
-                    self._note(_Attributes(value, among), value.__name__)
+                    hidden = "_" if _library_bases_of(value) else "__"
                     for key, part in list(vars(value).items()):
+                        if not key.startswith(hidden):
+                            self._note(_Attribute(value, key), f"{value.__name__}.{key}")
                         if not key.startswith("__") or isinstance(part, types.FunctionType):
                             self._visit(part, f"{value.__name__}.{key}")
             case np.ndarray():
@@ -323,7 +343,9 @@ class Reached:
         if others := _library_bases_of(kind):
             keys = [key for key in keys if not key.startswith("_")]
             of_library = frozenset[str]().union(*map(_attributes_set_by, others))
-            self._note(_Attributes(value, [key for key in keys if key not in of_library]), name)
+            for key in keys:
+                if key not in of_library:
+                    self._note(_Attribute(value, key), f"{name}.{key}")
         else:
             self._note(_Attributes(value), name)
         for key in keys:
@@ -334,8 +356,8 @@ class Reached:
     def _visit_function(self, function: types.FunctionType) -> None:
         if not _is_own(function.__module__):
             return
-        self._note(_Attributes(function), function.__name__)
         for key, value in list(vars(function).items()):
+            self._note(_Attribute(function, key), f"{function.__name__}.{key}")
             self._visit(value, f"{function.__name__}.{key}")
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -374,7 +396,7 @@ class Reached:
 
 def contents_of(thing: Any) -> Contents:
     """Returns what a container or another thing that can be changed holds now."""
-    if isinstance(thing, (_Name, _Attributes)):
+    if isinstance(thing, (_Name, _Attribute, _Attributes)):
         return thing.get()
     if isinstance(thing, dict):
         return Contents([*thing], [*thing.values()])
@@ -387,6 +409,33 @@ def contents_of(thing: Any) -> Contents:
 
 def _checksum(array: "np.ndarray[Any, Any]") -> int:
     return zlib.crc32(array.tobytes())
+
+
+def _can_be_python(thing: Any) -> bool:
+    """Returns whether code of a library can change a thing for its own purposes."""
+    is_of_keras = isinstance(thing, CONTAINERS) and is_of_library(type(thing).__module__)
+    return is_of_keras or isinstance(thing, _Attribute)
+
+
+def _has_step_values(before: Contents, after: Contents) -> bool:
+    """Returns whether a change is one of arrays, or of numbers one of which is a float."""
+    one, two = (dict(zip(c.keys, c.values, strict=False)) for c in (before, after))
+    for key in one | two:
+        values = one.get(key), two.get(key)
+        kinds = set(map(type, values))
+        if values[0] is not values[1] and (
+            any(map(_has_array, values)) or (float in kinds and kinds <= {bool, int, float})
+        ):
+            return True
+    return False
+
+
+def _has_array(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_array, value))
+    if isinstance(value, dict):
+        return any(map(_has_array, value.values()))
+    return isinstance(value, jax.Array)
 
 
 def _attributes_of(thing: Any) -> list[str]:
