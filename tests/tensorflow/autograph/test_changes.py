@@ -8,6 +8,7 @@ import collections
 import contextlib
 import types
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -444,6 +445,59 @@ def a_loop_that_refers_to_a_function_of_c(n):
     return n
 
 
+@numbers
+def lists_that_code_reads_and_changes(x):
+    ws, gs, named = [x, 2 * x], list(map(abs, (1.0, x))), dict(a=x)
+    gs_too, both, twice = gs.copy(), ws + gs, [x] * 2
+    backward, rest, tree = both[::-1], both[1:], jax.tree.map(lambda w: w + 1, ws)
+    if x > 0:
+        ws = [w - g for w, g in zip(ws, gs, strict=True)]
+        gs, gs_too, named = sorted([0.5, 0.25]), [x, x], {"a": 3 * x}
+        both = both[:1] + ws + list(gs)[1:]
+        twice, backward, rest = [g * g for _, g in enumerate(gs)], rest + both[:1], [x, x, x]
+        tree = [*reversed(tree)]
+    norm = sum(g * g for g in gs) + sum(named.values())
+    for key, value in named.items():
+        norm += value if key == "a" else 0.0
+    if ws and not len(named) > 3:
+        ws.append(norm)
+    gs.extend(ws)
+    for k, g in enumerate(gs):
+        norm += g * k
+    for k in range(2):
+        gs_too[k] = gs_too[k] + max(ws)
+        tree[k] += 1
+    both.append(x)
+    backward[0], rest[0], twice[0] = x, x, x
+    named["b"] = x
+    return ws, gs_too, named, both, backward, rest, tree, twice, norm
+
+
+@numbers
+def a_list_that_a_function_inside_reads(x):
+    state = [x]
+
+    def last():
+        return state[-1] + len(state)
+
+    if x > 0:
+        state = [x * 2]
+    else:
+        state[0] = last()
+    state.append(last())
+    return last() + sum(state), state[0]
+
+
+@numbers
+def copies_of_a_list_before_it_is_replaced(x):
+    first = [x]
+    other, kept = list(first), dict(k=first)
+    if x > 0:
+        other = [x * 2]
+    other.append(x)
+    return other, first, kept
+
+
 @pytest.mark.parametrize("kind", INPUTS)
 def test_results_are_those_of_python(kind):
     inputs = [(x,) for x in INPUTS[kind]]
@@ -549,3 +603,167 @@ def test_a_list_that_turns_only_append_to_may_be_long():
         return jnp.stack(found)
 
     np.testing.assert_array_equal(sums(jnp.ones(300)), np.arange(1, 301))
+
+
+def a_parameter(x, a, other):
+    if x > 0:
+        a = [x * 2]
+    a.append(x)
+
+
+def a_default(x, a, other, given=()):
+    given = a
+    if x > 0:
+        given = [x * 2]
+    given.append(x)
+
+
+def a_variable_of_the_outer_function(x, a, other):
+    held = [x]
+
+    def replace():
+        nonlocal held
+        held = a
+
+    replace()
+    if x > 0:
+        held = [x * 2]
+    held.append(x)
+
+
+def a_view(x, a, other):
+    made = {"a": x}
+    values = made.values()
+    if x > 0:
+        made = {"a": x * 2}
+    made["b"] = x
+    return sum(values)
+
+
+def a_bound_method(x, a, other):
+    made = [x]
+    append = made.append
+    if x > 0:
+        made = [x * 2]
+    append(x)
+    return sum(made)
+
+
+def the_longer_of_two(x, a, other):
+    made = [x]
+    longer = max(made, [x * 2], key=len)
+    if x > 0:
+        made = [x * 9]
+    made.append(x)
+    return sum(longer)
+
+
+def the_start_of_a_sum(x, a, other):
+    made = [x]
+    same = sum([], made)
+    if x > 0:
+        made = [x * 9]
+    made.append(x)
+    return sum(same)
+
+
+def twice(x):
+    made = [x]
+    if x > 0:
+        made = [x * 2]
+        return made, made
+    return made, made
+
+
+def with_reader(x):
+    made = [x]
+    read = lambda: made[-1]
+    if x > 0:
+        made = [x * 2]
+    return made, read
+
+
+def a_list_returned_twice(x, a, other):
+    first, second = twice(x)
+    first.append(x)
+    return sum(second)
+
+
+def a_list_and_a_function_that_reads_it(x, a, other):
+    made, read = with_reader(x)
+    made.append(x * 7)
+    return read()
+
+
+def a_list_that_a_generator_reads_later(x, a, other):
+    made = [x]
+    later = (value for value in made)
+    if x > 0:
+        made = [x * 2]
+    made.append(x)
+    return sum(later)
+
+
+def a_name_of_a_builtin_function(x, a, other):
+    list = lambda values: values
+    made = list(a)
+    if x > 0:
+        made = [x * 2]
+    made.append(x)
+
+
+def a_sum_with_what_is_no_list(x, a, other):
+    made = [x]
+    same = made + other
+    if x > 0:
+        same = [x * 2]
+    same.append(x)
+
+
+def a_loop_over_a_list_that_turns_replace(x, a, other):
+    made, total = [x, x], 0.0
+    for k, value in enumerate(made):
+        total += value
+        if x > 0:
+            made = [x * 2, x * 3]
+        made[1] = x + k + 5
+    return total
+
+
+class Kept:
+    """A list is what it holds when something is added to that."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __radd__(self, other):
+        return self.held
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        a_parameter,
+        a_default,
+        a_variable_of_the_outer_function,
+        a_view,
+        a_bound_method,
+        the_longer_of_two,
+        the_start_of_a_sum,
+        a_list_returned_twice,
+        a_list_and_a_function_that_reads_it,
+        a_list_that_a_generator_reads_later,
+        a_name_of_a_builtin_function,
+        a_sum_with_what_is_no_list,
+        a_loop_over_a_list_that_turns_replace,
+    ],
+)
+def test_lists_to_which_others_refer_are_not_replaced_and_changed(function):
+    @dist.function(autograph=True)
+    def step(x):
+        a = [x * 5]
+        result = function(x, a, Kept(a))
+        return sum(a), result
+
+    with pytest.raises(dist.errors.UnsupportedError, match="is a copy since the `if`"):
+        step(1.0)

@@ -8,9 +8,10 @@ import builtins
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, final
 
+import jax
 from malt.converters import (
     break_statements,
     call_trees,
@@ -198,7 +199,7 @@ class Transpiler(GenericTranspiler):
         options = converter.ConversionOptions(optional_features=converter.Feature.BUILTIN_FUNCTIONS)
         context.user = converter.ProgramContext(options)
         node = Simplified().visit(node)
-        private = _private_lists(node, context.info.namespace)
+        private, own = _private_lists(node, context.info.namespace)
         captured = frozenset(
             name.id
             for part in ast.walk(node)
@@ -227,7 +228,7 @@ class Transpiler(GenericTranspiler):
         node = reaching_definitions.resolve(node, context, graphs)
         node = reaching_fndefs.resolve(node, context, graphs)
         node = liveness.resolve(node, context, graphs)
-        node = _ControlFlow(context, private, captured, written).visit(node)
+        node = _ControlFlow(context, private, own, captured, written).visit(node)
         node = _Conditionals(context).visit(node)
         node = logical_expressions.transform(node, context)
         return variables.transform(node, context)
@@ -250,53 +251,154 @@ def _value_of(node: ast.expr, namespace: dict[str, Any]) -> Any:
 
 
 _MADE = (ast.List, ast.ListComp, ast.Dict, ast.DictComp)
+_MAKERS = (dict, list, sorted)
+_MAPS = (jax.tree.map, jax.tree_util.tree_map)
 # Functions, and modules of functions, that only read the lists among their arguments.
-_READERS = (all, any, len, list, max, min, print, sorted, sum, tuple)
-_OPERATIONS = ("jax.numpy", "numpy", "distributary.tensorflow._operations")
+_READERS = (all, any, dict, len, list, max, min, sorted, sum, tuple)
+_OPERATIONS = ("jax.numpy", "numpy", "distributary.tensorflow._operations", "keras.src.ops.numpy")
+_ITERATORS = (enumerate, filter, map, reversed, zip)
+_VIEWS = ("items", "keys", "values")
 
 
-def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> frozenset[str]:
+def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
     """Returns the variables whose lists or dicts nothing else refers to.
 
-    The function makes them, and uses them only by methods and items, in loops, after stars, as
-    arguments of functions that do not keep them, and as its result.
+    The function makes them, and uses them only by methods and items, in loops and conditions, after
+    stars, as arguments of functions that do not keep them, and as its result.
+
+    Returns:
+        The variables, and those of them that no function inside the function uses.
     """
-    lists, uses, allowed = set[str](), list[ast.Name](), set[ast.AST]()
-    inner = (ast.FunctionDef, ast.Lambda, ast.GeneratorExp)
-    outlive = {
-        name
-        for part in ast.walk(root)
-        if isinstance(part, inner) and part is not root
-        for name in ast.walk(part)
-    }
-    for part in ast.walk(root):
+    parts = [*ast.walk(root)]
+    uses = [part for part in parts if isinstance(part, ast.Name)]
+    inner = [part for part in parts if isinstance(part, _SCOPES) and part is not root]
+    nested = {node for part in inner for node in ast.walk(part)}
+    used_in = {node.id for node in nested if isinstance(node, ast.Name)}
+    named = {getattr(part, kind, "") for part in parts for kind in ("arg", "name", "asname")}
+    namespace = namespace | dict.fromkeys(named | _stored_in(root))  # not builtins or globals
+    lists, wrong, allowed = set[str](), set[str](), set[ast.AST]()
+    needs: list[tuple[str, ast.expr]] = []  # variables, and what must be a list for them
+    for part in parts:
+        allowed.update(_reads(part, namespace))
         match part:
-            case ast.Name():
-                uses.append(part)
-            case ast.Assign(targets=[ast.Name() as name], value=made) if isinstance(made, _MADE):
-                lists.add(name.id)
+            case ast.FunctionDef(args=of) | ast.AsyncFunctionDef(args=of):
+                wrong.update(arg.arg for arg in (*of.posonlyargs, *of.args, *of.kwonlyargs))
+            case ast.Global(names) | ast.Nonlocal(names):
+                wrong.update(names)
+            case ast.Return(ast.Name() | ast.Tuple() as value) if part not in nested:
+                found = [n for n in getattr(value, "elts", [value]) if isinstance(n, ast.Name)]
+                ids = {name.id for name in found}
+                if len(ids) == len(found) and not ids & used_in:
+                    allowed.update(found)
+            case ast.Assign([target], value):
+                for name, made in _pairs(target, value):
+                    if (sources := _sources(made, namespace)) is not None:
+                        lists.add(name.id)
+                        allowed.add(name)
+                        needs += [(name.id, source) for source in sources]
+            case ast.AugAssign(ast.Name() as to, _, ast.Name() as name) | ast.Call(
+                ast.Attribute(ast.Name() as to, "extend" | "update"), [ast.Name() as name]
+            ):
                 allowed.add(name)
-            case ast.Dict():  # its items are copied after **
-                allowed.update(v for k, v in zip(part.keys, part.values, strict=True) if k is None)
-            case ast.Starred(value=name) | ast.keyword(arg=None, value=name):
-                allowed.add(name)
-            case ast.Subscript(value=name) | ast.AugAssign(target=name):
-                allowed.add(name)
-            case ast.For(iter=name) | ast.comprehension(iter=name):
-                allowed.add(name)
-            case ast.Return(value=ast.Tuple(names)):
-                allowed.update(names)
-            case ast.Return(value=ast.Name() as name):
-                allowed.add(name)
-            case ast.Call(func=ast.Attribute(value=ast.Name() as name)) if name.id in lists:
-                allowed.add(name)
-            case ast.Call(func=function):
-                called = _value_of(function, namespace)
-                is_reader = any(called is reader for reader in _READERS)
-                if is_reader or getattr(called, "__module__", None) in _OPERATIONS:
-                    allowed.update(part.args)
-    wrong = {name.id for name in uses if name not in allowed or name in outlive}
-    return frozenset(lists - wrong)
+                needs.append((name.id, to))
+            case ast.Call() | ast.BinOp():
+                sources = _sources(part, namespace) or []
+                found = [source for source in sources if isinstance(source, ast.Name)]
+                allowed.update(found)
+                needs += [(name.id, source) for name in found for source in sources]
+    late = {*filter(lambda part: isinstance(part, ast.GeneratorExp), parts)} - allowed
+    if any(isinstance(node, (ast.AsyncFunctionDef, ast.Yield, ast.YieldFrom)) for node in nested):
+        late |= nested
+    outlive = {node for part in late for node in ast.walk(part)}
+    wrong |= {name.id for name in uses if name not in allowed or name in outlive}
+    private = lists - wrong
+
+    def is_list(node: ast.expr) -> bool:
+        sources = _sources(node, namespace)
+        return getattr(node, "id", None) in private or (
+            sources is not None and all(map(is_list, sources))
+        )
+
+    while more := {name for name, of in needs if not is_list(of)} & private:
+        private -= more
+    return private, private - used_in
+
+
+def _stored_in(node: ast.AST) -> set[str]:
+    """Returns the variables that code assigns."""
+    names = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.Name, ast.expr]]:
+    """Yields the variables of an assignment, each with what it becomes."""
+    match target, value:
+        case ast.Name(), _:
+            yield target, value
+        case ast.Tuple(targets), ast.Tuple(values) if len(targets) == len(values):
+            if not any(isinstance(of, ast.Starred) for of in (*targets, *values)):
+                for pair in zip(targets, values, strict=True):
+                    yield from _pairs(*pair)
+
+
+def _sources(node: ast.AST, namespace: dict[str, Any]) -> list[ast.expr] | None:
+    """Returns what is to be a list or dict so that an expression makes a new one; None if none."""
+    match node:
+        case ast.BinOp(left, ast.Add(), right):
+            return [left, right]
+        case ast.BinOp(left, ast.Mult()):
+            return [left]
+        case ast.Subscript(of, ast.Slice()) | ast.Call(ast.Attribute(of, "copy"), []):
+            return [of]
+        case ast.Call(function, args):
+            called = _value_of(function, namespace)
+            if _is_any(called, _MAPS) and len(args) > 1 and not node.keywords:
+                return [args[1]]
+            return [] if _is_any(called, _MAKERS) else None
+    return [] if isinstance(node, _MADE) else None
+
+
+def _reads(node: ast.AST, namespace: dict[str, Any]) -> Iterator[ast.AST]:
+    """Yields what a statement or expression reads, and does not keep."""
+    read: Sequence[ast.AST] = ()
+    match node:
+        case ast.For(iter=of):
+            written = _stored_in(node)  # what the loop reads is another list than the variable
+            if not any(getattr(part, "id", None) in written for part in ast.walk(of)):
+                read = [of]
+        case ast.Dict(keys, values):  # the items of `**values` are copied
+            read = [v for k, v in zip(keys, values, strict=True) if k is None]
+        case ast.Compare(left, _, others):
+            read = [left, *others]
+        case ast.AugAssign(target=of) | ast.UnaryOp(ast.Not(), of) | ast.Subscript(of):
+            read = [of]
+        case ast.comprehension(iter=of) | ast.Starred(of) | ast.FormattedValue(of):
+            read = [of]
+        case ast.If(test=of) | ast.IfExp(test=of) | ast.While(test=of) | ast.keyword(None, of):
+            read = [of]
+        case ast.Call(function, args):
+            called = _value_of(function, namespace)
+            if getattr(called, "__module__", None) in _OPERATIONS or called is print:
+                read = args
+            elif _is_any(called, _READERS) and (len(args) == 1 or called is sum):
+                read = args[:1]
+            elif isinstance(function, ast.Attribute) and function.attr not in _VIEWS:
+                read = [] if function.attr.startswith("_") else [function.value]
+    while read:
+        first, *read = read
+        match first:
+            case ast.Call(ast.Attribute(viewed, method)) if method in _VIEWS:
+                yield viewed
+            case ast.Call(function, args) if _is_any(_value_of(function, namespace), _ITERATORS):
+                read += args
+            case ast.BoolOp(_, values):
+                read += values
+            case _:
+                yield first
+
+
+def _is_any(value: object, others: Sequence[object]) -> bool:
+    return any(value is other for other in others)
 
 
 class _Functions(functions.FunctionTransformer):
@@ -335,6 +437,7 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
     Args:
         context: The context of malt.
         private: The variables whose lists nothing else refers to.
+        own: Those of them that no function inside the function uses.
         captured: The variables that lambdas and generators read.
         written: The variables that functions in the function assign as `nonlocal`.
     """
@@ -342,12 +445,14 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
     def __init__(
         self,
         context: Any,
-        private: frozenset[str],
+        private: Set[str],
+        own: Set[str],
         captured: frozenset[str],
         written: frozenset[str],
     ) -> None:
         super().__init__(context)
         self._private = private
+        self._own = own
         self._captured = captured | written
         self._written = written
 
@@ -372,7 +477,7 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
         scopes = [anno.getanno(node, k) for k in (NodeAnno.BODY_SCOPE, NodeAnno.ORELSE_SCOPE)]
         used = scopes[0].referenced | scopes[1].referenced
         result = super().visit_If(node)
-        dead = self._private.intersection(map(str, used - live))
+        dead = self._own & set(map(str, used - live))
         return self._with_names(self._with_names(result, "dead", dead), "private", self._private)
 
     def visit_For(self, node: ast.For) -> Any:  # noqa: N802
@@ -389,7 +494,7 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
         return self._with_names(result, "private", self._private)
 
     @staticmethod
-    def _with_names(result: Any, keyword: str, names: frozenset[str]) -> Any:
+    def _with_names(result: Any, keyword: str, names: Set[str]) -> Any:
         """Passes names of variables to the function for a statement."""
         value = ast.Tuple([*map(ast.Constant, sorted(names))], ast.Load())
         result[-1].value.keywords.append(ast.keyword(keyword, value))
