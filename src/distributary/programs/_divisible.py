@@ -74,8 +74,7 @@ def _whole_convolution(eqn: Equation, mesh: Mesh) -> Version | None:
     """
     if eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1:
         return None
-    whole = lambda array: laid_out(array, mesh, P())
-    return lambda *operands: whole(eqn.primitive.bind(*map(whole, operands), **eqn.params))
+    return _laid_out_as(eqn, mesh, P())
 
 
 def _with_whole_windows(eqn: Equation, mesh: Mesh) -> Version:
@@ -86,6 +85,10 @@ def _with_whole_windows(eqn: Equation, mesh: Mesh) -> Version:
     """
     of_dims = [eqn.params[name] for name in ("window_dimensions", "window_strides", "padding")]
     in_one_row = [values == (1, 1, (0, 0)) for values in zip(*of_dims, strict=True)]
-    spec = P(*[P.UNCONSTRAINED if one else None for one in in_one_row])
-    whole = lambda array: laid_out(array, mesh, spec)
-    return lambda *operands: whole(eqn.primitive.bind(*map(whole, operands), **eqn.params))
+    return _laid_out_as(eqn, mesh, P(*[P.UNCONSTRAINED if one else None for one in in_one_row]))
+
+
+def _laid_out_as(eqn: Equation, mesh: Mesh, spec: P) -> Version:
+    """Returns an equation whose operands and result XLA must give one sharding."""
+    fixed = lambda array: laid_out(array, mesh, spec)
+    return lambda *operands: fixed(eqn.primitive.bind(*map(fixed, operands), **eqn.params))
