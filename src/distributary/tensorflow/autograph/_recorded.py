@@ -303,12 +303,6 @@ class Recorded:
                     values = [Value(value, reached.holds) for value in contents.values]
                     self.changes[k] = contents, values
             except Exception as error:
-                if isinstance(error, ValueError) and str(error).endswith("is read-only"):
-                    raise UnsupportedError(
-                        f"The branch or loop at {script_line()} changes an array of NumPy in place,"
-                        " and whether it runs is known only when the step runs. Make it an array of"
-                        " JAX before, jnp.asarray(array), and write array = array.at[i].set(value)."
-                    ) from error
                 if not was_raised(error):
                     raise
                 self.raised = error
