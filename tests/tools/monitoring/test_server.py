@@ -35,13 +35,17 @@ def _read(client):
     return b""
 
 
+def _connected(server, count, stack):
+    """Clients that have asked for nothing yet."""
+    address = "127.0.0.1", server.port
+    connect = lambda: stack.enter_context(socket.create_connection(address, _SECONDS))
+    return [connect() for _ in range(count)]
+
+
 def test_clients_that_never_end_a_request_delay_nobody_and_are_cut_off(monkeypatch):
     monkeypatch.setattr(_http, "_REQUEST_SECONDS", 0.5)
     with _server_of_paths() as server, contextlib.ExitStack() as stack:
-        clients = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), _SECONDS))
-            for _ in range(50)
-        ]
+        clients = _connected(server, 50, stack)
         for client in clients[10:]:
             client.sendall(b"GET / HT")
 
@@ -52,10 +56,7 @@ def test_clients_that_never_end_a_request_delay_nobody_and_are_cut_off(monkeypat
 def test_more_clients_than_there_is_room_for_are_hung_up_on(monkeypatch):
     monkeypatch.setattr(_http, "_MAX_CLIENTS", 3)
     with _server_of_paths() as server, contextlib.ExitStack() as stack:
-        clients = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), _SECONDS))
-            for _ in range(4)
-        ]
+        clients = _connected(server, 4, stack)
         assert _read(clients.pop()) == b""  # while the others have not been answered
 
         for client in clients:
