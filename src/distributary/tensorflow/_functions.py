@@ -1,25 +1,41 @@
-"""`tf.function`: compiled functions, their signatures and concrete functions."""
+"""`tf.function`, and control flow and calls of Python under TensorFlow's names: `tf.cond`, ..."""
 
 import contextlib
+import contextvars
 import functools
 import inspect
+import sys
+import time
 import types
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import IO, Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from distributary.data import TensorSpec
-from distributary.devices import Nest
+from distributary.devices import Nest, canonical_name, resolve_device
 from distributary.engine import Function as Compiled
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import DeviceError, InvalidTypeError, InvalidValueError, UnsupportedError
 from distributary.strategies import PerReplicaSpec
-from distributary.tensorflow._operations import converted
-from distributary.tensorflow.autograph import plain
-from distributary.variables import DistributedValues, PerReplica, Variable
+from distributary.tensorflow._operations import (
+    TensorLike,
+    array,
+    as_element,
+    converted,
+    host_array,
+    require,
+    tensor,
+)
+from distributary.tensorflow.autograph import and_, is_traced, plain, while_stmt
+from distributary.tracing import current_scope, outside_of_trace
+from distributary.variables import (
+    DistributedValues,
+    PerReplica,
+    Variable,
+)
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -342,3 +358,358 @@ def _converted_components(name: str, spec: PerReplicaSpec, value: Nest) -> Any:
             )
     convert = lambda leaf: converted(f"tf.function {name}", leaf, specs[0].dtype)
     return jax.tree.map(convert, value)
+
+
+_Branch = Callable[[], Any]
+
+
+def cond(
+    pred: TensorLike,
+    true_fn: _Branch | None = None,
+    false_fn: _Branch | None = None,
+    name: str | None = None,
+) -> Any:
+    """`tf.cond`: calls one of two functions without arguments, with results of one structure."""
+    if true_fn is None or false_fn is None:
+        raise TypeError("tf.cond: true_fn and false_fn are functions without arguments.")
+    holds = tensor(pred)
+    if not is_traced(holds):
+        return true_fn() if holds else false_fn()
+    return jax.lax.cond(holds, true_fn, false_fn)
+
+
+def case(
+    pred_fn_pairs: Any,
+    default: _Branch | None = None,
+    exclusive: bool = False,
+    strict: bool = False,
+    name: str = "case",
+) -> Any:
+    """`tf.case`: calls the function of the first condition that holds."""
+    is_dict = isinstance(pred_fn_pairs, dict)
+    pairs = [*pred_fn_pairs.items()] if is_dict else [*pred_fn_pairs]
+    holds = [jnp.asarray(tensor(pred), bool) for pred, _ in pairs]
+    count = sum(pred.astype(int) for pred in holds) if holds else 0
+    if exclusive:
+        require(count <= 1, None, "tf.case: several conditions hold, but exclusive is True.")
+    if default is None:
+        require(count >= 1, None, "tf.case: no condition holds. Pass a default.")
+        default = pairs[-1][1]
+    result = default
+    for pred, (_, branch) in zip(reversed(holds), reversed(pairs), strict=True):
+        result = functools.partial(cond, pred, branch, result)
+    return result()
+
+
+def switch_case(
+    branch_index: TensorLike,
+    branch_fns: Any,
+    default: _Branch | None = None,
+    name: str = "switch_case",
+) -> Any:
+    """`tf.switch_case`: the default, or the last function, for a number that has none."""
+    has_keys = isinstance(branch_fns, dict) or any(isinstance(one, tuple) for one in branch_fns)
+    functions = dict(branch_fns if has_keys else enumerate(branch_fns))
+    numbers = sorted(functions)
+    branches = [functions[number] for number in numbers]
+    branches.append(branches[-1] if default is None else default)
+    index = tensor(branch_index)
+    if not is_traced(index):
+        return functions.get(int(index), branches[-1])()
+    is_own = jnp.append(jnp.asarray(numbers) == index, True)
+    return jax.lax.switch(jnp.argmax(is_own), branches)
+
+
+def foldr(
+    fn: Callable[[Any, Any], Any],
+    elems: Nest,
+    initializer: Nest = None,
+    parallel_iterations: int = 10,
+    back_prop: bool = True,
+    swap_memory: bool = False,
+    name: str | None = None,
+) -> Any:
+    """`tf.foldr`: the result after the first element, from the last one on."""
+    arrays = jax.tree.map(array, elems)
+    if initializer is None:
+        initializer = jax.tree.map(lambda x: x[-1], arrays)
+        arrays = jax.tree.map(lambda x: x[:-1], arrays)
+    step = lambda carry, element: (fn(carry, element), None)
+    return jax.lax.scan(step, jax.tree.map(array, initializer), arrays, reverse=True)[0]
+
+
+def py_function(
+    func: Any = None, inp: Any = None, Tout: Any = None, name: str | None = None
+) -> Any:
+    """`tf.py_function`: in a step, `Tout` are `tf.TensorSpec`s, which say the shapes."""
+    if func is None:
+        return _decorating(py_function, Tout)
+    return _called("py_function", lambda *values: func(*map(_element, values)), inp, Tout)
+
+
+def numpy_function(
+    func: Any = None,
+    inp: Any = None,
+    Tout: Any = None,
+    stateful: bool = True,
+    name: str | None = None,
+) -> Any:
+    """`tf.numpy_function`: in a step, `Tout` are `tf.TensorSpec`s, which say the shapes."""
+    if func is None:
+        return _decorating(numpy_function, Tout)
+    return _called("numpy_function", func, inp, Tout)
+
+
+def _decorating(call: Callable[..., Any], wanted: Any) -> Callable[..., Any]:
+    return lambda func: functools.wraps(func)(lambda *inp: call(func, inp, wanted))
+
+
+def _element(value: object) -> Any:
+    return as_element(np.asarray(value))
+
+
+def _called(what: str, func: Callable[..., Any], inp: Sequence[Any], wanted: Any) -> Any:
+    values = [tensor(value) for value in inp or ()]
+    is_spec = lambda leaf: isinstance(leaf, TensorSpec)
+    if not any(map(is_traced, values)) and current_scope() is None:
+        reply = func(*map(np.asarray, values))
+        if isinstance(wanted, (list, tuple)):
+            reply = [] if reply is None else reply
+            parts = [reply] if len(wanted) == 1 and not isinstance(reply, (list, tuple)) else reply
+            dtypes = [spec.dtype if is_spec(spec) else spec for spec in wanted]
+            return [host_array(p, dtype) for p, dtype in zip(parts, dtypes, strict=True)]
+        return host_array(reply, wanted.dtype if is_spec(wanted) else wanted)
+    specs = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
+    if not all(map(is_spec, specs)) or any(None in spec.shape for spec in specs):
+        raise UnsupportedError(
+            f"tf.{what}: in a step, the shape of the result must be known, but Tout is {wanted!r}."
+            " Pass tf.TensorSpec(shape, dtype) in its place, or call it in Dataset.map."
+        )
+    shapes = [jax.ShapeDtypeStruct(spec.shape, array(0, spec.dtype).dtype) for spec in specs]
+
+    def call(*arrays: Any) -> list[np.ndarray]:
+        reply = func(*map(np.asarray, arrays))
+        parts = reply if isinstance(reply, (list, tuple)) else [reply]
+        return [np.asarray(part, shape.dtype) for part, shape in zip(parts, shapes, strict=True)]
+
+    if not specs:  # a pure callback without results would be left out
+        jax.debug.callback(lambda *arrays: func(*map(np.asarray, arrays)), *values)
+        return []
+    results = jax.pure_callback(call, shapes, *values)
+    return results if isinstance(wanted, (list, tuple)) else results[0]
+
+
+def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`tf.recompute_grad`: computes the function again for its gradient, to save memory."""
+    compute = jax.checkpoint(f)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        arrays, named = jax.tree.map(plain, (args, kwargs))
+        return compute(*arrays, **named)
+
+    return recomputed
+
+
+_path = contextvars.ContextVar("path", default="")
+
+
+@final
+class name_scope:  # noqa: N801
+    """`tf.name_scope`: names what is computed in a profile; variables keep their own names."""
+
+    def __init__(self, name: str) -> None:
+        #: The name.
+        self.name = name
+        self._entered: list[tuple[Any, str]] = []
+
+    def __enter__(self) -> str:
+        scope, outer = jax.named_scope(self.name), _path.get()
+        scope.__enter__()
+        self._entered.append((scope, outer))
+        _path.set(f"{outer}{self.name.removesuffix('/')}/")
+        return _path.get()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        scope, outer = self._entered.pop()
+        _path.set(outer)
+        scope.__exit__(*exc_info)
+
+
+def init_scope() -> contextlib.AbstractContextManager[None]:
+    """`tf.init_scope`: computes at once what does not depend on the arguments of the step."""
+    return outside_of_trace()
+
+
+def inside_function() -> bool:
+    """`tf.inside_function`: True inside `Strategy.run` and `tf.function`."""
+    return current_scope() is not None
+
+
+def get_static_value(tensor: object, partial: bool = False) -> Any:
+    """`tf.get_static_value`: None for what is computed in a step."""
+    return None if is_traced(tensor) else np.asarray(tensor)
+
+
+def custom_gradient(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """`tf.custom_gradient`: `f` returns its result, and a function of the gradient.
+
+    The result and the gradients are arrays of positional arguments; variables are not read in `f`.
+    """
+    if f is None:
+        return custom_gradient
+
+    @jax.custom_vjp
+    def call(*args: Nest) -> Nest:
+        return f(*args)[0]
+
+    def forward(*args: Nest) -> tuple[Nest, Nest]:
+        return f(*args)[0], args
+
+    def backward(args: Nest, upstream: Nest) -> tuple[Any, ...]:
+        parts = upstream if isinstance(upstream, (list, tuple)) else (upstream,)
+        gradients = f(*args)[1](*parts)
+        return tuple(gradients) if isinstance(gradients, (list, tuple)) else (gradients,)
+
+    call.defvjp(forward, backward)
+
+    def with_gradient(*args: Any) -> Any:
+        return call(*[jnp.asarray(arg) for arg in args])
+
+    return with_gradient
+
+
+def print_(
+    *inputs: object,
+    output_stream: IO[str] | None = None,
+    summarize: int | None = 3,
+    sep: str = " ",
+    end: str = "\n",
+    name: str | None = None,
+) -> None:
+    """`tf.print`: to stderr; inside a step, each replica prints when it computes.
+
+    Args:
+        inputs: Arrays, variables and anything else that can be printed.
+        output_stream: A text stream; `sys.stderr` by default.
+        summarize: Number of elements to show at each end of a dim; -1 for all.
+        sep: Text between the inputs.
+        end: Text after the last input.
+        name: Has no effect.
+
+    Source: `tf.print`.
+    """
+    shown = jax.tree.map(_of_replicas, inputs, is_leaf=lambda node: isinstance(node, PerReplica))
+    leaves, tree = jax.tree.flatten(jax.tree.map(plain, shown))
+    picks = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    edge = 3 if summarize is None else summarize
+
+    def show(*arrays: Any) -> None:
+        texts = list(leaves)
+        for i, value in zip(picks, arrays, strict=True):
+            texts[i] = _Shown(np.asarray(value), edge)
+        text = sep.join(str(value) for value in jax.tree.unflatten(tree, texts))
+        stream = sys.stderr if output_stream is None else output_stream
+        stream.write(text + end)
+
+    if current_scope() is None:
+        show(*(leaves[i] for i in picks))
+    else:
+        jax.debug.callback(show, *(leaves[i] for i in picks))
+
+
+def _of_replicas(value: Any) -> Any:
+    """Returns a value of replicas as theirs, not as the array of all that holds them."""
+    is_stacked = isinstance(value, PerReplica) and value.form == "stacked"
+    return PerReplica(value.values) if is_stacked else value
+
+
+class _Shown:
+    """An array as `tf.print` writes it, even inside a list or dict."""
+
+    def __init__(self, array: np.ndarray, edge: int) -> None:
+        self._text = np.array2string(
+            array, threshold=sys.maxsize if edge < 0 else 2 * edge, edgeitems=max(edge, 1)
+        )
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def while_loop(
+    cond: Callable[..., Any],
+    body: Callable[..., Any],
+    loop_vars: Sequence[Nest],
+    shape_invariants: object = None,
+    parallel_iterations: int = 10,
+    back_prop: bool = True,
+    swap_memory: bool = False,
+    maximum_iterations: Any = None,
+    name: str | None = None,
+) -> Any:
+    """`tf.while_loop`: a loop of Python until the condition is traced, as that of `tf.function`.
+
+    In a step, `maximum_iterations` makes it a loop of that length, through which gradients pass.
+    """
+    number = lambda leaf: array(leaf) if isinstance(leaf, (bool, int, float, np.ndarray)) else leaf
+    state = [0, *(jax.tree.map(number, value) for value in loop_vars)]
+    limit = None if maximum_iterations is None else int(maximum_iterations)
+
+    def goes_on() -> Any:
+        below = limit is None or state[0] < limit
+        return cond(*state[1:]) if below is True else and_(lambda: below, lambda: cond(*state[1:]))
+
+    def turn() -> None:
+        after = body(*state[1:])
+        state[:] = state[0] + 1, *(after if isinstance(after, (list, tuple)) else [after])
+
+    def put(values: Sequence[Any]) -> None:
+        state[:] = values
+
+    names = [f"loop_vars[{i}]" for i in range(len(loop_vars))]
+    options = {"maximum_iterations": limit}
+    while_stmt(goes_on, turn, lambda: tuple(state), put, ["the count", *names], options)
+    return state[1:] if isinstance(loop_vars, list) else tuple(state[1:])
+
+
+def executing_eagerly() -> bool:
+    """`tf.executing_eagerly`: False inside `Strategy.run` and `tf.function`."""
+    return current_scope() is None
+
+
+@contextlib.contextmanager
+def device(device_name: str | Callable[..., str] | None) -> Iterator[None]:
+    """`tf.device`: where new arrays are made; has no effect in a step or without the device.
+
+    Raises:
+        DeviceError: if the name is not one of a device.
+    """
+    name, place = device_name if isinstance(device_name, str) else "", None
+    if name and current_scope() is None:
+        canonical_name(name)
+        with contextlib.suppress(DeviceError):  # as with TensorFlow's soft placement
+            place = resolve_device(name)
+    with contextlib.nullcontext() if place is None else jax.default_device(place):
+        yield
+
+
+def control_dependencies(control_inputs: object) -> contextlib.AbstractContextManager[None]:
+    """`tf.control_dependencies`: has no effect, as programs keep their order."""
+    return contextlib.nullcontext()
+
+
+def group(*inputs: object, **kwargs: object) -> None:
+    """`tf.group`: has no effect, as everything in a step runs."""
+
+
+def no_op(name: str | None = None) -> None:
+    """`tf.no_op`."""
+
+
+def timestamp(name: str | None = None) -> np.ndarray:
+    """`tf.timestamp`: the seconds since 1970, outside of steps."""
+    if current_scope() is not None:
+        raise UnsupportedError(
+            "tf.timestamp in a step: arrays of 32 bits cannot hold the time. Call it outside of the"
+            " step, or tf.py_function inside."
+        )
+    return host_array(time.time())

@@ -1,5 +1,6 @@
 """Operations of `tf.image`; see `Operation` for how arguments are converted."""
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -9,11 +10,19 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from distributary.errors import InvalidValueError
+from distributary.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+)
 from distributary.keras_bridge import import_keras
-from distributary.tensorflow import _draws as draws
-from distributary.tensorflow._host import host_array, require_host
-from distributary.tensorflow._operations import Shape
+from distributary.tensorflow._io import bytes_of
+from distributary.tensorflow._operations import (
+    Shape,
+    host_array,
+    package,
+    require_host,
+)
+from distributary.tensorflow._random import Scale, key_of, key_of_number, seeded
 
 
 def convert_image_dtype(image: Array, dtype: DTypeLike, saturate: bool = False) -> Array:
@@ -171,12 +180,12 @@ def grayscale_to_rgb(images: Array) -> Array:
     return jnp.repeat(images, 3, -1)
 
 
-def adjust_brightness(image: Array, delta: draws.Scale) -> Array:
+def adjust_brightness(image: Array, delta: Scale) -> Array:
     """`tf.image.adjust_brightness`."""
     return _adjusted(image, lambda pixels: pixels + delta)
 
 
-def adjust_contrast(images: Array, contrast_factor: draws.Scale) -> Array:
+def adjust_contrast(images: Array, contrast_factor: Scale) -> Array:
     """`tf.image.adjust_contrast`."""
 
     def spread(pixels: Array) -> Array:
@@ -186,12 +195,12 @@ def adjust_contrast(images: Array, contrast_factor: draws.Scale) -> Array:
     return _adjusted(images, spread)
 
 
-def adjust_hue(image: Array, delta: draws.Scale) -> Array:
+def adjust_hue(image: Array, delta: Scale) -> Array:
     """`tf.image.adjust_hue`."""
     return _adjusted(image, lambda rgb: _of_hue(*_hue_and_range(rgb), delta))
 
 
-def adjust_saturation(image: Array, saturation_factor: draws.Scale) -> Array:
+def adjust_saturation(image: Array, saturation_factor: Scale) -> Array:
     """`tf.image.adjust_saturation`."""
 
     def change(rgb: Array) -> Array:
@@ -223,7 +232,7 @@ def _hue_and_range(rgb: Array) -> tuple[Array, Array, Array]:
     return jnp.where(most > least, hue, 0), least, most
 
 
-def _of_hue(hue: Array, least: Array, most: Array, delta: draws.Scale = 0.0) -> Array:
+def _of_hue(hue: Array, least: Array, most: Array, delta: Scale = 0.0) -> Array:
     hue = (hue + 6 * delta) % 6
     weights = jnp.stack([abs(hue - 3) - 1, 2 - abs(hue - 2), 2 - abs(hue - 4)], -1)
     low, high = least[..., None], most[..., None]
@@ -231,7 +240,7 @@ def _of_hue(hue: Array, least: Array, most: Array, delta: draws.Scale = 0.0) -> 
 
 
 def _random_brightness(key: Array, image: Array, max_delta: float) -> Array:
-    return adjust_brightness(image, draws.uniform(key, (), -max_delta, max_delta))
+    return adjust_brightness(image, _uniform(key, (), -max_delta, max_delta))
 
 
 def _random_contrast(key: Array, image: Array, lower: float, upper: float) -> Array:
@@ -239,7 +248,7 @@ def _random_contrast(key: Array, image: Array, lower: float, upper: float) -> Ar
 
 
 def _random_hue(key: Array, image: Array, max_delta: float) -> Array:
-    return adjust_hue(image, draws.uniform(key, (), -max_delta, max_delta))
+    return adjust_hue(image, _uniform(key, (), -max_delta, max_delta))
 
 
 def _random_saturation(key: Array, image: Array, lower: float, upper: float) -> Array:
@@ -249,7 +258,7 @@ def _random_saturation(key: Array, image: Array, lower: float, upper: float) -> 
 def _between(key: Array, lower: float, upper: float) -> Array:
     if not 0 <= lower < upper:
         raise InvalidValueError(f"tf.image: lower is {lower}, expected from 0 up to upper {upper}.")
-    return draws.uniform(key, (), lower, upper)
+    return _uniform(key, (), lower, upper)
 
 
 def _random_flip_left_right(key: Array, image: Array) -> Array:
@@ -260,9 +269,13 @@ def _random_flip_up_down(key: Array, image: Array) -> Array:
     return jnp.where(_halves(key, image), jnp.flip(image, -3), image)
 
 
+def _uniform(key: Array, shape: Sequence[int], low: float = 0, high: float = 1) -> Array:
+    return jax.random.uniform(key, shape, jnp.float32, low, high)
+
+
 def _halves(key: Array, image: Array) -> Array:
     """Returns whether to change an image, or every image of a batch by itself."""
-    return draws.uniform(key, (*image.shape[:-3], 1, 1, 1)) < 0.5
+    return _uniform(key, (*image.shape[:-3], 1, 1, 1)) < 0.5
 
 
 def _random_crop(key: Array, value: Array, size: Shape) -> Array:
@@ -271,7 +284,7 @@ def _random_crop(key: Array, value: Array, size: Shape) -> Array:
         raise InvalidValueError(
             f"tf.image.random_crop: size is {tuple(size)}, but the image has {value.shape}."
         )
-    shares = draws.uniform(key, (value.ndim,))
+    shares = _uniform(key, (value.ndim,))
     starts = [jnp.int32(shares[i] * (room + 1)) for i, room in enumerate(free)]
     return jax.lax.dynamic_slice(value, starts, [int(part) for part in size])
 
@@ -292,7 +305,7 @@ def sample_distorted_bounding_box(
         Where the crop begins, int32 `[3]`; its size, int32 `[3]`; and its box, float32 `[1, 1, 4]`:
         the whole image if no attempt covers enough of a box.
     """
-    key = draws.key_of_number(seed or None)
+    key = key_of_number(seed or None)
     require_host("tf.image.sample_distorted_bounding_box", key, image_size, bounding_boxes)
     outer, boxes = np.asarray(image_size)[:2], np.asarray(bounding_boxes, np.float32).reshape(-1, 4)
     if not len(boxes):
@@ -307,7 +320,7 @@ def sample_distorted_bounding_box(
     least, most = np.array(area_range or (0.05, 1.0)) * np.prod(outer)
     start: Any
     size: Any
-    for ratio, share, *place in np.asarray(draws.uniform(key, (max_attempts or 100, 4)), float):
+    for ratio, share, *place in np.asarray(_uniform(key, (max_attempts or 100, 4)), float):
         aspect = low + ratio * (high - low)
         highest = min(round(np.sqrt(most / aspect)), outer[0], int((outer[1] + 0.5) / aspect))
         height = min(round(np.sqrt(least / aspect)), highest)
@@ -333,8 +346,8 @@ def sample_distorted_bounding_box(
 
 def _seeded(draw: Callable[..., Array], place: int) -> Iterator[Callable[..., Array]]:
     """Yields the operation that draws with a number as its seed, and the stateless one."""
-    for key in (draws.key_of_number, draws.key_of):
-        yield draws.seeded(draw, key, place, __name__)
+    for key in (key_of_number, key_of):
+        yield seeded(draw, key, place, "image")
 
 
 random_brightness, stateless_random_brightness = _seeded(_random_brightness, 2)
@@ -344,3 +357,87 @@ random_flip_left_right, stateless_random_flip_left_right = _seeded(_random_flip_
 random_flip_up_down, stateless_random_flip_up_down = _seeded(_random_flip_up_down, 1)
 random_hue, stateless_random_hue = _seeded(_random_hue, 2)
 random_saturation, stateless_random_saturation = _seeded(_random_saturation, 3)
+
+
+def decode_image(
+    contents: object,
+    channels: int | None = None,
+    dtype: DTypeLike = np.uint8,
+    name: str | None = None,
+    expand_animations: bool = True,
+) -> np.ndarray:
+    """`tf.io.decode_image`: `[height, width, channels]`, by Pillow.
+
+    Other decoders of JPEG can differ by a few levels. Images have 8 bits per channel; `channels`
+    is 1, 3 or 4, or 0 for what the file has. Of animations you get the first frame.
+    """
+    modes = {1: "L", 3: "RGB", 4: "RGBA"}
+    image = package("tf.image", "PIL.Image", "pillow").open(io.BytesIO(bytes_of(contents)))
+    mode = modes.get(channels or len(image.getbands()))
+    if (channels and mode is None) or image.mode.startswith("I"):
+        raise InvalidValueError(
+            f"decode_image: channels is {channels} for an image of mode {image.mode}; expected 0,"
+            " 1, 3 or 4 channels of 8 bits."
+        )
+    pixels = np.asarray(image.convert(mode or "RGB"))
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    wanted = np.dtype(dtype)
+    return pixels if wanted == np.uint8 else (pixels / 255).astype(wanted)
+
+
+def decode_jpeg(contents: object, channels: int = 0, **options: object) -> np.ndarray:
+    """`tf.io.decode_jpeg`: like `decode_image`; the other options have no effect."""
+    return decode_image(contents, channels)
+
+
+def decode_bmp(contents: object, channels: int = 0, name: str | None = None) -> np.ndarray:
+    """`tf.io.decode_bmp`: like `decode_image`."""
+    return decode_image(contents, channels)
+
+
+def decode_gif(contents: object, name: str | None = None) -> np.ndarray:
+    """`tf.io.decode_gif`: the first frame, `[1, height, width, 3]`."""
+    return decode_image(contents, 3)[None]
+
+
+def decode_png(
+    contents: object, channels: int = 0, dtype: DTypeLike = np.uint8, name: str | None = None
+) -> np.ndarray:
+    """`tf.io.decode_png`: like `decode_image`."""
+    return decode_image(contents, channels, dtype)
+
+
+def decode_and_crop_jpeg(
+    contents: object, crop_window: Sequence[int], channels: int = 0, **options: object
+) -> np.ndarray:
+    """`tf.io.decode_and_crop_jpeg`: like `decode_jpeg`, and a part `[y, x, height, width]`."""
+    top, left, height, width = (int(number) for number in crop_window)
+    return decode_image(contents, channels)[top : top + height, left : left + width]
+
+
+def is_jpeg(contents: object, name: str | None = None) -> bool:
+    """`tf.io.is_jpeg`."""
+    return bytes_of(contents).startswith(b"\xff\xd8\xff")
+
+
+def encode_jpeg(image: ArrayLike, quality: int = 95, **options: object) -> bytes:
+    """`tf.io.encode_jpeg`: the bytes of an image of uint8; the other options have no effect."""
+    return _encoded(image, "JPEG", quality=quality)
+
+
+def encode_png(image: ArrayLike, compression: int = -1, name: str | None = None) -> bytes:
+    """`tf.io.encode_png`: the bytes of an image of uint8."""
+    return _encoded(image, "PNG")
+
+
+def _encoded(image: ArrayLike, kind: str, **options: Any) -> bytes:
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8:
+        raise InvalidTypeError(
+            f"An image of dtype {pixels.dtype} cannot be encoded, expected uint8. Use"
+            " tf.image.convert_image_dtype(image, tf.uint8)."
+        )
+    pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+    file = io.BytesIO()
+    package("tf.image", "PIL.Image", "pillow").fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()

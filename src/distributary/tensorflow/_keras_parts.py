@@ -1,11 +1,16 @@
 """Parts of Keras that need TensorFlow, without it: in `tf.keras`, and in Keras beside `tf`."""
 
 import contextlib
+import math
+import os
+import re
+import string
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +22,625 @@ from distributary import keras_bridge
 from distributary._summaries import Summaries, has_tensorflow
 from distributary.context import get_strategy
 from distributary.data import DistributedInput
-from distributary.errors import check_type
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+    check_type,
+)
 from distributary.keras_bridge import import_keras
 from distributary.options import InputOptions
-from distributary.tensorflow import _arrays, _math, _random, _text_layers
+from distributary.tensorflow import _arrays, _random
 from distributary.tensorflow._operations import (
     REQUIRED,
     Operation,
     array,
+    bucket_of,
+    host_array,
     keras_of_tensorflow,
+    local_path,
     named,
     operations,
+    plain_values,
+    require_host,
     taking,
+    text_of,
+)
+from distributary.tensorflow._text import (
+    KeyValueTensorInitializer,
+    StaticHashTable,
+    lower,
+    ngrams,
+    regex_replace,
 )
 
-_keras = import_keras()
+_keras: Any = import_keras()
+_Layer: Any = _keras.layers.Layer
+_input = _keras.Input
+_register = _keras.saving.register_keras_serializable("distributary")
+
+Vocabulary: TypeAlias = Sequence[Any] | np.ndarray | str | os.PathLike[str]
+"""Tokens, or the path of a file with one in each line."""
+
+_MODES: Final = ("int", "one_hot", "multi_hot", "count", "tf_idf")
+_STANDARDIZE: Final = ("lower_and_strip_punctuation", "lower", "strip_punctuation", None)
+_SPLIT: Final = ("whitespace", "character", None)
+_PUNCTUATION: Final = f"[{re.escape(string.punctuation)}]"
+# Numbers in a table of a token that is not in it, and of masked tokens that are not counted.
+_UNKNOWN, _DROPPED = -1, -2
 
 
-class TensorBoard(_keras.callbacks.TensorBoard):  # type: ignore[name-defined]
+def Input(  # noqa: N802
+    shape: Sequence[int | None] | None = None,
+    batch_size: int | None = None,
+    dtype: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`tf.keras.Input`: also takes `tf.string` as its dtype."""
+    is_text = dtype is not None and not isinstance(dtype, str) and np.dtype(dtype) == object
+    return _input(shape, batch_size, "string" if is_text else dtype, *args, **kwargs)
+
+
+@dataclass
+class _Seen:
+    """Tokens that `update_state` has seen: how often, in how many of how many documents."""
+
+    tokens: Counter[Any] = field(default_factory=Counter)
+    documents: Counter[Any] = field(default_factory=Counter)
+    num_documents: int = 0
+
+
+class _Lookup(_Layer):
+    """A layer with a vocabulary, from tokens to numbers or back."""
+
+    _has_text = True
+
+    def __init__(
+        self,
+        max_tokens: int | None = None,
+        num_oov_indices: int = 1,
+        mask_token: object = None,
+        oov_token: object = "[UNK]",
+        vocabulary: Vocabulary | None = None,
+        idf_weights: object = None,
+        invert: bool = False,
+        output_mode: str = "int",
+        pad_to_max_tokens: bool = False,
+        sparse: bool = False,
+        encoding: str = "utf-8",
+        name: str | None = None,
+        salt: object = None,
+        oov_method: str = "floormod",
+        has_input_vocabulary: bool = False,
+        vocabulary_size: int | None = None,
+        trainable: bool = True,
+        dtype: object = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.built, self.supports_jit = True, False
+        what = type(self).__name__
+        output_mode = {"binary": "multi_hot", "tf-idf": "tf_idf"}.get(output_mode, output_mode)
+        _require_among(what, "output_mode", output_mode, _MODES)
+        _require_among(what, "sparse", sparse, (False,))
+        _require_among(what, "encoding", encoding.lower(), ("utf-8", "utf8"))
+        for wrong, text in (
+            (
+                max_tokens is not None and max_tokens < 2,
+                f"max_tokens is {max_tokens}, expected 2 or more",
+            ),
+            (pad_to_max_tokens and max_tokens is None, "pad_to_max_tokens=True needs max_tokens"),
+            (num_oov_indices < 0, f"num_oov_indices is {num_oov_indices}, expected 0 or more"),
+            (invert and output_mode != "int", f"output_mode is {output_mode!r}, but invert=True"),
+        ):
+            if wrong:
+                raise InvalidValueError(f"{what}: {text}.")
+        if salt is not None and num_oov_indices > 1:
+            raise UnsupportedError(
+                f"{what}: salt={salt!r} is not supported, because the buckets would be other ones"
+                " than TensorFlow's. Leave it out, or use num_oov_indices=1."
+            )
+        self.max_tokens, self.pad_to_max_tokens = max_tokens, pad_to_max_tokens
+        self.num_oov_indices, self.oov_method = num_oov_indices, oov_method
+        self.mask_token, self.oov_token = mask_token, oov_token
+        self.invert, self.output_mode = invert, output_mode
+        self._is_static = has_input_vocabulary or vocabulary is not None
+        self._num_outputs = vocabulary_size
+        self._seen = _Seen()
+        self._weights: np.ndarray | None = None
+        # What a configuration holds: a file's tokens are saved beside it.
+        is_file = vocabulary is None or isinstance(vocabulary, (str, os.PathLike))
+        self._vocabulary = None if is_file else self._as_tokens(vocabulary)
+        self._given_weights = None if idf_weights is None else np.asarray(idf_weights)
+        self._set_tokens(self._as_tokens([]))
+        if vocabulary is not None:
+            self.set_vocabulary(vocabulary, idf_weights)
+
+    def __call__(self, inputs: object, **context: Any) -> Any:
+        """Returns the numbers of tokens, or the tokens of numbers."""
+        if isinstance(inputs, _keras.KerasTensor):
+            return super().__call__(inputs, **context)
+        return self.call(inputs)  # Keras would send the input to a device
+
+    def call(self, inputs: object) -> Any:
+        """Returns the numbers of tokens, or the tokens of numbers."""
+        require_host(f"keras.layers.{type(self).__name__}", inputs)
+        if not len(self._tokens):
+            raise ContextError(
+                f"{self.name} has no vocabulary. Call adapt first, or pass vocabulary=."
+            )
+        depth = self._depth()
+        numbers = self._look_up(self._tokens_of(inputs))
+        if depth is None:
+            return host_array(numbers)
+        numbers = np.atleast_1d(numbers)
+        if self.output_mode == "one_hot":
+            if numbers.ndim > 1 and numbers.shape[-1] == 1:
+                numbers = numbers[..., 0]
+            return host_array(numbers[..., None] == np.arange(depth), np.int64)
+        rows = _rows(numbers)
+        counts = np.zeros((len(rows), depth), np.int64)
+        row, place = np.nonzero(rows >= 0)
+        np.add.at(counts, (row, rows[row, place]), 1)
+        counts = counts.reshape(*numbers.shape[:-1], depth)
+        if self.output_mode == "tf_idf":
+            return host_array(counts.astype(_keras.config.floatx()) * self._weights)
+        return host_array(np.minimum(counts, 1) if self.output_mode == "multi_hot" else counts)
+
+    def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        """Returns the shape of results."""
+        shape = tuple(input_shape)
+        if self.output_mode == "int":
+            return shape
+        is_column = len(shape) > 1 and shape[-1] == 1
+        is_kept = self.output_mode == "one_hot" and not is_column
+        return (*(shape if is_kept else shape[:-1]), self._depth())
+
+    def compute_output_spec(self, inputs: Any) -> Any:
+        """Returns the shape and dtype of results."""
+        dtype = "int64" if self.output_mode == "int" else _keras.config.floatx()
+        if self.invert and self._has_text:
+            dtype = "string"
+        return _keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype)
+
+    def adapt(self, data: Any, steps: int | None = None) -> None:
+        """Makes the vocabulary from data: the tokens by falling frequency, then by falling order.
+
+        Args:
+            data: A dataset or another iterable of batches or examples, or an array, or a list.
+            steps: How many batches to take, at most.
+        """
+        self.reset_state()
+        if isinstance(data, (list, tuple, np.ndarray, jax.Array)):
+            values = np.asarray(data)
+            batches: Iterable[Any] = [values[:, None] if values.ndim == 1 else values]
+        else:
+            batches = data
+        for number, batch in enumerate(batches):
+            if steps is not None and number >= steps:
+                break
+            self.update_state(batch)
+        self.finalize_state()
+
+    def update_state(self, data: object) -> None:
+        """Counts the tokens of a batch; one row is one document."""
+        if self._is_static:
+            raise InvalidValueError(
+                f"{self.name} cannot adapt: it was made with a vocabulary. Leave out vocabulary=."
+            )
+        for row in _rows(self._tokens_of(data)):
+            tokens = plain_values(row)
+            self._seen.tokens.update(tokens)
+            self._seen.documents.update(set(tokens))
+            self._seen.num_documents += 1
+
+    def finalize_state(self) -> None:
+        """Makes the vocabulary from what `update_state` has counted."""
+        if self._is_static or not self._seen.tokens:
+            return
+        counts = self._seen.tokens
+        special = (self.mask_token, self.oov_token)
+        ranked = sorted((t for t in counts if t not in special), key=lambda t: (counts[t], t))
+        size = None if self.max_tokens is None else self.max_tokens - self._first
+        tokens = ranked[::-1][:size]
+        self._set_tokens(self._as_tokens(tokens))
+        if self.output_mode == "tf_idf":
+            num_with = np.array([self._seen.documents[token] for token in tokens])
+            weights = np.log(1 + self._seen.num_documents / (1 + num_with))
+            self._set_weights(weights, has_special=False)
+        self.reset_state()
+        self._record_size()
+
+    def reset_state(self) -> None:
+        """Forgets what `update_state` has counted; the vocabulary stays."""
+        self._seen = _Seen()
+
+    def set_vocabulary(self, vocabulary: Vocabulary, idf_weights: object = None) -> None:
+        """Sets the vocabulary.
+
+        Args:
+            vocabulary: Tokens, with or without the special ones at their beginning, or the path of
+                a file with one token in each line.
+            idf_weights: A weight for each of them, in mode "tf_idf".
+
+        Raises:
+            InvalidValueError: if a token comes twice, or there are more than `max_tokens`.
+        """
+        if (idf_weights is not None) != (self.output_mode == "tf_idf"):
+            raise InvalidValueError(
+                f"{self.name}: idf_weights is {idf_weights!r}, but they belong to a vocabulary in"
+                f" output_mode='tf_idf' only, and there always. output_mode is"
+                f" {self.output_mode!r}."
+            )
+        if isinstance(vocabulary, str | os.PathLike):
+            with open(local_path(vocabulary), encoding="utf-8") as file:
+                self._set_tokens(self._as_tokens(file.read().splitlines()))
+            self._record_size()
+            return
+        words = self._as_tokens(vocabulary)
+        listed, special = plain_values(words), self._special
+        has_special = listed[: len(special)] == special
+        tokens = listed[len(special) :] if has_special else listed
+        self._check(tokens)
+        self._set_tokens(self._as_tokens(tokens))
+        self._record_size()
+        if idf_weights is not None:
+            weights = np.asarray(idf_weights)
+            if weights.shape != words.shape:
+                raise InvalidValueError(
+                    f"{self.name}: idf_weights has shape {weights.shape}, expected a weight for"
+                    f" each of the {len(words)} tokens."
+                )
+            self._set_weights(weights, has_special)
+
+    def get_vocabulary(self, include_special_tokens: bool = True) -> list[Any]:
+        """Returns the tokens, each at the place of its number."""
+        return (self._special if include_special_tokens else []) + plain_values(self._tokens)
+
+    def vocabulary_size(self) -> int:
+        """Returns the number of tokens, with the special ones."""
+        return self._first + len(self._tokens)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of this layer, with a vocabulary that was one of them."""
+        return super().get_config() | {
+            "max_tokens": self.max_tokens,
+            "num_oov_indices": self.num_oov_indices,
+            "mask_token": self.mask_token,
+            "oov_token": self.oov_token,
+            "vocabulary": None if self._vocabulary is None else plain_values(self._vocabulary),
+            "idf_weights": None if self._given_weights is None else self._given_weights.tolist(),
+            "invert": self.invert,
+            "output_mode": self.output_mode,
+            "pad_to_max_tokens": self.pad_to_max_tokens,
+            "vocabulary_size": self._num_outputs,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Returns a layer with these arguments; a file of tokens cannot be one of them."""
+        if isinstance(config.get("vocabulary"), str):
+            raise InvalidValueError(
+                f"{cls.__name__}: the configuration names the file {config['vocabulary']!r}, but a"
+                " file that someone saved must not open others. Call set_vocabulary."
+            )
+        return cls(**config)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the weights of the tokens."""
+        if self._weights is not None:
+            store["idf_weights"] = self._weights
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the weights of the tokens."""
+        if self.output_mode == "tf_idf":
+            self._weights = np.asarray(store["idf_weights"])
+
+    def save_assets(self, dir_path: str) -> None:
+        """Saves a vocabulary that is not in the configuration."""
+        if self._vocabulary is None:
+            with open(os.path.join(dir_path, "vocabulary.txt"), "w", encoding="utf-8") as file:
+                file.write("\n".join(map(str, self.get_vocabulary())))
+
+    def load_assets(self, dir_path: str) -> None:
+        """Loads a vocabulary that is not in the configuration."""
+        if self._vocabulary is None:
+            with open(os.path.join(dir_path, "vocabulary.txt"), encoding="utf-8") as file:
+                tokens = plain_values(self._as_tokens(file.read().splitlines()))
+            self._set_tokens(self._as_tokens(tokens[self._first :]))
+            self._record_size()
+
+    def _tokens_of(self, inputs: object) -> np.ndarray:
+        """Returns inputs as tokens, or as numbers if this layer goes back to tokens."""
+        array = np.asarray(inputs)
+        if self._has_text and not self.invert:
+            if array.size and array.dtype.kind not in "USO":
+                raise InvalidTypeError(
+                    f"{self.name}: got an array of dtype {array.dtype}, expected text. Use"
+                    " IntegerLookup for numbers."
+                )
+            return array.astype(object)
+        if array.dtype.kind not in "biuf" or not np.all(array == np.floor(array)):
+            raise InvalidTypeError(f"{self.name}: got {inputs!r}, expected integers.")
+        return array.astype(np.int64)
+
+    def _look_up(self, tokens: np.ndarray) -> Any:
+        numbers = np.asarray(self._table.lookup(tokens))
+        if self.invert:
+            return numbers
+        unknown = numbers == _UNKNOWN
+        if not unknown.any():
+            return numbers
+        those = plain_values(tokens[unknown])
+        if not self.num_oov_indices:
+            raise InvalidValueError(
+                f"{self.name}: {those[:5]} are not in the vocabulary, and num_oov_indices is 0. Use"
+                " num_oov_indices=1 for a number of unknown tokens."
+            )
+        if self._has_text or self.oov_method == "farmhash":
+            buckets = [bucket_of(str(one), self.num_oov_indices) for one in those]
+        else:
+            buckets = [one % self.num_oov_indices for one in those]
+        numbers = numbers.copy()
+        numbers[unknown] = self._first - self.num_oov_indices + np.asarray(buckets)
+        return numbers
+
+    @property
+    def _special(self) -> list[Any]:
+        has_mask = self.mask_token is not None and self.output_mode == "int"
+        return [self.mask_token] * has_mask + [self.oov_token] * self.num_oov_indices
+
+    @property
+    def _first(self) -> int:
+        """The number of the first token that is not special."""
+        return len(self._special)
+
+    def _depth(self) -> int | None:
+        if self.output_mode == "int":
+            return None
+        return self.max_tokens if self.pad_to_max_tokens else self._num_outputs
+
+    def _as_tokens(self, vocabulary: object) -> np.ndarray:
+        if self._has_text:
+            return np.array([text_of(one) for one in np.asarray(vocabulary).tolist()], object)
+        return np.asarray(vocabulary).astype(np.int64)
+
+    def _set_tokens(self, tokens: np.ndarray) -> None:
+        keys, numbers = [*tokens], [*range(self._first, self._first + len(tokens))]
+        if self.mask_token is not None:
+            keys.insert(0, self.mask_token)
+            numbers.insert(0, 0 if self.output_mode == "int" else _DROPPED)
+        text = np.array(keys, object if self._has_text else np.int64)
+        places = np.array(numbers, np.int64)
+        pairs = (places, text) if self.invert else (text, places)
+        one = self.num_oov_indices == 1
+        unknown = self.oov_token if self.invert else self._first - 1 if one else _UNKNOWN
+        initializer = KeyValueTensorInitializer(pairs[0], pairs[1])
+        self._tokens, self._table = tokens, StaticHashTable(initializer, unknown)
+
+    def _set_weights(self, weights: np.ndarray, has_special: bool) -> None:
+        padded = weights.astype(_keras.config.floatx())
+        if not has_special:
+            padded = np.concatenate([np.full(self._first, padded.mean(), padded.dtype), padded])
+        rest = (self.max_tokens or 0) - len(padded) if self.pad_to_max_tokens else 0
+        self._weights = np.pad(padded, (0, rest))
+
+    def _record_size(self) -> None:
+        """Notes the number of tokens, which must not change where it is a size of results."""
+        size = self.vocabulary_size()
+        is_free = self.output_mode == "int" or self.pad_to_max_tokens
+        if not is_free and self._num_outputs not in (None, size):
+            raise ContextError(
+                f"{self.name}: the new vocabulary has {size} tokens, but results have"
+                f" {self._num_outputs} in output_mode={self.output_mode!r}. Use"
+                " pad_to_max_tokens=True, or another layer."
+            )
+        self._num_outputs = size
+
+    def _check(self, tokens: list[Any]) -> None:
+        size = self._first + len(tokens)
+        repeated = [token for token, count in Counter(tokens).items() if count > 1]
+        reserved = {self.mask_token, self.oov_token if self.invert else None} - {None}
+        for wrong, text in (
+            (not tokens, "is empty"),
+            (repeated, f"has tokens more than once: {repeated}"),
+            (
+                reserved & {*tokens},
+                f"has {[*reserved]} elsewhere than in {self._special} at its beginning",
+            ),
+            (
+                size > (self.max_tokens or size),
+                f"has {size} tokens with the special ones, but max_tokens is {self.max_tokens}",
+            ),
+        ):
+            if wrong:
+                raise InvalidValueError(f"{self.name}: the vocabulary {text}.")
+
+
+@final
+@_register
+class StringLookup(_Lookup):
+    """Returns the numbers of words, or words of numbers with `invert=True`.
+
+    With several `num_oov_indices`, an unknown word gets another one of them than in TensorFlow.
+
+    Source: `tf.keras.layers.StringLookup`.
+    """
+
+
+@final
+@_register
+class IntegerLookup(_Lookup):
+    """Returns the numbers of ids, or ids of numbers with `invert=True`.
+
+    Source: `tf.keras.layers.IntegerLookup`.
+    """
+
+    _has_text = False
+
+    def __init__(
+        self,
+        max_tokens: int | None = None,
+        num_oov_indices: int = 1,
+        mask_token: int | None = None,
+        oov_token: int = -1,
+        vocabulary: Vocabulary | None = None,
+        vocabulary_dtype: str = "int64",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(max_tokens, num_oov_indices, mask_token, oov_token, vocabulary, **kwargs)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of this layer, with a vocabulary that was one of them."""
+        return super().get_config() | {"oov_method": self.oov_method}
+
+
+@final
+@_register
+class TextVectorization(_Lookup):
+    """Returns the numbers of the words of texts, a row for each text.
+
+    A function for `standardize` gets an array of texts. One for `split` gets one text, of type
+    `str`, and returns its tokens.
+
+    Source: `tf.keras.layers.TextVectorization`.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int | None = None,
+        standardize: str | Callable[[Any], Any] | None = "lower_and_strip_punctuation",
+        split: str | Callable[[Any], Any] | None = "whitespace",
+        ngrams: int | tuple[int, ...] | None = None,
+        output_mode: str = "int",
+        output_sequence_length: int | None = None,
+        pad_to_max_tokens: bool = False,
+        vocabulary: Vocabulary | None = None,
+        *,
+        ragged: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        what = type(self).__name__
+        if not callable(standardize):
+            _require_among(what, "standardize", standardize, _STANDARDIZE)
+        if not callable(split):
+            _require_among(what, "split", split, _SPLIT)
+        if output_sequence_length is not None:
+            _require_among(what, "output_mode with output_sequence_length", output_mode, ("int",))
+        if ragged:
+            raise UnsupportedError(
+                f"{what}: ragged=True is not supported, because there are no ragged arrays. Results"
+                " are padded with 0."
+            )
+        super().__init__(
+            max_tokens,
+            mask_token="",
+            vocabulary=vocabulary,
+            output_mode=output_mode,
+            pad_to_max_tokens=pad_to_max_tokens,
+            **kwargs,
+        )
+        self._standardize, self._split, self._ngrams = standardize, split, ngrams
+        self._length = output_sequence_length
+
+    def call(self, inputs: object) -> Any:
+        """Returns the numbers of the words of texts."""
+        numbers = super().call(inputs)
+        if self._length is None:
+            return numbers
+        rest = max(0, self._length - numbers.shape[-1])
+        cut = np.asarray(numbers)[..., : self._length]
+        return host_array(np.pad(cut, [(0, 0)] * (cut.ndim - 1) + [(0, rest)]))
+
+    def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        """Returns the shape of results."""
+        shape = tuple(input_shape)
+        if self._split is not None:
+            shape = (*(shape[:-1] if len(shape) > 1 else shape), None)
+        elif self._ngrams is not None:
+            shape = (*shape[:-1], None)
+        if self._length is not None:
+            shape = (*shape[:-1], self._length)
+        return super().compute_output_shape(shape)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of this layer, with a vocabulary that was one of them."""
+        config = super().get_config() | {
+            "standardize": self._standardize,
+            "split": self._split,
+            "ngrams": self._ngrams,
+            "output_sequence_length": self._length,
+        }
+        for name in ("num_oov_indices", "mask_token", "oov_token", "invert"):
+            del config[name]
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Returns a layer with these arguments."""
+        restored = {
+            name: _keras.saving.deserialize_keras_object(value)
+            for name in ("standardize", "split")
+            if isinstance(value := config.get(name), dict)
+        }
+        ngrams = config.get("ngrams")
+        restored["ngrams"] = tuple(ngrams) if isinstance(ngrams, list) else ngrams
+        return super().from_config(config | restored)
+
+    def _tokens_of(self, inputs: object) -> np.ndarray:
+        """Returns the tokens of texts, in rows that are padded with the mask token."""
+        tokens = super()._tokens_of(inputs)
+        texts: Any = np.array(plain_values(tokens.reshape(-1)), str).reshape(tokens.shape)
+        if self._standardize in ("lower", "lower_and_strip_punctuation"):
+            texts = lower(texts)
+        if self._standardize in ("strip_punctuation", "lower_and_strip_punctuation"):
+            texts = regex_replace(texts, _PUNCTUATION, "")
+        if callable(self._standardize):
+            texts = self._standardize(host_array(texts))
+        texts = np.asarray(texts)
+        if self._split is None:
+            if self._ngrams is None:
+                return texts.astype(object)
+            rows, shape = [*_rows(texts)], texts.shape[:-1]
+        else:
+            if texts.ndim > 1 and texts.shape[-1] != 1:
+                raise InvalidValueError(
+                    f"{self.name}: texts have shape {texts.shape}, expected [n] or [n, 1]. Use"
+                    " split=None for texts that are tokens already."
+                )
+            texts = texts[..., 0] if texts.ndim > 1 else texts
+            rows, shape = [*map(self._words, plain_values(texts.reshape(-1)))], texts.shape
+        if self._ngrams is not None:
+            widths = range(1, self._ngrams + 1) if isinstance(self._ngrams, int) else self._ngrams
+            rows = [ngrams(row, [*widths]).tolist() for row in rows]
+        length = max(map(len, rows), default=0)
+        padded = [[*row, *[""] * (length - len(row))] for row in rows]
+        return np.array(padded, object).reshape(*shape, length)
+
+    def _words(self, text: str) -> list[str]:
+        if callable(self._split):
+            parts = np.asarray(self._split(text))
+            return plain_values(np.asarray(parts.item()) if parts.ndim == 0 else parts)
+        if self._split == "character":
+            return [*text]
+        # Bytes are split at ASCII's white space only, as in TensorFlow.
+        return [word.decode() for word in text.encode().split()]
+
+
+def _rows(values: np.ndarray) -> np.ndarray:
+    """Returns values `[..., n]` as `[m, n]`."""
+    shape = np.atleast_1d(values).shape
+    return values.reshape(math.prod(shape[:-1]), shape[-1])
+
+
+def _require_among(what: str, argument: str, value: object, known: Sequence[Any]) -> None:
+    if value not in known:
+        shown = ", ".join(map(repr, known))
+        raise InvalidValueError(f"{what}: {argument} is {value!r}, expected one of {shown}.")
+
+
+class TensorBoard(_keras.callbacks.TensorBoard):
     """Writes with tensorboardX where TensorFlow is missing, also for a model without a strategy."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +651,7 @@ class TensorBoard(_keras.callbacks.TensorBoard):  # type: ignore[name-defined]
 
 
 @_keras.saving.register_keras_serializable("distributary")
-class ConstantInitializer(_keras.initializers.Initializer):  # type: ignore[name-defined]
+class ConstantInitializer(_keras.initializers.Initializer):
     """Fills an array with as many numbers as it has places."""
 
     def __init__(self, value: list[Any]) -> None:
@@ -62,9 +668,14 @@ class ConstantInitializer(_keras.initializers.Initializer):  # type: ignore[name
 
 #: What replaces names of Keras, by the path of their module.
 PARTS: Final[dict[str, dict[str, Any]]] = {
-    "": named(_text_layers, "Input"),
+    "": {"Input": Input},
     ".callbacks": {"TensorBoard": TensorBoard},
-    ".layers": named(_text_layers, "Input IntegerLookup StringLookup TextVectorization"),
+    ".layers": {
+        "Input": Input,
+        "IntegerLookup": IntegerLookup,
+        "StringLookup": StringLookup,
+        "TextVectorization": TextVectorization,
+    },
 }
 
 
@@ -268,7 +879,7 @@ def backend_names() -> dict[str, Any]:
             "backend clear_session epsilon floatx get_uid image_data_format is_keras_tensor"
             " result_type set_epsilon set_floatx set_image_data_format standardize_dtype",
         ),
-        **{name: _math.EVERYWHERE[name] for name in _SAME.split()},
+        **{name: _arrays.EVERYWHERE[name] for name in _SAME.split()},
         **taking(
             named(jnp, "log ndim transpose")
             | {
@@ -316,7 +927,7 @@ def backend_names() -> dict[str, Any]:
             " update_add update_sub variable",
         ),
         **operations(_arrays, "cast constant shape"),
-        **operations(_math, "l2_normalize"),
+        **operations(_arrays, "l2_normalize"),
         "batch_get_value": batch_get_value,
         "batch_set_value": batch_set_value,
         "random_normal": Operation(_random.normal),

@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 from distributary.context import ReplicaContext, get_replica_context
 from distributary.errors import ContextError, InvalidValueError
 from distributary.keras_bridge import import_keras
-from distributary.tensorflow._draws import key_of_number, seed_of
 from distributary.tensorflow._operations import (
     Axes,
     Operation,
@@ -21,6 +20,7 @@ from distributary.tensorflow._operations import (
     named,
     taking,
 )
+from distributary.tensorflow._random import key_of_number, seed_of
 from distributary.tracing import current_scope
 
 Sizes: TypeAlias = int | Sequence[int]

@@ -1,10 +1,16 @@
-"""Operations: functions with TensorFlow's arguments, which call other functions."""
+"""Operations: functions with TensorFlow's arguments, which call other functions; host arrays.
+
+The arrays of strings, tables of words and Python functions are NumPy's, as in `Dataset.map`, and
+have TensorFlow's method `numpy()`.
+"""
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, final
 
@@ -15,10 +21,15 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from distributary.devices import Nest, inside_jax_trace
-from distributary.errors import InvalidTypeError, shown
+from distributary.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingPackageError,
+    UnsupportedError,
+    shown,
+)
 from distributary.keras_bridge import import_keras
-from distributary.tensorflow._host import Element, host_array, is_text
-from distributary.tensorflow.autograph import is_traced, plain
+from distributary.tensorflow.autograph import check_when_run, is_traced, plain
 from distributary.tracing import native
 
 
@@ -85,7 +96,7 @@ class Operation:
             kind = inspect.Parameter.KEYWORD_ONLY if has_rest else _ANYWHERE
             shown.append(inspect.Parameter("name", kind, default=None))
         signature = inspect.Signature(shown)
-        is_pure = self._call.__module__.startswith(("jax.", "numpy", *_PURE))
+        is_pure = self._call.__module__.startswith(("jax.", "numpy", _PURE))
 
         def operation(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -130,8 +141,8 @@ class Operation:
         return call(*values[:count], **options)
 
 
-# Modules of functions that draw no random numbers.
-_PURE = ("distributary.tensorflow._arrays", "distributary.tensorflow._math")
+# The module of functions that draw no random numbers.
+_PURE = "distributary.tensorflow._arrays"
 
 
 def _has_sizes(arrays: Nest, values: Nest) -> bool:
@@ -159,23 +170,13 @@ def taking(
 
 
 def named(source: object, names: str) -> dict[str, Any]:
-    """Returns objects that have the same names in a module, such as "abs cos cosh"."""
-    return {name: getattr(source, name) for name in names.split()}
+    """Returns objects of a module by their names, such as "abs cos"; `print_` is `print`."""
+    return {name.removesuffix("_"): getattr(source, name) for name in names.split()}
 
 
-def public(module: ModuleType) -> dict[str, Any]:
-    """Returns the functions and classes that a module defines by name; `print_` is `print`."""
-    return {
-        name.removesuffix("_"): value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
-    }
-
-
-def operations(module: ModuleType, names: str | None = None) -> dict[str, Any]:
-    """Returns functions of a module as operations; by default, all that it defines."""
-    functions = public(module) if names is None else named(module, names)
-    return {n: Operation(value) for n, value in functions.items() if inspect.isfunction(value)}
+def operations(module: ModuleType, names: str) -> dict[str, Any]:
+    """Returns functions of a module as operations."""
+    return {name: Operation(value) for name, value in named(module, names).items()}
 
 
 def tensor(value: TensorLike) -> Any:
@@ -267,3 +268,153 @@ _CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
     DTypeLike: canonical,
     DTypeLike | None: canonical,
 }
+
+
+@final
+class Text(str):
+    """Text, which is bytes in TensorFlow, so that programs decode it."""
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Returns the text."""
+        return str(self)
+
+
+@final
+class Bytes(bytes):
+    """Bytes as records and files have them."""
+
+    def numpy(self) -> bytes:
+        """Returns the bytes."""
+        return bytes(self)
+
+
+@final
+class Element(np.ndarray):
+    """An array on the host, such as one that a loop over a dataset yields."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return np.asarray(super().__getitem__(index), self.dtype).view(Element)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __repr__(self) -> str:
+        return repr(np.asarray(self)).replace("array", "Element", 1)
+
+    def numpy(self) -> Any:
+        """Returns a copy as a NumPy array, or a number or text for a scalar, as TensorFlow does."""
+        copy = np.array(self)[()]
+        return Text(copy) if isinstance(copy, str) else copy
+
+
+def as_element(value: object) -> object:
+    """Returns an array, number or bytes in a form with the method `numpy()`."""
+    if type(value) is bytes:
+        return Bytes(value)
+    return host_array(value) if isinstance(value, (np.ndarray, np.generic, bool)) else value
+
+
+def of_host(functions: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns functions whose results have the method `numpy()`; other objects stay."""
+
+    def shown(function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(function)(
+            lambda *args, **kwargs: jax.tree.map(as_element, function(*args, **kwargs))
+        )
+
+    return {
+        name: shown(value) if inspect.isfunction(value) else value
+        for name, value in functions.items()
+    }
+
+
+def host_array(value: object, dtype: Any = None) -> np.ndarray:
+    """Returns a value as an array on the host.
+
+    Args:
+        value: An array, a number, text, or a nest of lists.
+        dtype: The dtype; `tf.string` keeps text.
+    """
+    first = value
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    # Dtype S would drop zero bytes at the end, and NumPy cannot read subclasses of bytes.
+    array = np.asarray(value, object if isinstance(first, bytes) else None)
+    is_text = dtype is None or np.dtype(dtype).kind == "O"
+    return (array if is_text else array.astype(dtype)).view(Element)
+
+
+def is_text(value: object) -> bool:
+    """Returns whether a value is text, or an array of it."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and is_text(value[0])
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in "US" or (value.dtype.kind == "O" and _is_text_of(value))
+    return isinstance(value, (str, bytes))
+
+
+def _is_text_of(objects: Any) -> bool:
+    first = next(iter(np.ravel(objects).tolist()), None)
+    return isinstance(first, (str, bytes))
+
+
+def text_of(value: object) -> str:
+    """Returns one text; bytes are UTF-8."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def require_host(what: str, *values: Any) -> None:
+    """Raises an error in a step, where values are known only when it runs."""
+    if any(map(is_traced, jax.tree.leaves(values))):
+        raise UnsupportedError(
+            f"{what}: the value is computed in a step, where there is no text and no Python. Call"
+            f" {what} in Dataset.map, or outside of the step."
+        )
+
+
+def local_path(path: Any) -> str:
+    """Returns a path of the file system, which may be text, bytes or an array of one of them.
+
+    Raises:
+        UnsupportedError: for the address of an object store.
+    """
+    text = os.fsdecode(path.item() if isinstance(path, (np.ndarray, np.generic)) else path)
+    if "://" in text:
+        raise UnsupportedError(
+            f"tf.io.gfile: {text!r} is in an object store. Mount it as a folder, or use fsspec."
+        )
+    return text
+
+
+def package(what: str, module: str, package: str) -> ModuleType:
+    """Imports and returns a module of a package that is optional.
+
+    Args:
+        what: What needs it, for the message.
+        module: The module.
+        package: The package as pip knows it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MissingPackageError(f"{what} needs {package}: pip install {package}") from None
+
+
+def bucket_of(text: str, num_buckets: int) -> int:
+    """Returns a number below `num_buckets` that depends on the text alone."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % num_buckets
+
+
+def plain_values(values: np.ndarray) -> list[Any]:
+    """Returns keys or values as Python's; text as `str`."""
+    return [text_of(v) if isinstance(v, (bytes, str)) else v for v in values.tolist()]
+
+
+def require(condition: ArrayLike, message: str | None, text: str) -> None:
+    """Raises an error with one of two texts unless all of a condition holds, also in a step."""
+    holds, error = jnp.all(jnp.asarray(condition)), InvalidValueError(message or text)
+    if is_traced(holds):
+        check_when_run(holds, error)
+    elif not holds:
+        raise error

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.tensorflow.autograph._failures import check_handler
 from distributary.tensorflow.autograph._reached import Reached
+from distributary.tensorflow.autograph._recorded import check_handler
 
 
 class Late(keras.layers.Layer):

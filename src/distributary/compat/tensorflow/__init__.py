@@ -14,23 +14,23 @@ import importlib
 import sys
 from typing import Any
 
-from distributary.compat.tensorflow import _namespaces
+from distributary.compat.tensorflow import _names
 from distributary.keras_bridge import would_use_jax
-from distributary.tensorflow import _variables
+from distributary.tensorflow import _objects
 
 
 def __getattr__(name: str) -> Any:
     if name == "keras":
         return importlib.import_module(f"{__name__}.keras")
-    return globals().setdefault(name, _namespaces.lookup("", name))
+    return globals().setdefault(name, _names.lookup("", name))
 
 
 def __dir__() -> list[str]:
-    return [*_namespaces.names_in(""), "keras"]
+    return [*_names.names_in(""), "keras"]
 
 
-_variables.install()
-_namespaces.install()
+_objects.install()
+_names.install()
 if would_use_jax():  # before the first trace, in which `tf.random` may be the first to need it
     from distributary.tensorflow import _keras_parts
 

@@ -1,13 +1,15 @@
-"""The supported names of TensorFlow, and the objects that they stand for.
+"""The modules `tf`, `tf.nn`, ..., their names, and the errors for names that they lack.
 
 A module of TensorFlow, such as `tf.distribute.experimental`, is a function here that returns its
 names. It runs when a program first uses the module, because some take a while to import. The names
 of many modules are those that a module of `distributary.tensorflow` defines.
 """
 
+import difflib
 import functools
 import importlib
 import operator
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -32,30 +34,18 @@ import distributary.variables as values
 from distributary._summaries import Summaries, SummaryWriter
 from distributary.tensorflow import (
     _arrays,
-    _checks,
-    _composites,
     _config,
-    _control,
     _data,
-    _data_experimental,
-    _draws,
-    _examples,
+    _functions,
     _image,
     _io,
-    _linalg,
-    _lookup,
-    _math,
     _nn,
-    _programs,
+    _objects,
     _random,
-    _saved_model,
-    _strings,
-    _training,
+    _saving,
+    _text,
 )
-from distributary.tensorflow._functions import function
-from distributary.tensorflow._host import of_host
-from distributary.tensorflow._operations import Operation, named, operations, public
-from distributary.tensorflow._variables import Variable
+from distributary.tensorflow._operations import Operation, named, of_host, operations
 
 
 class Late(NamedTuple):
@@ -97,33 +87,44 @@ def _late(path: str) -> Late:
 
 
 def _message(name: str) -> Late:
-    return Late(lambda: _training.message_type(name))
+    return Late(lambda: _io.message_type(name))
 
 
 def _root() -> Names:
     return {
-        **_math.EVERYWHERE,
+        **_arrays.EVERYWHERE,
         **_arrays.ARRAYS,
         **_dtypes(),
-        **operations(_arrays),
-        **operations(_checks, "Assert"),
-        **operations(_linalg, "einsum matmul norm"),
-        **operations(_math, "add_n argmax argmin cumsum reduce_mean"),
-        **public(_control),
-        **public(_programs),
+        **operations(
+            _arrays,
+            "add_n argmax argmin argsort boolean_mask cast clip_by_global_norm clip_by_norm concat"
+            " constant convert_to_tensor cumsum einsum ensure_shape eye fill foldl gather gather_nd"
+            " linspace map_fn matmul meshgrid norm one_hot pad range_ rank reduce_mean scan"
+            " scatter_nd sequence_mask shape size slice_ sort split tensor_scatter_nd_add"
+            " tensor_scatter_nd_sub tensor_scatter_nd_update tile transpose unique unstack"
+            " vectorized_map where zeros",
+        ),
+        **operations(_config, "Assert"),
+        **named(
+            _functions,
+            "case cond control_dependencies custom_gradient device executing_eagerly foldr function"
+            " get_static_value group init_scope inside_function name_scope no_op numpy_function"
+            " print_ py_function recompute_grad switch_case timestamp while_loop",
+        ),
+        **named(
+            _objects,
+            "Module SparseTensor TensorArray TensorShape Variable constant_initializer get_logger"
+            " identity_n is_tensor",
+        ),
         **named(gradients, "GradientTape UnconnectedGradients"),
         **named(options, "VariableAggregation VariableSynchronization"),
         "IndexedSlices": values.IndexedSlices,
         **{name: _late(name) for name in ("initializers", "losses", "metrics", "optimizers")},
-        "SparseTensor": _composites.SparseTensor,
         "Tensor": jax.Array,
-        "TensorArray": _composites.TensorArray,
         "TensorSpec": data.TensorSpec,
-        "Variable": Variable,
         "__version__": _VERSION,
-        "as_string": _strings.as_string,
+        "as_string": _text.as_string,
         "double": jnp.dtype("float64"),
-        "function": function,
         "half": jnp.dtype("float16"),
         "newaxis": None,
         "ones_initializer": _late("initializers.Ones"),
@@ -210,7 +211,7 @@ def _config_experimental() -> Names:
             " tensor_float_32_execution_enabled",
         ),
         "VirtualDeviceConfiguration": _config.LogicalDeviceConfiguration,
-        "get_synchronous_execution": _checks.get_log_device_placement,
+        "get_synchronous_execution": _config.get_log_device_placement,
         "get_virtual_device_configuration": _config.get_logical_device_configuration,
         "set_synchronous_execution": _nothing,
         "set_virtual_device_configuration": _config.set_logical_device_configuration,
@@ -230,7 +231,6 @@ def _summary() -> Names:
     return {**names, **traces, "SummaryWriter": SummaryWriter}
 
 
-_FILES = "TFRecordOptions TFRecordWriter matching_files read_file write_file"
 _GENERATORS = "Generator get_global_generator set_global_generator"
 
 #: Functions that return the names of TensorFlow's modules; "" is `tf` itself.
@@ -274,7 +274,15 @@ MODULES: dict[str, Callable[[], Names]] = {
         "ThreadingOptions": types.SimpleNamespace,
     },
     "data.experimental": lambda: {
-        **public(_data_experimental),
+        **named(
+            _data,
+            "CsvDataset assert_cardinality at bucket_by_sequence_length cardinality"
+            " choose_from_datasets copy_to_device enumerate_dataset from_list get_next_as_optional"
+            " get_single_element get_structure group_by_window ignore_errors"
+            " make_batched_features_dataset map_and_batch pad_to_cardinality parallel_interleave"
+            " prefetch_to_device rejection_resample save scan shuffle_and_repeat snapshot"
+            " take_while unbatch unique",
+        ),
         **named(
             data,
             "AUTOTUNE AutoShardPolicy DistributeOptions INFINITE_CARDINALITY SHARD_HINT"
@@ -289,9 +297,15 @@ MODULES: dict[str, Callable[[], Names]] = {
         "sample_from_datasets": _data.Dataset.sample_from_datasets,
     },
     "debugging": lambda: {
-        **operations(_checks),
+        **operations(
+            _config,
+            "Assert assert_all_finite assert_equal assert_greater assert_greater_equal"
+            " assert_integer assert_less assert_less_equal assert_near assert_negative"
+            " assert_non_negative assert_non_positive assert_none_equal assert_positive assert_rank"
+            " assert_rank_at_least assert_rank_in assert_scalar assert_type check_numerics",
+        ),
         **named(
-            _checks,
+            _config,
             "assert_proper_iterable assert_same_float_dtype assert_shapes disable_check_numerics"
             " enable_check_numerics get_log_device_placement is_numeric_tensor"
             " set_log_device_placement",
@@ -317,26 +331,63 @@ MODULES: dict[str, Callable[[], Names]] = {
     "errors": _errors,
     "experimental": lambda: {"Optional": experimental.Optional},
     "image": lambda: {
-        **operations(_image),
-        **of_host(named(_examples, "decode_image decode_jpeg decode_png encode_jpeg encode_png")),
+        **operations(
+            _image,
+            "adjust_brightness adjust_contrast adjust_hue adjust_saturation central_crop"
+            " convert_image_dtype crop_to_bounding_box extract_patches flip_left_right flip_up_down"
+            " grayscale_to_rgb pad_to_bounding_box per_image_standardization psnr random_brightness"
+            " random_contrast random_crop random_flip_left_right random_flip_up_down random_hue"
+            " random_saturation resize resize_with_crop_or_pad rgb_to_grayscale rot90"
+            " sample_distorted_bounding_box stateless_random_brightness stateless_random_contrast"
+            " stateless_random_crop stateless_random_flip_left_right stateless_random_flip_up_down"
+            " stateless_random_hue stateless_random_saturation",
+        ),
+        **of_host(named(_image, "decode_image decode_jpeg decode_png encode_jpeg encode_png")),
         "ResizeMethod": _image.ResizeMethod,
     },
-    "io": lambda: of_host({**public(_examples), **named(_io, _FILES)}),
+    "io": lambda: of_host(
+        named(
+            _image,
+            "decode_and_crop_jpeg decode_bmp decode_gif decode_image decode_jpeg decode_png"
+            " encode_jpeg encode_png is_jpeg",
+        )
+        | named(
+            _io,
+            "FixedLenFeature FixedLenSequenceFeature TFRecordOptions TFRecordWriter VarLenFeature"
+            " decode_base64 decode_compressed decode_csv decode_raw encode_base64 matching_files"
+            " parse_example parse_sequence_example parse_single_example"
+            " parse_single_sequence_example parse_tensor read_file serialize_tensor write_file",
+        )
+    ),
     "io.gfile": lambda: named(
         _io,
         "GFile copy exists get_registered_schemes glob isdir join listdir makedirs mkdir remove"
         " rename rmtree stat walk",
     ),
-    "linalg": lambda: {**operations(_linalg), **_linalg.OF_JAX},
+    "linalg": lambda: {
+        **operations(
+            _arrays,
+            "band_part diag diag_part einsum global_norm inv matmul norm solve svd trace",
+        ),
+        **_arrays.LINALG,
+    },
     "lookup": lambda: named(
-        _lookup,
+        _text,
         "KeyValueTensorInitializer StaticHashTable StaticVocabularyTable TextFileIndex"
         " TextFileInitializer",
     ),
-    "lookup.experimental": lambda: named(_lookup, "DenseHashTable MutableHashTable"),
-    "math": lambda: {**_math.EVERYWHERE, **_math.MATH, **operations(_math)},
+    "lookup.experimental": lambda: named(_text, "DenseHashTable MutableHashTable"),
+    "math": lambda: {
+        **_arrays.EVERYWHERE,
+        **_arrays.MATH,
+        **operations(
+            _arrays,
+            "add_n argmax argmin confusion_matrix count_nonzero cumprod cumsum divide_no_nan"
+            " in_top_k l2_normalize reduce_mean squared_difference top_k",
+        ),
+    },
     "nest": lambda: named(
-        _composites, "assert_same_structure flatten is_nested map_structure pack_sequence_as"
+        _objects, "assert_same_structure flatten is_nested map_structure pack_sequence_as"
     ),
     "nn": lambda: {
         **_nn.ACTIVATIONS,
@@ -347,7 +398,7 @@ MODULES: dict[str, Callable[[], Names]] = {
             " softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits",
         ),
         **named(_nn, "compute_average_loss scale_regularization_loss"),
-        **operations(_math, "in_top_k l2_normalize top_k"),
+        **operations(_arrays, "in_top_k l2_normalize top_k"),
         "embedding_lookup": values.embedding_lookup,
         "avg_pool": Operation(_nn.avg_pool2d),
         "max_pool": Operation(_nn.max_pool2d),
@@ -361,25 +412,36 @@ MODULES: dict[str, Callable[[], Names]] = {
     },
     "profiler.experimental.server": lambda: {"start": jax.profiler.start_server},
     "random": lambda: {
-        **operations(_random),
+        **operations(
+            _random,
+            "categorical fold_in gamma normal poisson shuffle split stateless_binomial"
+            " stateless_categorical stateless_gamma stateless_normal stateless_poisson"
+            " stateless_truncated_normal stateless_uniform truncated_normal uniform",
+        ),
         **operations(_nn, "log_uniform_candidate_sampler"),
-        **named(_draws, _GENERATORS),
-        "set_seed": _draws.set_seed,
+        **named(_random, f"{_GENERATORS} set_seed"),
     },
     "random.experimental": lambda: {
-        **named(_draws, _GENERATORS),
-        **operations(_draws, "stateless_shuffle"),
+        **named(_random, _GENERATORS),
+        **operations(_random, "stateless_shuffle"),
         "stateless_fold_in": Operation(_random.fold_in),
         "stateless_split": Operation(_random.split),
     },
     "saved_model": lambda: {
         "LoadOptions": _config.ConfigProto,
         "SaveOptions": _config.ConfigProto,
-        **named(_saved_model, "contains_saved_model load save"),
+        **named(_saving, "contains_saved_model load save"),
     },
     "signal": dict,
-    "sparse": lambda: {"SparseTensor": _composites.SparseTensor, "to_dense": _composites.to_dense},
-    "strings": lambda: {**public(_strings), "to_hash_bucket_fast": _strings.to_hash_bucket},
+    "sparse": lambda: named(_objects, "SparseTensor to_dense"),
+    "strings": lambda: {
+        **named(
+            _text,
+            "as_string bytes_split format_ join length lower ngrams reduce_join regex_full_match"
+            " regex_replace split strip substr to_hash_bucket to_number upper",
+        ),
+        "to_hash_bucket_fast": _text.to_hash_bucket,
+    },
     "summary": _summary,
     "summary.experimental": lambda: named(_summaries(), "get_step set_step"),
     "sysconfig": lambda: {"get_build_info": _config.get_build_info},
@@ -398,19 +460,19 @@ MODULES: dict[str, Callable[[], Names]] = {
         " shutdown_tpu_system",
     ),
     "train": lambda: {
-        **{name: _message(name) for name in _training.MESSAGES},
+        **{name: _message(name) for name in _io.MESSAGES},
         **named(
             checkpoint,
             "Checkpoint CheckpointManager latest_checkpoint list_variables load_variable",
         ),
         **named(
-            _training,
-            "CheckpointOptions ExponentialMovingAverage checkpoints_iterator get_checkpoint_state"
-            " load_checkpoint",
+            _saving,
+            "CheckpointOptions checkpoints_iterator get_checkpoint_state load_checkpoint",
         ),
         "ClusterSpec": cluster_resolver.ClusterSpec,
+        "ExponentialMovingAverage": _objects.ExponentialMovingAverage,
     },
-    "train.experimental": lambda: {"PythonState": _training.PythonState},
+    "train.experimental": lambda: {"PythonState": _saving.PythonState},
     "types": dict,
     "types.experimental": dict,
     "types.experimental.distributed": lambda: named(values, "Mirrored PerReplica"),
@@ -422,3 +484,251 @@ MODULES: dict[str, Callable[[], Names]] = {
 def names_of(module: str) -> Names:
     """Returns the names of a module of TensorFlow, and the objects they stand for."""
     return MODULES[module]()
+
+
+_ROOT = "distributary.compat.tensorflow"
+
+
+def names_in(module: str) -> list[str]:
+    """Returns the names in a module such as `"distribute.experimental"`; `""` is `tf` itself."""
+    prefix = f"{module}." if module else ""
+    inner = [name.removeprefix(prefix) for name in MODULES if name and name.startswith(prefix)]
+    return sorted({*names_of(module), *(name for name in inner if "." not in name)})
+
+
+def lookup(module: str, name: str) -> Any:
+    """Returns a name of a module.
+
+    Raises:
+        AttributeError: if it is not supported; the error says what to use instead.
+    """
+    full = f"{module}.{name}" if module else name
+    names = names_of(module) if module in MODULES else {}
+    if name in names:
+        value = names[name]
+        if isinstance(value, Operation):
+            return value.function(f"tf.{full}")
+        return value.make() if isinstance(value, Late) else value
+    if f"{_ROOT}.{full}" in sys.modules:
+        # Not from `sys.modules`, where a module is while another thread executes it.
+        return importlib.import_module(f"{_ROOT}.{full}")
+    message = f"tf.{full} is not among the names that {_ROOT} has."
+    if not name.startswith("_") or full in EQUIVALENTS:
+        remedy = equivalent(full)
+        is_unknown = remedy == ANYTHING and module in MODULES
+        close = difflib.get_close_matches(name, names_in(module) if is_unknown else (), 1, 0.85)
+        advice = f"Did you mean {close[0]!r}?" if close else f"Use in its place: {remedy}."
+        message = f"{message} {advice}"
+    raise AttributeError(message, name=name)
+
+
+class Namespace(types.ModuleType):
+    """A module of TensorFlow."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{_ROOT}.{name}", f"`tf.{name}`, without TensorFlow.")
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `inspect` asks every module, also those that need a package
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
+        return vars(self).setdefault(name, lookup(self._name, name))
+
+    def __dir__(self) -> list[str]:
+        return names_in(self._name)
+
+
+def install() -> None:
+    """Makes every module importable, as in `from distributary.compat.tensorflow.nn import relu`."""
+    for name in filter(None, MODULES):
+        sys.modules.setdefault(f"{_ROOT}.{name}", Namespace(name))
+
+
+# Advice for names after `tf.`; several of them may share it. That for a module is for all in it.
+_ADVICE: dict[str, str] = {
+    # Objects that have another name elsewhere.
+    "autodiff": "jax.jvp",
+    "grad_pass_through no_gradient": "jax.custom_vjp",
+    "hessians": "jax.hessian",
+    "matrix_square_root": "jax.scipy.linalg.sqrtm",
+    "random.create_rng_state": "jax.random.key",
+    "raw_ops": "jax.lax",
+    "xla": "jax.jit",
+    "bitcast": "jax.lax.bitcast_convert_type",
+    "math.cumulative_logsumexp": "jax.lax.cumlogsumexp",
+    "truncatediv": "jax.lax.div",
+    "truncatemod": "jax.lax.rem",
+    "broadcast_dynamic_shape broadcast_static_shape": "jax.numpy.broadcast_shapes",
+    "histogram_fixed_width": "jax.numpy.histogram",
+    "histogram_fixed_width_bins": "jax.numpy.digitize",
+    "math.invert_permutation": "jax.numpy.argsort",
+    "math.reduce_euclidean_norm": "jax.numpy.linalg.norm",
+    "math.bessel_i0": "jax.scipy.special.i0",
+    "math.bessel_i0e": "jax.scipy.special.i0e",
+    "math.bessel_i1": "jax.scipy.special.i1",
+    "math.bessel_i1e": "jax.scipy.special.i1e",
+    "math.igamma": "jax.scipy.special.gammainc",
+    "math.igammac": "jax.scipy.special.gammaincc",
+    "math.lbeta": "jax.scipy.special.betaln",
+    "math.segment_prod math.unsorted_segment_prod": "jax.ops.segment_prod",
+    "nn.conv1d nn.conv3d nn.convolution": "keras.ops.conv",
+    "nn.conv2d_transpose": "keras.ops.conv_transpose",
+    "nn.ctc_loss": "keras.ops.ctc_loss",
+    "nn.depth_to_space": "keras.ops.depth_to_space",
+    "nn.separable_conv2d": "keras.ops.separable_conv",
+    "nn.softsign": "keras.ops.softsign",
+    "nn.space_to_depth": "keras.ops.space_to_depth",
+    "feature_column": "keras.utils.FeatureSpace",
+    "quantization": "keras.quantizers",
+    "tpu.experimental.embedding": "keras.layers.Embedding",
+    "queue": "tf.data.Dataset.prefetch",
+    "realdiv": "tf.divide",
+    "scalar_mul": "tf.multiply",
+    "config.experimental_connect_to_host": "tf.config.experimental_connect_to_cluster",
+    "distribute.experimental.PreemptionWatcher": (
+        "tf.distribute.experimental.PreemptionCheckpointHandler"
+    ),
+    "distribute.experimental.rpc": "tf.distribute.coordinator.ClusterCoordinator.schedule",
+    # Names that TensorFlow 2.21 has not either.
+    "keras.engine": "tf.keras",
+    "keras.experimental": "tf.keras.optimizers.schedules",
+    "keras.layers.DenseFeatures": "tf.keras.utils.FeatureSpace",
+    "keras.layers.experimental": (
+        "tf.keras.layers; SyncBatchNormalization is BatchNormalization(synchronized=True)"
+    ),
+    "keras.mixed_precision.experimental": (
+        "tf.keras.mixed_precision.set_global_policy, Policy and LossScaleOptimizer"
+    ),
+    "keras.utils.generic_utils": "tf.keras.utils and tf.keras.saving",
+    "logging": "logging of Python",
+    "contrib": "tf.keras and tf.distribute; TensorFlow 2 has no tf.contrib",
+    "estimator": "tf.keras.Model with fit, in the scope of a strategy",
+    "reset_default_graph get_default_graph global_variables_initializer get_session": (
+        "nothing: leave it out, there are no graphs and sessions"
+    ),
+    "placeholder ConfigProto Session": "tf.function; sessions of TensorFlow 1 are not there",
+    "random_uniform": "tf.random.uniform",
+    # Programs and control flow.
+    "Graph": "tf.function, and jax.make_jaxpr to look at a program",
+    "gradients": "tf.GradientTape or jax.grad",
+    "autograph": "tf.function, which converts control flow",
+    "variable_creator_scope": "strategy.scope()",
+    "assert_equal assert_greater assert_less": (
+        "an assert on what the step returns, or checkify of JAX"
+    ),
+    "debugging": "an assert on what the step returns, numpy.testing, or checkify of JAX",
+    "assert_rank": "an assert on the shape, which is known while a step is traced",
+    "TypeSpec": "tf.TensorSpec or jax.ShapeDtypeStruct",
+    "is_symbolic_tensor": "isinstance(x, jax.core.Tracer)",
+    "config.optimizer": "the environment variable XLA_FLAGS",
+    "config.threading": "the environment variable PJRT_NPROC, the number of threads of XLA",
+    "config.experimental": "tf.config, or the settings of JAX: jax.config",
+    # Strategies.
+    "dtensor": "jax.sharding.NamedSharding and jax.jit, or keras.distribution.ModelParallel",
+    "tpu.experimental.HardwareFeature": "jax.devices()[0].device_kind",
+    # Data.
+    "data.experimental.service": "several workers, each with its share of the dataset",
+    "data.experimental.make_csv_dataset": (
+        "tf.data.experimental.CsvDataset and map, or slices of what pandas reads"
+    ),
+    "data.experimental": "tf.data.Dataset, the methods of distributary.data.Dataset",
+    "io.gfile": "pathlib, os and shutil of Python, or fsspec for object stores",
+    "io": "functions of Python and NumPy in Dataset.map; pillow for images",
+    "image.crop_and_resize": "jax.image.scale_and_translate",
+    "image.decode_and_crop_jpeg": "tf.image.decode_jpeg and crop_to_bounding_box",
+    "image.extract_jpeg_shape": "the shape of tf.image.decode_jpeg",
+    "image.combined_non_max_suppression image.non_max_suppression"
+    " image.non_max_suppression_padded image.non_max_suppression_with_scores": (
+        "NumPy outside of the step, or keras_hub.layers.NonMaxSuppression"
+    ),
+    "image": "keras.ops.image in a step, keras.layers.RandomFlip and others, NumPy in Dataset.map",
+    "load_op_library": "jax.ffi.ffi_call",
+    "strings.unicode_split": "list(text) of Python in Dataset.map",
+    "strings.unicode_decode": "ord of Python in Dataset.map",
+    "strings.unicode_encode": "chr of Python in Dataset.map",
+    "strings": "methods of Python's str in Dataset.map",
+    "ragged RaggedTensor RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
+    "sparse": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
+    # Saving, logging and what surrounds a program.
+    "io.RaggedFeature io.SparseFeature": (
+        "tf.io.FixedLenSequenceFeature(shape, dtype, allow_missing=True)"
+    ),
+    "train.Coordinator": "threading and concurrent.futures of Python",
+    "train": "tf.train.Checkpoint and keras.optimizers",
+    "summary": "keras.callbacks.TensorBoard, or tensorboardX",
+    "lite": "model.export(path, format='onnx') of Keras",
+    "mlir": "jax.jit(f).lower(x).as_text()",
+    "profiler": "tf.profiler.experimental, or jax.profiler",
+    "test.compute_gradient": "jax.test_util.check_grads",
+    "test": "pytest, numpy.testing, and tf.config.list_physical_devices for what is there",
+    # What `model.export` of Keras asks for.
+    "__internal__": "tf.saved_model.save(model, path), or model.export(path, format='onnx')",
+    "compat": "the names of TensorFlow 2; those of TensorFlow 1 are not there",
+    "errors": "the exceptions of distributary.errors, which are also those of Python",
+    "random.experimental random": "jax.random with a key",
+    # Mathematics under other names.
+    "batch_to_space": "jax.numpy.reshape and jax.numpy.transpose",
+    "bitwise": "jax.numpy.bitwise_and, bitwise_or, left_shift and others",
+    "dynamic_partition": "a boolean mask, x[mask], outside of the step",
+    "dynamic_stitch": "x.at[indices].set(values)",
+    "linalg": "jax.numpy.linalg and jax.scipy.linalg",
+    "keras.backend.ctc_batch_cost": "keras.ops.ctc_loss",
+    "keras.backend.ctc_decode": "keras.ops.ctc_decode",
+    "keras.backend.gather": "keras.ops.take",
+    "keras.backend.set_session": "no sessions, which are TensorFlow 1's",
+    "keras.backend.set_learning_phase": "the argument training of layers and models",
+    "keras.backend": "keras.ops, which has nearly the same names",
+    "keras": "the names of Keras 3",
+    "saturate_cast": "tf.clip_by_value and tf.cast",
+    "sets": "jax.numpy.intersect1d, union1d and setdiff1d outside of the step",
+    "signal.stft": "keras.ops.stft",
+    "signal": "jax.numpy.fft, jax.scipy.signal, keras.ops.stft",
+    "strided_slice": "x[begin:end:step]",
+    "tensor_scatter_nd_max": "x.at[indices].max(updates)",
+    "tensor_scatter_nd_min": "x.at[indices].min(updates)",
+    "unique_with_counts": "jax.numpy.unique with return_counts=True",
+    "math.erfcinv": "jax.scipy.special.erfinv of 1 - x",
+    "math.multiply_no_nan": "jax.numpy.where(y == 0, 0, x * y)",
+    "math.reciprocal_no_nan": "jax.numpy.where(x == 0, 0, 1 / x)",
+    "math.segment_mean math.unsorted_segment_mean": "jax.ops.segment_sum, divided by the counts",
+    "math.unsorted_segment_sqrt_n": "jax.ops.segment_sum, divided by the roots of the counts",
+    "math.zero_fraction nn.zero_fraction": "jax.numpy.mean(x == 0)",
+    "math": "jax.numpy, jax.lax and jax.scipy.special",
+    "nn.batch_normalization": "keras.layers.BatchNormalization, keras.ops.batch_normalization",
+    "nn.crelu": "jax.nn.relu of x and -x",
+    "nn.weighted_cross_entropy_with_logits": "keras.losses.BinaryCrossentropy with sample_weight",
+    "nn.weighted_moments": "jax.numpy.average and its square",
+    "nn.embedding_lookup_sparse nn.safe_embedding_lookup_sparse": (
+        "tf.nn.embedding_lookup with padded ids and a mask"
+    ),
+    "nn": "jax.nn and keras.ops",
+}
+
+#: The advice, by the name after `tf.`. docs/api/tensorflow.md shows it.
+EQUIVALENTS: dict[str, str] = {
+    name: advice for names, advice in _ADVICE.items() for name in names.split()
+}
+
+#: The advice for a name about which nothing is known.
+ANYTHING = "jax.numpy, jax.lax, keras.ops or distributary; docs/api/tensorflow.md has a table"
+
+# Modules in which a function of the same name usually has the same meaning.
+_SEARCHED = ("numpy", "nn", "lax", "scipy.special", "numpy.linalg", "scipy.linalg", "numpy.fft")
+
+
+def equivalent(name: str) -> str:
+    """Returns what to use instead of `tf.{name}`, as the end of an error message."""
+    if name in EQUIVALENTS:
+        return EQUIVALENTS[name]
+    space, _, last = name.rpartition(".")
+    if space in ("", "math", "nn", "bitwise", "linalg", "signal"):
+        if last in EQUIVALENTS:
+            return EQUIVALENTS[last]
+        for module in (f"jax.{name}" for name in _SEARCHED):
+            if hasattr(importlib.import_module(module), last):
+                return f"{module}.{last}"
+    while space:
+        if space in EQUIVALENTS:
+            return EQUIVALENTS[space]
+        space = space.rpartition(".")[0]
+    return ANYTHING

@@ -9,8 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from distributary.compat.tensorflow._names import MODULES
-from distributary.compat.tensorflow._namespaces import Namespace, lookup
+from distributary.compat.tensorflow._names import MODULES, Namespace, lookup
 from distributary.tensorflow import _keras_parts
 from distributary.tensorflow._keras_parts import DatasetCreator
 from distributary.tensorflow._operations import keras_of_tensorflow

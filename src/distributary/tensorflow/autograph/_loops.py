@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from distributary.tensorflow.autograph._failures import not_to_be_handled
 from distributary.tensorflow.autograph._reached import Contents, Reached
 from distributary.tensorflow.autograph._recorded import (
     Recorded,
@@ -35,6 +34,7 @@ from distributary.tensorflow.autograph._recorded import (
     is_undefined,
     is_unreturned,
     joined,
+    not_to_be_handled,
     note_copies,
     plain,
     shared_in,

@@ -20,13 +20,6 @@ import jax
 import jax.numpy as jnp
 
 from distributary.errors import InvalidValueError, UnsupportedError, shown
-from distributary.tensorflow.autograph._failures import (
-    Context as Context,
-    check_handler,
-    check_when_run as check_when_run,
-    not_to_be_handled,
-    raised as raised,
-)
 from distributary.tensorflow.autograph._loops import (
     Range,
     Variables,
@@ -36,13 +29,18 @@ from distributary.tensorflow.autograph._loops import (
 )
 from distributary.tensorflow.autograph._reached import Reached
 from distributary.tensorflow.autograph._recorded import (
+    Context as Context,
     Recorded,
     check_advances,
     check_copies,
+    check_handler,
+    check_when_run as check_when_run,
     choose,
     is_recording,
     is_undefined,
+    not_to_be_handled,
     plain,
+    raised as raised,
 )
 from distributary.tracing import current_feeding, current_scope, script_line
 

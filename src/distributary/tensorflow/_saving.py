@@ -1,10 +1,11 @@
-"""`tf.saved_model`: functions with their variables, which run without their Python code.
+"""`tf.saved_model`: functions with their variables, which run without Python; `tf.train`.
 
 A saved model is a checkpoint of the variables and of the arrays that functions have captured, with
 the functions in its index, as StableHLO of `jax.export`. So it appears as a whole, and the chief
 writes it.
 """
 
+import abc
 import base64
 import inspect
 import json
@@ -12,8 +13,10 @@ import logging
 import os
 import re
 import sys
+import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -21,7 +24,15 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from distributary.checkpoint import Checkpoint, latest_checkpoint, read, read_arrays
+from distributary.checkpoint import (
+    Checkpoint,
+    latest_checkpoint,
+    list_variables,
+    load_variable,
+    numbered,
+    read,
+    read_arrays,
+)
 from distributary.data import TensorSpec
 from distributary.devices import local_copy
 from distributary.errors import (
@@ -33,8 +44,7 @@ from distributary.errors import (
     described,
 )
 from distributary.tensorflow._functions import ConcreteFunction, Function, Method
-from distributary.tensorflow._host import package
-from distributary.tensorflow._operations import array, canonical
+from distributary.tensorflow._operations import array, canonical, package
 from distributary.variables import ForeignVariable, Variable
 
 _logger = logging.getLogger(__name__)
@@ -462,3 +472,119 @@ class _Loaded:
                 return {f"output_{i}": leaf for i, leaf in enumerate(jax.tree.leaves(result))}
         takes = " or ".join(f"{one.names}: {one.specs}" for one in self._programs)
         raise InvalidTypeError(f"{self._name}: {shapes}, but it was saved for {takes}.")
+
+
+@final
+@dataclass
+class CheckpointOptions:
+    """`tf.train.CheckpointOptions`: no option has an effect."""
+
+    experimental_io_device: object = None
+    experimental_enable_async_checkpoint: bool = False
+    experimental_write_callbacks: Sequence[Callable[..., Any]] | None = None
+    enable_async: bool = False
+    experimental_skip_slot_variables: bool = False
+    experimental_sharding_callback: object = None
+
+    def __post_init__(self) -> None:
+        if self.experimental_write_callbacks:
+            raise InvalidValueError(
+                "tf.train.CheckpointOptions: experimental_write_callbacks are not called. Do it"
+                " after save, or after CheckpointManager.wait_until_finished."
+            )
+
+
+@final
+@dataclass(frozen=True)
+class CheckpointState:
+    """The checkpoints of a folder, the last one and all of them.
+
+    Source: `tf.train.get_checkpoint_state`.
+    """
+
+    model_checkpoint_path: str
+    all_model_checkpoint_paths: list[str]
+
+
+def get_checkpoint_state(
+    checkpoint_dir: _Path, latest_filename: str | None = None
+) -> CheckpointState | None:
+    """`tf.train.get_checkpoint_state`: None if the folder has no checkpoint."""
+    last = latest_checkpoint(checkpoint_dir)
+    if last is None:
+        return None
+    return CheckpointState(last, [str(p) for p, _ in numbered(Path(checkpoint_dir).absolute())])
+
+
+@final
+class CheckpointReader:
+    """Reads the arrays of a checkpoint.
+
+    Source: `tf.train.load_checkpoint`.
+    """
+
+    def __init__(self, path: _Path) -> None:
+        self._path = path
+        self._shapes = dict(list_variables(path))
+
+    def get_variable_to_shape_map(self) -> dict[str, list[int]]:
+        """Returns the shapes of all arrays, by name."""
+        return dict(self._shapes)
+
+    def has_tensor(self, tensor_str: str) -> bool:
+        """Returns whether there is an array of this name."""
+        return tensor_str in self._shapes
+
+    def get_tensor(self, tensor_str: str) -> Any:
+        """Returns an array."""
+        return load_variable(self._path, tensor_str)
+
+
+def load_checkpoint(ckpt_dir_or_file: _Path) -> CheckpointReader:
+    """`tf.train.load_checkpoint`: a reader of its arrays."""
+    return CheckpointReader(ckpt_dir_or_file)
+
+
+class PythonState(abc.ABC):
+    """State of Python that a checkpoint saves as text; a subclass has the two methods.
+
+    Source: `tf.train.experimental.PythonState`.
+    """
+
+    @abc.abstractmethod
+    def serialize(self) -> str:
+        """Returns the state."""
+
+    @abc.abstractmethod
+    def deserialize(self, string_value: str) -> None:
+        """Takes over a state."""
+
+    def get_state(self) -> dict[str, str]:
+        """Returns the state, for checkpoints."""
+        return {"text": self.serialize()}
+
+    def set_state(self, state: dict[str, str]) -> None:
+        """Takes over the state of a checkpoint."""
+        self.deserialize(state["text"])
+
+
+def checkpoints_iterator(
+    checkpoint_dir: _Path,
+    min_interval_secs: float = 0,
+    timeout: float | None = None,
+    timeout_fn: Callable[[], bool] | None = None,
+) -> Iterator[str]:
+    """`tf.train.checkpoints_iterator`: each newest checkpoint of a folder, as it appears."""
+    last: str | None = None
+    while True:
+        began = time.monotonic()
+        while (path := latest_checkpoint(checkpoint_dir)) in (None, last):
+            if timeout is not None and time.monotonic() - began >= timeout:
+                if timeout_fn is None or timeout_fn():
+                    return
+                began = time.monotonic()
+            time.sleep(min(1.0, timeout or 1.0))
+        last = path
+        assert path is not None
+        yield path
+        time.sleep(max(0.0, began + min_interval_secs - time.monotonic()))
