@@ -287,12 +287,22 @@ class _Carry:
             before = self._leaves.get((k, 0))
             is_longer = type(value) is list and other != tree and len(value) > _length(tree)
             if is_longer and other.children()[: _length(tree)] == tree.children():
-                more = value[_length(tree) :]
+                if not stacks:
+                    raise InvalidTypeError(
+                        f"{shown_name(name)} grows in the `{self._what}` at {script_line()}, and"
+                        " how many turns there are is known only when the step runs. Loop over an"
+                        " array or a range of a fixed number, without `break` and `return`, or set"
+                        " items of an array: x = x.at[i].set(value)."
+                    )
+                appended[k] = value[_length(tree) :]
                 leaves = leaves[: tree.num_leaves]
-                appended[k] = more
-                self._check_list(name, stacks)
             elif tree.num_leaves == 1 and is_undefined(before) and not is_unreturned(before):
-                self._check_defined(name, leaves)
+                if len(leaves) != 1 or not is_undefined(leaves[0]):
+                    raise InvalidValueError(
+                        f"{shown_name(name)} gets its first value in the `{self._what}` at"
+                        f" {script_line()} and is used after it. There may be no turn at all, so"
+                        " assign it before the loop."
+                    )
             elif other != tree:
                 raise InvalidTypeError(
                     f"{shown_name(name)} has another structure after a turn of the `{self._what}`"
@@ -301,22 +311,6 @@ class _Carry:
                 )
             carry |= _placed(k, leaves)
         return carry, appended
-
-    def _check_list(self, name: str, stacks: bool) -> None:
-        if not stacks:
-            raise InvalidTypeError(
-                f"{shown_name(name)} grows in the `{self._what}` at {script_line()}, and how many"
-                " turns there are is known only when the step runs. Loop over an array or a range"
-                " of a fixed number, without `break` and `return`, or set items of an array:"
-                " x = x.at[i].set(value)."
-            )
-
-    def _check_defined(self, name: str, leaves: list[Any]) -> None:
-        if len(leaves) != 1 or not is_undefined(leaves[0]):
-            raise InvalidValueError(
-                f"{shown_name(name)} gets its first value in the `{self._what}` at {script_line()}"
-                " and is used after it. There may be no turn at all, so assign it before the loop."
-            )
 
     def _returns_several(self, values: Sequence[Value]) -> bool:
         """Gives the result of the function, which there is not yet, the structure of `values`."""

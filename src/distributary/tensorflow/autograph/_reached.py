@@ -77,50 +77,38 @@ class Contents:
         return self.keys == other.keys and all(map(operator.is_, self.values, other.values))
 
 
+_MISSING = object()
+
+
 @final
 class _Attributes:
-    """The attributes of an object."""
+    """The attributes of an object.
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
+    Args:
+        owner: An object, a class or a function.
+        name: The only attribute that matters, such as one of a layer or a class; None for all.
+    """
 
-    def get(self) -> Contents:
-        keys = _attributes_of(self.owner)
-        return Contents(keys, [getattr(self.owner, name) for name in keys])
-
-    def put(self, contents: Contents) -> None:
-        now = self.get()
-        for name in now.keys:
-            if name not in contents.keys:
-                object.__delattr__(self.owner, name)
-        held = dict(zip(now.keys, now.values, strict=True))
-        for name, value in zip(contents.keys, contents.values, strict=True):
-            if name not in held or held[name] is not value:
-                object.__setattr__(self.owner, name, value)
-
-
-@final
-class _Attribute:
-    """An attribute of a class, a function, or an object of a library's class, such as a layer."""
-
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Any, name: str | None = None) -> None:
         self.owner = owner
         self.name = name
 
     def get(self) -> Contents:
-        try:
-            is_class = isinstance(self.owner, type)
-            value = vars(self.owner)[self.name] if is_class else getattr(self.owner, self.name)
-        except (AttributeError, KeyError):
-            return Contents((), ())
-        return Contents((self.name,), (value,))
+        owner = self.owner
+        of_class = vars(owner) if isinstance(owner, type) else None
+        look = functools.partial(getattr, owner) if of_class is None else of_class.get
+        names = _attributes_of(owner) if self.name is None else [self.name]
+        found = {k: v for k in names if (v := look(k, _MISSING)) is not _MISSING}
+        return Contents([*found], [*found.values()])
 
     def put(self, contents: Contents) -> None:
-        of = type if isinstance(self.owner, type) else object
-        if not contents.keys:
-            of.__delattr__(self.owner, self.name)
-        for value in contents.values:
-            of.__setattr__(self.owner, self.name, value)
+        of, now = type if isinstance(self.owner, type) else object, self.get()
+        for name in set(now.keys).difference(contents.keys):
+            of.__delattr__(self.owner, name)
+        held = dict(zip(now.keys, now.values, strict=True))
+        for name, value in zip(contents.keys, contents.values, strict=True):
+            if held.get(name, _MISSING) is not value:
+                of.__setattr__(self.owner, name, value)
 
 
 @final
@@ -257,14 +245,14 @@ class Reached:
     def name_of(self, k: int, key: Any) -> str:
         """Returns the name of a value that a thing holds."""
         thing, name = self._things[k], self.names[k]
-        if isinstance(thing, (_Name, _Attribute)):
-            return name
-        return f"{name}.{key}" if isinstance(thing, _Attributes) else f"{name}[{key!r}]"
+        if not isinstance(thing, (_Name, _Attributes)):
+            return f"{name}[{key!r}]"
+        return f"{name}.{key}" if thing.name is None else name
 
     def put(self, k: int, contents: Contents) -> None:
         """Gives a thing other contents."""
         thing = self._things[k]
-        if isinstance(thing, (_Name, _Attribute, _Attributes)):
+        if isinstance(thing, (_Name, _Attributes)):
             thing.put(contents)
         elif isinstance(thing, dict):
             of = OrderedDict if isinstance(thing, OrderedDict) else dict
@@ -308,7 +296,7 @@ class Reached:
                     hidden = "_" if _library_bases_of(value) else "__"
                     for key, part in list(vars(value).items()):
                         if not key.startswith(hidden):
-                            self._note(_Attribute(value, key), f"{value.__name__}.{key}")
+                            self._note(_Attributes(value, key), f"{value.__name__}.{key}")
                         if not key.startswith("__") or isinstance(part, types.FunctionType):
                             self._visit(part, f"{value.__name__}.{key}")
             case np.ndarray():
@@ -345,7 +333,7 @@ class Reached:
             of_library = frozenset[str]().union(*map(_attributes_set_by, others))
             for key in keys:
                 if key not in of_library:
-                    self._note(_Attribute(value, key), f"{name}.{key}")
+                    self._note(_Attributes(value, key), f"{name}.{key}")
         else:
             self._note(_Attributes(value), name)
         for key in keys:
@@ -357,7 +345,7 @@ class Reached:
         if not _is_own(function.__module__):
             return
         for key, value in list(vars(function).items()):
-            self._note(_Attribute(function, key), f"{function.__name__}.{key}")
+            self._note(_Attributes(function, key), f"{function.__name__}.{key}")
             self._visit(value, f"{function.__name__}.{key}")
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -396,7 +384,7 @@ class Reached:
 
 def contents_of(thing: Any) -> Contents:
     """Returns what a container or another thing that can be changed holds now."""
-    if isinstance(thing, (_Name, _Attribute, _Attributes)):
+    if isinstance(thing, (_Name, _Attributes)):
         return thing.get()
     if isinstance(thing, dict):
         return Contents([*thing], [*thing.values()])
@@ -414,7 +402,7 @@ def _checksum(array: "np.ndarray[Any, Any]") -> int:
 def _can_be_python(thing: Any) -> bool:
     """Returns whether code of a library can change a thing for its own purposes."""
     is_of_keras = isinstance(thing, CONTAINERS) and is_of_library(type(thing).__module__)
-    return is_of_keras or isinstance(thing, _Attribute)
+    return is_of_keras or (isinstance(thing, _Attributes) and thing.name is not None)
 
 
 def _has_step_values(before: Contents, after: Contents) -> bool:
