@@ -27,6 +27,7 @@ from distributary.tensorflow._operations import (
     is_text,
     named,
     taking,
+    without_effect,
 )
 from distributary.tensorflow.autograph import Range, is_traced
 from distributary.tracing import current_scope
@@ -309,37 +310,23 @@ def meshgrid(*args: ArrayLike, indexing: str = "xy") -> list[Array]:
     return list(jnp.meshgrid(*args, indexing=indexing))
 
 
-def map_fn(
-    fn: Callable[[Any], Any],
-    elems: Nest,
-    dtype: object = None,
-    parallel_iterations: int | None = None,
-    back_prop: bool = True,
-    swap_memory: bool = False,
-    infer_shape: bool = True,
-    name: str | None = None,
-    fn_output_signature: object = None,
-) -> Any:
+@without_effect(
+    "dtype parallel_iterations back_prop swap_memory infer_shape name fn_output_signature"
+)
+def map_fn(fn: Callable[[Any], Any], elems: Nest) -> Any:
     """`tf.map_fn`: one compiled loop over dim 0."""
     return jax.lax.map(fn, jax.tree.map(jnp.asarray, elems))
 
 
-def vectorized_map(
-    fn: Callable[[Any], Any], elems: Nest, fallback_to_while_loop: bool = True, warn: bool = True
-) -> Any:
+@without_effect("fallback_to_while_loop warn")
+def vectorized_map(fn: Callable[[Any], Any], elems: Nest) -> Any:
     """`tf.vectorized_map`: over dim 0, all elements at once."""
     return jax.vmap(fn)(jax.tree.map(jnp.asarray, elems))
 
 
+@without_effect("parallel_iterations back_prop swap_memory infer_shape", before="reverse")
 def scan(
-    fn: Callable[[Any, Any], Any],
-    elems: Nest,
-    initializer: Nest = None,
-    parallel_iterations: int = 10,
-    back_prop: bool = True,
-    swap_memory: bool = False,
-    infer_shape: bool = True,
-    reverse: bool = False,
+    fn: Callable[[Any, Any], Any], elems: Nest, initializer: Nest = None, reverse: bool = False
 ) -> Any:
     """`tf.scan`: the results after each element."""
     arrays = jax.tree.map(jnp.asarray, elems)
@@ -359,14 +346,8 @@ def scan(
     return jax.lax.scan(step, start, arrays, reverse=reverse)[1]
 
 
-def foldl(
-    fn: Callable[[Any, Any], Any],
-    elems: Nest,
-    initializer: Nest = None,
-    parallel_iterations: int = 10,
-    back_prop: bool = True,
-    swap_memory: bool = False,
-) -> Any:
+@without_effect("parallel_iterations back_prop swap_memory")
+def foldl(fn: Callable[[Any, Any], Any], elems: Nest, initializer: Nest = None) -> Any:
     """`tf.foldl`: the result after the last element."""
     return jax.tree.map(lambda x: x[-1], scan(fn, elems, initializer))
 

@@ -28,30 +28,24 @@ from distributary.tensorflow._operations import (
     host_array,
     require,
     tensor,
+    without_effect,
 )
 from distributary.tensorflow.autograph import and_, is_traced, plain, while_stmt
 from distributary.tracing import current_scope, outside_of_trace
-from distributary.variables import (
-    DistributedValues,
-    PerReplica,
-    Variable,
-)
+from distributary.variables import DistributedValues, PerReplica, Variable
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@without_effect(
+    "jit_compile reduce_retracing experimental_implements experimental_autograph_options"
+    " experimental_attributes experimental_relax_shapes experimental_compile"
+    " experimental_follow_type_hints"
+)
 def function(
     func: Callable[..., Any] | None = None,
     input_signature: Sequence[Nest] | None = None,
     autograph: bool = True,
-    jit_compile: bool | None = None,
-    reduce_retracing: bool = False,
-    experimental_implements: str | None = None,
-    experimental_autograph_options: object = None,
-    experimental_attributes: object = None,
-    experimental_relax_shapes: bool | None = None,
-    experimental_compile: bool | None = None,
-    experimental_follow_type_hints: bool | None = None,
 ) -> Any:
     """Compiles a function like `distributary.function`, with the arguments of `tf.function`.
 
@@ -363,12 +357,8 @@ def _converted_components(name: str, spec: PerReplicaSpec, value: Nest) -> Any:
 _Branch = Callable[[], Any]
 
 
-def cond(
-    pred: TensorLike,
-    true_fn: _Branch | None = None,
-    false_fn: _Branch | None = None,
-    name: str | None = None,
-) -> Any:
+@without_effect("name")
+def cond(pred: TensorLike, true_fn: _Branch | None = None, false_fn: _Branch | None = None) -> Any:
     """`tf.cond`: calls one of two functions without arguments, with results of one structure."""
     if true_fn is None or false_fn is None:
         raise TypeError("tf.cond: true_fn and false_fn are functions without arguments.")
@@ -378,12 +368,12 @@ def cond(
     return jax.lax.cond(holds, true_fn, false_fn)
 
 
+@without_effect("name")
 def case(
     pred_fn_pairs: Any,
     default: _Branch | None = None,
     exclusive: bool = False,
     strict: bool = False,
-    name: str = "case",
 ) -> Any:
     """`tf.case`: calls the function of the first condition that holds."""
     is_dict = isinstance(pred_fn_pairs, dict)
@@ -401,12 +391,8 @@ def case(
     return result()
 
 
-def switch_case(
-    branch_index: TensorLike,
-    branch_fns: Any,
-    default: _Branch | None = None,
-    name: str = "switch_case",
-) -> Any:
+@without_effect("name")
+def switch_case(branch_index: TensorLike, branch_fns: Any, default: _Branch | None = None) -> Any:
     """`tf.switch_case`: the default, or the last function, for a number that has none."""
     has_keys = isinstance(branch_fns, dict) or any(isinstance(one, tuple) for one in branch_fns)
     functions = dict(branch_fns if has_keys else enumerate(branch_fns))
@@ -420,15 +406,8 @@ def switch_case(
     return jax.lax.switch(jnp.argmax(is_own), branches)
 
 
-def foldr(
-    fn: Callable[[Any, Any], Any],
-    elems: Nest,
-    initializer: Nest = None,
-    parallel_iterations: int = 10,
-    back_prop: bool = True,
-    swap_memory: bool = False,
-    name: str | None = None,
-) -> Any:
+@without_effect("parallel_iterations back_prop swap_memory name")
+def foldr(fn: Callable[[Any, Any], Any], elems: Nest, initializer: Nest = None) -> Any:
     """`tf.foldr`: the result after the first element, from the last one on."""
     arrays = jax.tree.map(array, elems)
     if initializer is None:
@@ -447,13 +426,8 @@ def py_function(
     return _called("py_function", lambda *values: func(*map(_element, values)), inp, Tout)
 
 
-def numpy_function(
-    func: Any = None,
-    inp: Any = None,
-    Tout: Any = None,
-    stateful: bool = True,
-    name: str | None = None,
-) -> Any:
+@without_effect("stateful name")
+def numpy_function(func: Any = None, inp: Any = None, Tout: Any = None) -> Any:
     """`tf.numpy_function`: in a step, `Tout` are `tf.TensorSpec`s, which say the shapes."""
     if func is None:
         return _decorating(numpy_function, Tout)
@@ -635,14 +609,13 @@ class _Shown:
         return self._text
 
 
+@without_effect(
+    "shape_invariants parallel_iterations back_prop swap_memory", before="maximum_iterations"
+)
 def while_loop(
     cond: Callable[..., Any],
     body: Callable[..., Any],
     loop_vars: Sequence[Nest],
-    shape_invariants: object = None,
-    parallel_iterations: int = 10,
-    back_prop: bool = True,
-    swap_memory: bool = False,
     maximum_iterations: Any = None,
     name: str | None = None,
 ) -> Any:

@@ -10,18 +10,10 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from distributary.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-)
+from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow._io import bytes_of
-from distributary.tensorflow._operations import (
-    Shape,
-    host_array,
-    package,
-    require_host,
-)
+from distributary.tensorflow._operations import Shape, host_array, package, require_host
 from distributary.tensorflow._random import Scale, key_of, key_of_number, seeded
 
 

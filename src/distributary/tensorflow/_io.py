@@ -22,12 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from distributary.data import framed
-from distributary.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    UnsupportedError,
-    shown,
-)
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from distributary.tensorflow._objects import SparseTensor, sparse_rows
 from distributary.tensorflow._operations import (
     Element,
@@ -35,6 +30,7 @@ from distributary.tensorflow._operations import (
     host_array,
     local_path,
     package,
+    without_effect,
 )
 
 _Path = str | os.PathLike[str]
@@ -437,19 +433,13 @@ class VarLenFeature:
     dtype: DTypeLike
 
 
-def parse_single_example(
-    serialized: object,
-    features: Mapping[str, Any],
-    example_names: object = None,
-    name: str | None = None,
-) -> dict[str, Any]:
+@without_effect("example_names name")
+def parse_single_example(serialized: object, features: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the features of a serialized `tf.train.Example`, as arrays.
 
     Args:
         serialized: Bytes of one record.
         features: For each name a `FixedLenFeature`, `FixedLenSequenceFeature` or `VarLenFeature`.
-        example_names: No effect.
-        name: No effect.
 
     Raises:
         InvalidValueError: if the record is not an Example, a feature is missing or has another
@@ -462,12 +452,8 @@ def parse_single_example(
     return {key: _single(array, features[key]) for key, array in arrays.items()}
 
 
-def parse_example(
-    serialized: object,
-    features: Mapping[str, Any],
-    example_names: object = None,
-    name: str | None = None,
-) -> dict[str, Any]:
+@without_effect("example_names name")
+def parse_example(serialized: object, features: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the features of a batch of serialized records `[n]`, with n as dim 0.
 
     Otherwise like `parse_single_example`.
@@ -478,12 +464,11 @@ def parse_example(
     return {key: _stacked([row[key] for row in rows], features[key]) for key in features}
 
 
+@without_effect("example_name name")
 def parse_single_sequence_example(
     serialized: object,
     context_features: Mapping[str, Any] | None = None,
     sequence_features: Mapping[str, Any] | None = None,
-    example_name: object = None,
-    name: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Returns the features of a serialized `tf.train.SequenceExample`, as arrays.
 
@@ -491,8 +476,6 @@ def parse_single_sequence_example(
         serialized: Bytes of one record.
         context_features: For each name a `FixedLenFeature` or `VarLenFeature`.
         sequence_features: For each name a `FixedLenSequenceFeature`.
-        example_name: No effect.
-        name: No effect.
 
     Returns:
         The features of the context, and the sequences `[step, *shape]`.
@@ -516,12 +499,11 @@ def parse_single_sequence_example(
     return arrays, {key: _sequence(key, lists.get(key), f) for key, f in sequences.items()}
 
 
+@without_effect("example_names name")
 def parse_sequence_example(
     serialized: object,
     context_features: Mapping[str, Any] | None = None,
     sequence_features: Mapping[str, Any] | None = None,
-    example_names: object = None,
-    name: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Returns the features of a batch of serialized records `[n]`, with n as dim 0.
 

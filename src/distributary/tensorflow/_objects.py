@@ -16,9 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from distributary._late import Library, register
 from distributary.data import TensorSpec
 from distributary.devices import Nest
-from distributary.errors import (
-    InvalidValueError,
-)
+from distributary.errors import InvalidValueError
 from distributary.keras_bridge import import_keras
 from distributary.options import VariableAggregation, VariableSynchronization
 from distributary.tensorflow._functions import name_scope
@@ -30,15 +28,12 @@ from distributary.tensorflow._operations import (
     converted,
     host_array,
     require_host,
+    without_effect,
 )
 from distributary.tensorflow._random import Generator
 from distributary.tensorflow.autograph import NOT_YET, is_traced
 from distributary.tracing import leave_trace
-from distributary.variables import (
-    ArrayInput,
-    ShardedVariable,
-    Variable as _Variable,
-)
+from distributary.variables import ArrayInput, ShardedVariable, Variable as _Variable
 
 
 def map_structure(func: Callable[..., Any], *structure: Nest, **kwargs: Any) -> Any:
@@ -196,19 +191,13 @@ def sparse_rows(rows: list[np.ndarray]) -> SparseTensor:
     )
 
 
-def to_dense(
-    sp_input: SparseTensor,
-    default_value: object = None,
-    validate_indices: bool = True,
-    name: str | None = None,
-) -> np.ndarray:
+@without_effect("validate_indices name")
+def to_dense(sp_input: SparseTensor, default_value: object = None) -> np.ndarray:
     """`tf.sparse.to_dense`: on the host, in `Dataset.map` or outside of steps.
 
     Args:
         sp_input: The `SparseTensor`.
         default_value: What the other elements are; None means 0 or empty bytes.
-        validate_indices: No effect: indices are checked.
-        name: No effect.
     """
     require_host("tf.sparse.to_dense", sp_input)
     indices, values = np.asarray(sp_input.indices), np.asarray(sp_input.values)
@@ -253,16 +242,14 @@ class TensorArray:
     Source: `tf.TensorArray`.
     """
 
+    @without_effect(
+        "clear_after_read tensor_array_name handle flow infer_shape", before="element_shape"
+    )
     def __init__(
         self,
         dtype: DTypeLike,
         size: int | None = None,
         dynamic_size: bool | None = None,
-        clear_after_read: bool | None = None,
-        tensor_array_name: str | None = None,
-        handle: object = None,
-        flow: object = None,
-        infer_shape: bool = True,
         element_shape: Sequence[int | None] | None = None,
         colocate_with_first_write_call: bool = True,
         name: str | None = None,

@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -160,6 +160,41 @@ def _has_sizes(arrays: Nest, values: Nest) -> bool:
 
 
 _ANYWHERE = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def without_effect(names: str, before: str = "") -> Callable[[_F], _F]:
+    """Gives a function arguments of TensorFlow that have no effect, which are None by default.
+
+    Args:
+        names: The arguments, such as "swap_memory name".
+        before: The argument that comes after them; by default, they are the last ones.
+    """
+
+    def decorate(function: _F) -> _F:
+        parameters = [*inspect.signature(function).parameters.values()]
+        place = [*(p.name for p in parameters), ""].index(before)
+        parameters[place:place] = [
+            inspect.Parameter(name, _ANYWHERE, default=None) for name in names.split()
+        ]
+        signature = inspect.Signature(parameters)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}(): {error}") from None
+            for name in names.split():
+                bound.arguments.pop(name, None)
+            return function(**bound.arguments)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def taking(

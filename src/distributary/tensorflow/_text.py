@@ -22,6 +22,7 @@ from distributary.tensorflow._operations import (
     plain_values,
     require_host,
     text_of,
+    without_effect,
 )
 from distributary.tensorflow.autograph import is_traced, plain
 
@@ -367,12 +368,12 @@ class StaticHashTable(_Table):
     Source: `tf.lookup.StaticHashTable`.
     """
 
+    @without_effect("experimental_is_anonymous")
     def __init__(
         self,
         initializer: KeyValueTensorInitializer | TextFileInitializer,
         default_value: object,
         name: str | None = None,
-        experimental_is_anonymous: bool = False,
     ) -> None:
         super().__init__(initializer.key_dtype, initializer.value_dtype, default_value, name)
         for key, value in initializer.pairs():
@@ -472,14 +473,13 @@ class MutableHashTable(_Changing):
     Source: `tf.lookup.experimental.MutableHashTable`.
     """
 
+    @without_effect("checkpoint experimental_is_anonymous")
     def __init__(
         self,
         key_dtype: DTypeLike,
         value_dtype: DTypeLike,
         default_value: Any,
         name: str = "MutableHashTable",
-        checkpoint: bool = True,
-        experimental_is_anonymous: bool = False,
     ) -> None:
         if np.ndim(default_value):
             raise UnsupportedError(
@@ -515,6 +515,7 @@ class DenseHashTable(_Changing):
     Source: `tf.lookup.experimental.DenseHashTable`.
     """
 
+    @without_effect("checkpoint experimental_is_anonymous")
     def __init__(
         self,
         key_dtype: DTypeLike,
@@ -524,8 +525,6 @@ class DenseHashTable(_Changing):
         deleted_key: object,
         initial_num_buckets: int | None = None,
         name: str = "MutableDenseHashTable",
-        checkpoint: bool = True,
-        experimental_is_anonymous: bool = False,
     ) -> None:
         super().__init__(key_dtype, value_dtype, default_value, name)
         self._reserved = {*_flat([empty_key, deleted_key])}

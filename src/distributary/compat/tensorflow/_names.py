@@ -366,8 +366,7 @@ MODULES: dict[str, Callable[[], Names]] = {
     ),
     "linalg": lambda: {
         **operations(
-            _arrays,
-            "band_part diag diag_part einsum global_norm inv matmul norm solve svd trace",
+            _arrays, "band_part diag diag_part einsum global_norm inv matmul norm solve svd trace"
         ),
         **_arrays.LINALG,
     },
@@ -466,8 +465,7 @@ MODULES: dict[str, Callable[[], Names]] = {
             "Checkpoint CheckpointManager latest_checkpoint list_variables load_variable",
         ),
         **named(
-            _saving,
-            "CheckpointOptions checkpoints_iterator get_checkpoint_state load_checkpoint",
+            _saving, "CheckpointOptions checkpoints_iterator get_checkpoint_state load_checkpoint"
         ),
         "ClusterSpec": cluster_resolver.ClusterSpec,
         "ExponentialMovingAverage": _objects.ExponentialMovingAverage,
