@@ -394,21 +394,25 @@ def _comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[..., 
     return assertion
 
 
+def _sign(name: str, compare: Callable[[Any, Any], Any]) -> Callable[..., None]:
+    def assertion(x: ArrayLike, message: str | None = None, summarize: int | None = None) -> None:
+        text = f"tf.debugging.{name}: does not hold for {shown(x)}."
+        require(compare(x, 0), message, text)
+
+    assertion.__name__ = name
+    assertion.__doc__ = f"`tf.debugging.{name}`."
+    return assertion
+
+
 assert_equal = _comparison("assert_equal", jnp.equal)
-
-
 assert_greater = _comparison("assert_greater", jnp.greater)
-
-
 assert_greater_equal = _comparison("assert_greater_equal", jnp.greater_equal)
-
-
 assert_less = _comparison("assert_less", jnp.less)
-
-
 assert_less_equal = _comparison("assert_less_equal", jnp.less_equal)
-
-
+assert_positive = _sign("assert_positive", jnp.greater)
+assert_negative = _sign("assert_negative", jnp.less)
+assert_non_negative = _sign("assert_non_negative", jnp.greater_equal)
+assert_non_positive = _sign("assert_non_positive", jnp.less_equal)
 _assert_not_equal = _comparison("assert_none_equal", jnp.not_equal)
 
 
@@ -431,30 +435,6 @@ def assert_near(
     unit = 10 * float(jnp.finfo(jnp.result_type(float, x)).eps)
     near = jnp.isclose(x, y, unit if rtol is None else rtol, unit if atol is None else atol)
     require(near, message, f"tf.debugging.assert_near: {shown(x)} is not near {shown(y)}.")
-
-
-def assert_positive(x: ArrayLike, message: str | None = None, summarize: int | None = None) -> None:
-    """`tf.debugging.assert_positive`."""
-    assert_greater(x, 0, message)
-
-
-def assert_negative(x: ArrayLike, message: str | None = None, summarize: int | None = None) -> None:
-    """`tf.debugging.assert_negative`."""
-    assert_less(x, 0, message)
-
-
-def assert_non_negative(
-    x: ArrayLike, message: str | None = None, summarize: int | None = None
-) -> None:
-    """`tf.debugging.assert_non_negative`."""
-    assert_greater_equal(x, 0, message)
-
-
-def assert_non_positive(
-    x: ArrayLike, message: str | None = None, summarize: int | None = None
-) -> None:
-    """`tf.debugging.assert_non_positive`."""
-    assert_less_equal(x, 0, message)
 
 
 def assert_all_finite(x: Array, message: str) -> Array:

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import threading
+import types
 import wave
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -256,7 +257,11 @@ def rmtree(path: _Path) -> None:
 def stat(path: _Path) -> Any:
     """`tf.io.gfile.stat`: with `length` and `mtime_nsec`."""
     status = os.stat(local_path(path))
-    return _Stat(status.st_size, status.st_mtime_ns, os.path.isdir(local_path(path)))
+    return types.SimpleNamespace(
+        length=status.st_size,
+        mtime_nsec=status.st_mtime_ns,
+        is_directory=os.path.isdir(local_path(path)),
+    )
 
 
 def walk(
@@ -264,12 +269,6 @@ def walk(
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """`tf.io.gfile.walk`."""
     return os.walk(local_path(top), topdown, onerror)
-
-
-@final
-class _Stat:
-    def __init__(self, length: int, mtime_nsec: int, is_directory: bool) -> None:
-        self.length, self.mtime_nsec, self.is_directory = length, mtime_nsec, is_directory
 
 
 def get_registered_schemes() -> list[str]:
@@ -304,17 +303,30 @@ def decode_wav(
     return DecodedWav(host_array(samples), host_array(rate, np.int32))
 
 
-# Messages and their fields, with the numbers that `tensorflow/core/example/*.proto` gives them.
-_LISTS = {"BytesList": "TYPE_BYTES", "FloatList": "TYPE_FLOAT", "Int64List": "TYPE_INT64"}
-
-
-MESSAGES = (
-    *_LISTS,
-    *("Feature", "Features", "Example", "FeatureList", "FeatureLists", "SequenceExample"),
-)
-
-
-_KINDS = ("bytes_list", "float_list", "int64_list")
+# The fields of messages by their numbers in `tensorflow/core/example/*.proto` and, as far as arrays
+# of numbers use it, `tensorflow/core/framework/tensor.proto`. Those with `*` have several values.
+_FIELDS: dict[str, dict[int, str]] = {
+    "BytesList": {1: "value bytes *"},
+    "FloatList": {1: "value float *"},
+    "Int64List": {1: "value int64 *"},
+    "Feature": {1: "bytes_list BytesList", 2: "float_list FloatList", 3: "int64_list Int64List"},
+    "Features": {1: "feature Features.FeatureEntry *"},
+    "Features.FeatureEntry": {1: "key string", 2: "value Feature"},
+    "Example": {1: "features Features"},
+    "FeatureList": {1: "feature Feature *"},
+    "FeatureLists": {1: "feature_list FeatureLists.FeatureListEntry *"},
+    "FeatureLists.FeatureListEntry": {1: "key string", 2: "value FeatureList"},
+    "SequenceExample": {1: "context Features", 2: "feature_lists FeatureLists"},
+    "TensorShapeProto": {2: "dim TensorShapeProto.Dim *"},
+    "TensorShapeProto.Dim": {1: "size int64"},
+    "TensorProto": {
+        1: "dtype int32",
+        2: "tensor_shape TensorShapeProto",
+        4: "tensor_content bytes",
+    },
+}
+#: The messages of `tf.train`.
+MESSAGES = [name for name in _FIELDS if "." not in name and not name.startswith("Tensor")]
 
 
 def message_type(name: str) -> Any:
@@ -330,50 +342,26 @@ _making_messages = threading.Lock()
 def _messages() -> dict[str, Any]:
     """Makes the protobuf classes, by their names in `tf.train`."""
     descriptors = package("tf.train", "google.protobuf.descriptor_pb2", "protobuf")
-    field = descriptors.FieldDescriptorProto
     file = descriptors.FileDescriptorProto(
         name="distributary/example.proto", package="tensorflow", syntax="proto3"
     )
-
-    def add(parent: Any, label: int, number: int, field_name: str, kind: str) -> Any:
-        type_name = {} if kind.startswith("TYPE_") else {"type_name": f".tensorflow.{kind}"}
-        of_type = getattr(field, kind if not type_name else "TYPE_MESSAGE")
-        return parent.field.add(
-            name=field_name, number=number, label=label, type=of_type, **type_name
-        )
-
-    one, many = field.LABEL_OPTIONAL, field.LABEL_REPEATED
-    for list_name, kind in _LISTS.items():
-        add(file.message_type.add(name=list_name), many, 1, "value", kind)
-    feature = file.message_type.add(name="Feature")
-    feature.oneof_decl.add(name="kind")
-    for number, (list_name, list_type) in enumerate(zip(_LISTS, _KINDS, strict=True), 1):
-        add(feature, one, number, list_type, list_name).oneof_index = 0
-    features = file.message_type.add(name="Features")
-    entry = features.nested_type.add(name="FeatureEntry")
-    entry.options.map_entry = True
-    add(entry, one, 1, "key", "TYPE_STRING")
-    add(entry, one, 2, "value", "Feature")
-    add(features, many, 1, "feature", "Features.FeatureEntry")
-    add(file.message_type.add(name="Example"), one, 1, "features", "Features")
-    add(file.message_type.add(name="FeatureList"), many, 1, "feature", "Feature")
-    lists = file.message_type.add(name="FeatureLists")
-    entry = lists.nested_type.add(name="FeatureListEntry")
-    entry.options.map_entry = True
-    add(entry, one, 1, "key", "TYPE_STRING")
-    add(entry, one, 2, "value", "FeatureList")
-    add(lists, many, 1, "feature_list", "FeatureLists.FeatureListEntry")
-    sequences = file.message_type.add(name="SequenceExample")
-    add(sequences, one, 1, "context", "Features")
-    add(sequences, one, 2, "feature_lists", "FeatureLists")
-    # `tensorflow/core/framework/tensor.proto`, as far as arrays of numbers use it.
-    shape = file.message_type.add(name="TensorShapeProto")
-    add(shape.nested_type.add(name="Dim"), one, 1, "size", "TYPE_INT64")
-    add(shape, many, 2, "dim", "TensorShapeProto.Dim")
-    tensor = file.message_type.add(name="TensorProto")
-    add(tensor, one, 1, "dtype", "TYPE_INT32")
-    add(tensor, one, 2, "tensor_shape", "TensorShapeProto")
-    add(tensor, one, 4, "tensor_content", "TYPE_BYTES")
+    made: dict[str, Any] = {}
+    for name, fields in _FIELDS.items():
+        outer, _, own_name = name.rpartition(".")
+        made[name] = (made[outer].nested_type if outer else file.message_type).add(name=own_name)
+        if own_name.endswith("Entry"):
+            made[name].options.map_entry = True
+        for number, text in fields.items():
+            field_name, kind, *several = text.split()
+            field = made[name].field.add(name=field_name, number=number)
+            field.label = field.LABEL_REPEATED if several else field.LABEL_OPTIONAL
+            if kind in _FIELDS:
+                field.type, field.type_name = field.TYPE_MESSAGE, f".tensorflow.{kind}"
+            else:
+                field.type = getattr(field, f"TYPE_{kind.upper()}")
+    made["Feature"].oneof_decl.add(name="kind")
+    for field in made["Feature"].field:
+        field.oneof_index = 0
     pool = package("tf.train", "google.protobuf.descriptor_pool", "protobuf").DescriptorPool()
     pool.Add(file)
     factory = package("tf.train", "google.protobuf.message_factory", "protobuf")
