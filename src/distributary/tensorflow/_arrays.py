@@ -284,21 +284,19 @@ def scatter_nd(indices: Array, updates: Array, shape: Shape, bad_indices_policy:
     return _at(jnp.zeros([int(size) for size in shape], updates.dtype), indices).add(updates)
 
 
-def tensor_scatter_nd_update(tensor: Array, indices: Array, updates: Array) -> Array:
-    """`tf.tensor_scatter_nd_update`."""
-    return _at(tensor, indices).set(updates)
+def _scattered(name: str, method: str) -> Callable[..., Array]:
+    def scattered(
+        tensor: Array, indices: Array, updates: Array, bad_indices_policy: str = ""
+    ) -> Array:
+        return getattr(_at(tensor, indices), method)(updates)
+
+    scattered.__doc__ = f"`tf.tensor_scatter_nd_{name}`."
+    return scattered
 
 
-def tensor_scatter_nd_add(
-    tensor: Array, indices: Array, updates: Array, bad_indices_policy: str = ""
-) -> Array:
-    """`tf.tensor_scatter_nd_add`."""
-    return _at(tensor, indices).add(updates)
-
-
-def tensor_scatter_nd_sub(tensor: Array, indices: Array, updates: Array) -> Array:
-    """`tf.tensor_scatter_nd_sub`."""
-    return _at(tensor, indices).add(-updates)
+tensor_scatter_nd_update = _scattered("update", "set")
+tensor_scatter_nd_add = _scattered("add", "add")
+tensor_scatter_nd_sub = _scattered("sub", "subtract")
 
 
 def _at(tensor: Array, indices: Array) -> Any:

@@ -13,20 +13,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from distributary import data
-from distributary.data import (
-    Drawn,
-    Generated,
-    Node,
-    RandomAccess,
-    Stream,
-    as_array,
-    call,
-    combined,
-    drawn_seed,
-    flatten,
-    kept,
-    map_arrays,
-)
 from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, check_type, checked_int, shown
 from distributary.tensorflow import _saved_data as saved
@@ -45,13 +31,13 @@ class Dataset(data.Dataset):
     """
 
     @classmethod
-    def of(cls, node: Node) -> "Dataset":
+    def of(cls, node: data.Node) -> "Dataset":
         """Returns a dataset of this class."""
         return Dataset(node)
 
     def show(self, element: Nest) -> Nest:
         """Returns an element whose arrays have the method `numpy()`."""
-        return map_arrays(as_element, element)
+        return data.map_arrays(as_element, element)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Nest:
         """Returns the state after `state = reduce_func(state, element)` for every element."""
@@ -93,7 +79,7 @@ class Dataset(data.Dataset):
                 "Dataset.random: rerandomize_each_iteration is True, but every pass has the same"
                 " numbers. Shuffle the dataset, which gives each pass another order."
             )
-        start = drawn_seed() if seed is None else checked_int("random: seed", seed, minimum=0)
+        start = data.drawn_seed() if seed is None else checked_int("random: seed", seed, minimum=0)
 
         def numbers() -> Iterator[np.int64]:
             generator = np.random.default_rng(start)
@@ -135,7 +121,7 @@ class Dataset(data.Dataset):
         if seed is not None:
             seed = checked_int("sample_from_datasets: seed", seed, minimum=0)
 
-        def draw(random: np.random.Generator, *streams: Stream) -> Iterator[Nest]:
+        def draw(random: np.random.Generator, *streams: data.Stream) -> Iterator[Nest]:
             left = shares.copy()
             while left.any():
                 number = int(random.choice(len(streams), p=left / left.sum()))
@@ -148,10 +134,10 @@ class Dataset(data.Dataset):
 
         def count(*sizes: int) -> int:
             is_cut = stop_on_empty_dataset and any(size >= 0 for size in sizes)
-            return data.UNKNOWN_CARDINALITY if is_cut else combined(sizes, sum)
+            return data.UNKNOWN_CARDINALITY if is_cut else data.combined(sizes, sum)
 
         label = f"sample_from_datasets({tuple(shares.tolist())}, {seed})"
-        return cls.of(Drawn(nodes, draw, label, count, drawn_seed(), seed))
+        return cls.of(data.Drawn(nodes, draw, label, count, data.drawn_seed(), seed))
 
     @classmethod
     def choose_from_datasets(
@@ -164,7 +150,7 @@ class Dataset(data.Dataset):
         """Takes each element from the dataset whose number `choice_dataset` gives."""
         nodes = _nodes("choose_from_datasets", [choice_dataset, *datasets])
 
-        def choose(choices: Stream, *streams: Stream) -> Iterator[Nest]:
+        def choose(choices: data.Stream, *streams: data.Stream) -> Iterator[Nest]:
             for choice in choices:
                 number = int(np.asarray(choice))
                 if not 0 <= number < len(streams):
@@ -178,18 +164,18 @@ class Dataset(data.Dataset):
                     if stop_on_empty_dataset:
                         return
 
-        return cls.of(Generated(nodes, choose, "choose_from_datasets"))
+        return cls.of(data.Generated(nodes, choose, "choose_from_datasets"))
 
     def take_while(self, predicate: Callable[..., Any], name: str | None = None) -> data.Dataset:
         """Keeps the elements before the first for which `predicate` returns False."""
         check_type("take_while: predicate", predicate, Callable, "a function")
-        holds = functools.partial(call, predicate)
+        holds = functools.partial(data.call, predicate)
         generate = functools.partial(itertools.takewhile, holds)
-        return self.of(Generated((self.node,), generate, "take_while"))
+        return self.of(data.Generated((self.node,), generate, "take_while"))
 
     def unique(self, name: str | None = None) -> data.Dataset:
         """Keeps each element where it comes first."""
-        return self.of(Generated((self.node,), _unique, "unique"))
+        return self.of(data.Generated((self.node,), _unique, "unique"))
 
     def group_by_window(
         self,
@@ -216,24 +202,24 @@ class Dataset(data.Dataset):
             )
         if window_size is not None:
             window_size = checked_int("group_by_window: window_size", window_size, minimum=1)
-        key_of = functools.partial(call, key_func)
+        key_of = functools.partial(data.call, key_func)
 
         def size_of(key: int) -> int:
             size = window_size_func(np.int64(key)) if window_size_func else window_size
             return int(np.asarray(size))
 
-        def generate(elements: Stream) -> Iterator[Nest]:
+        def generate(elements: data.Stream) -> Iterator[Nest]:
             held: dict[int, list[Nest]] = {}
             for element in elements:
                 key = int(np.asarray(key_of(element)))
                 group = held.setdefault(key, [])
                 group.append(element)
                 if len(group) >= size_of(key):
-                    yield np.int64(key), self.of(RandomAccess(held.pop(key)))
+                    yield np.int64(key), self.of(data.RandomAccess(held.pop(key)))
             for key in sorted(held):
-                yield np.int64(key), self.of(RandomAccess(held[key]))
+                yield np.int64(key), self.of(data.RandomAccess(held[key]))
 
-        grouped = self.of(Generated((self.node,), generate, "group_by_window"))
+        grouped = self.of(data.Generated((self.node,), generate, "group_by_window"))
         return grouped.flat_map(reduce_func)
 
     def scan(
@@ -251,7 +237,7 @@ class Dataset(data.Dataset):
         """
         check_type("scan: scan_func", scan_func, Callable, "a function")
 
-        def generate(elements: Stream) -> Iterator[Nest]:
+        def generate(elements: data.Stream) -> Iterator[Nest]:
             state = initial_state
             for element in elements:
                 result = scan_func(state, element)
@@ -260,10 +246,10 @@ class Dataset(data.Dataset):
                         f"scan: scan_func returned {shown(result)}, expected (new_state,"
                         " output_element)."
                     )
-                state, output = kept(tuple(result))
+                state, output = data.kept(tuple(result))
                 yield output
 
-        return self.of(Generated((self.node,), generate, "scan", lambda size: size))
+        return self.of(data.Generated((self.node,), generate, "scan", lambda size: size))
 
     def bucket_by_sequence_length(
         self,
@@ -329,7 +315,7 @@ class Dataset(data.Dataset):
         """
         expected = checked_int("assert_cardinality: expected_cardinality", expected_cardinality)
 
-        def generate(elements: Stream) -> Iterator[Nest]:
+        def generate(elements: data.Stream) -> Iterator[Nest]:
             count = 0
             for element in elements:
                 count += 1
@@ -343,7 +329,7 @@ class Dataset(data.Dataset):
                 )
 
         label = f"assert_cardinality({expected})"
-        return self.of(Generated((self.node,), generate, label, lambda size: expected))
+        return self.of(data.Generated((self.node,), generate, label, lambda size: expected))
 
     def ignore_errors(self, log_warning: bool = False, name: str | None = None) -> data.Dataset:
         """Leaves out the elements whose `map` or `filter` raises an error.
@@ -355,7 +341,7 @@ class Dataset(data.Dataset):
         Source: `tf.data.Dataset.ignore_errors`.
         """
 
-        def generate(elements: Stream) -> Iterator[Nest]:
+        def generate(elements: data.Stream) -> Iterator[Nest]:
             while True:
                 try:
                     yield next(elements)
@@ -365,7 +351,7 @@ class Dataset(data.Dataset):
                     if log_warning:
                         _log.warning("Dataset.ignore_errors: %s", error)
 
-        return self.of(Generated((self.node,), generate, "ignore_errors"))
+        return self.of(data.Generated((self.node,), generate, "ignore_errors"))
 
     def rejection_resample(
         self,
@@ -407,10 +393,10 @@ class Dataset(data.Dataset):
                 " class that you ask for."
             )
 
-        def generate(random: np.random.Generator, elements: Stream) -> Iterator[Nest]:
+        def generate(random: np.random.Generator, elements: data.Stream) -> Iterator[Nest]:
             counts = np.zeros(len(target))
             for element in elements:
-                number = int(np.asarray(call(class_func, element)))
+                number = int(np.asarray(data.call(class_func, element)))
                 if not 0 <= number < len(target):
                     raise InvalidValueError(
                         f"rejection_resample: class_func returned {number}, but target_dist has"
@@ -425,7 +411,7 @@ class Dataset(data.Dataset):
 
         label = f"rejection_resample({target_dist}, {initial_dist}, {seed})"
         count = lambda size: size if size <= 0 else data.UNKNOWN_CARDINALITY
-        return self.of(Drawn((self.node,), generate, label, count, drawn_seed(), seed))
+        return self.of(data.Drawn((self.node,), generate, label, count, data.drawn_seed(), seed))
 
     def cache(self, filename: str = "", name: str | None = None) -> data.Dataset:
         """Keeps elements, so that everything before this is computed only once.
@@ -462,7 +448,7 @@ class Dataset(data.Dataset):
         """
         kind = saved.compression_of("snapshot", compression)
 
-        def save(node: Node, elements: Stream, folder: str) -> Iterator[Nest]:
+        def save(node: data.Node, elements: data.Stream, folder: str) -> Iterator[Nest]:
             return saved.saving(node, elements, folder, kind, shard_func, replaces=False)
 
         load = functools.partial(_loaded, reader_func=reader_func)
@@ -563,11 +549,11 @@ class FixedLengthRecordDataset(Dataset, data.FixedLengthRecordDataset):
     """Records of one size. Source: `tf.data.FixedLengthRecordDataset`."""
 
 
-def _unique(elements: Stream) -> Iterator[Nest]:
+def _unique(elements: data.Stream) -> Iterator[Nest]:
     seen: set[Hashable] = set()
     for element in elements:
-        leaves, tree = flatten(element)
-        arrays = [np.asarray(as_array(leaf)) for leaf in leaves]
+        leaves, tree = data.flatten(element)
+        arrays = [np.asarray(data.as_array(leaf)) for leaf in leaves]
         key = (tree, *((a.dtype, a.shape, tuple(a.reshape(-1).tolist())) for a in arrays))
         if key not in seen:
             seen.add(key)
@@ -591,19 +577,19 @@ def _shares(name: str, value: object) -> np.ndarray:
 
 def _loaded(
     folder: str, reader_func: Callable[[Any], Any] | None, element_spec: Nest = None
-) -> Node:
+) -> data.Node:
     """Returns the node that reads a folder."""
     node = saved.load(folder, element_spec)
     if reader_func is None:
         return node
     files = [Dataset(node.replace(files=(name,))) for name in node.files]
-    read = reader_func(Dataset(RandomAccess(files)))
+    read = reader_func(Dataset(data.RandomAccess(files)))
     if not isinstance(read, data.Dataset):
         raise InvalidTypeError(f"load: reader_func returned {shown(read)}, expected a Dataset.")
     return read.node
 
 
-def _nodes(what: str, datasets: Sequence[Any]) -> tuple[Node, ...]:
+def _nodes(what: str, datasets: Sequence[Any]) -> tuple[data.Node, ...]:
     for number, dataset in enumerate(datasets):
         expected = "a Dataset. Make one of it with Dataset.from_source"
         check_type(f"{what}: dataset {number}", dataset, data.Dataset, expected)
@@ -637,18 +623,16 @@ def _method(name: str) -> Callable[..., Any]:
     return transformation
 
 
-assert_cardinality = _method("assert_cardinality")
-bucket_by_sequence_length = _method("bucket_by_sequence_length")
-enumerate_dataset = _method("enumerate")
-group_by_window = _method("group_by_window")
-ignore_errors = _method("ignore_errors")
-parallel_interleave = _method("interleave")
-rejection_resample = _method("rejection_resample")
-scan = _method("scan")
-snapshot = _method("snapshot")
-take_while = _method("take_while")
-unbatch = _method("unbatch")
-unique = _method("unique")
+_METHODS = (
+    "assert_cardinality bucket_by_sequence_length group_by_window ignore_errors rejection_resample"
+    " scan snapshot take_while unbatch unique"
+)
+#: Functions of `tf.data.experimental` that stand for methods of datasets.
+TRANSFORMATIONS = {
+    **{name: _method(name) for name in _METHODS.split()},
+    "enumerate_dataset": _method("enumerate"),
+    "parallel_interleave": _method("interleave"),
+}
 
 
 def cardinality(dataset: data.Dataset) -> Any:

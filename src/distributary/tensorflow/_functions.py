@@ -180,14 +180,6 @@ class Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
-    def get_concrete_function(self, *args: Any, **kwargs: Any) -> "ConcreteFunction":
-        """Returns the method for arguments of these shapes and dtypes."""
-        return self.__func__.get_concrete_function(self.__self__, *args, **kwargs)
-
-    def concrete_functions(self, called: bool = False) -> list["ConcreteFunction"]:
-        """Returns the functions of `Function.concrete_functions` for this object."""
-        return self.__func__.concrete_functions(self.__self__, called=called)
-
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Method)
@@ -199,7 +191,9 @@ class Method:
         return hash((id(self.__self__), self.__func__))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__func__, name)
+        value = getattr(self.__func__, name)
+        takes_owner = name in ("get_concrete_function", "concrete_functions")
+        return functools.partial(value, self.__self__) if takes_owner else value
 
     def __repr__(self) -> str:
         return repr(self.__func__)

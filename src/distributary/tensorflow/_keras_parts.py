@@ -31,7 +31,7 @@ from distributary.errors import (
 )
 from distributary.keras_bridge import import_keras
 from distributary.options import InputOptions
-from distributary.tensorflow import _arrays, _random
+from distributary.tensorflow import _arrays, _random, _text
 from distributary.tensorflow._operations import (
     REQUIRED,
     Operation,
@@ -46,13 +46,6 @@ from distributary.tensorflow._operations import (
     require_host,
     taking,
     text_of,
-)
-from distributary.tensorflow._text import (
-    KeyValueTensorInitializer,
-    StaticHashTable,
-    lower,
-    ngrams,
-    regex_replace,
 )
 
 _keras: Any = import_keras()
@@ -304,18 +297,18 @@ class _Lookup(_Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of this layer, with a vocabulary that was one of them."""
-        return super().get_config() | {
-            "max_tokens": self.max_tokens,
-            "num_oov_indices": self.num_oov_indices,
-            "mask_token": self.mask_token,
-            "oov_token": self.oov_token,
-            "vocabulary": None if self._vocabulary is None else plain_values(self._vocabulary),
-            "idf_weights": None if self._given_weights is None else self._given_weights.tolist(),
-            "invert": self.invert,
-            "output_mode": self.output_mode,
-            "pad_to_max_tokens": self.pad_to_max_tokens,
-            "vocabulary_size": self._num_outputs,
-        }
+        own = "max_tokens num_oov_indices mask_token oov_token invert output_mode pad_to_max_tokens"
+        return (
+            super().get_config()
+            | named(self, own)
+            | {
+                "vocabulary": None if self._vocabulary is None else plain_values(self._vocabulary),
+                "idf_weights": None
+                if self._given_weights is None
+                else self._given_weights.tolist(),
+                "vocabulary_size": self._num_outputs,
+            }
+        )
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -416,8 +409,8 @@ class _Lookup(_Layer):
         pairs = (places, text) if self.invert else (text, places)
         one = self.num_oov_indices == 1
         unknown = self.oov_token if self.invert else self._first - 1 if one else _UNKNOWN
-        initializer = KeyValueTensorInitializer(pairs[0], pairs[1])
-        self._tokens, self._table = tokens, StaticHashTable(initializer, unknown)
+        initializer = _text.KeyValueTensorInitializer(pairs[0], pairs[1])
+        self._tokens, self._table = tokens, _text.StaticHashTable(initializer, unknown)
 
     def _set_weights(self, weights: np.ndarray, has_special: bool) -> None:
         padded = weights.astype(_keras.config.floatx())
@@ -593,9 +586,9 @@ class TextVectorization(_Lookup):
         tokens = super()._tokens_of(inputs)
         texts: Any = np.array(plain_values(tokens.reshape(-1)), str).reshape(tokens.shape)
         if self._standardize in ("lower", "lower_and_strip_punctuation"):
-            texts = lower(texts)
+            texts = _text.lower(texts)
         if self._standardize in ("strip_punctuation", "lower_and_strip_punctuation"):
-            texts = regex_replace(texts, _PUNCTUATION, "")
+            texts = _text.regex_replace(texts, _PUNCTUATION, "")
         if callable(self._standardize):
             texts = self._standardize(host_array(texts))
         texts = np.asarray(texts)
@@ -613,7 +606,7 @@ class TextVectorization(_Lookup):
             rows, shape = [*map(self._words, plain_values(texts.reshape(-1)))], texts.shape
         if self._ngrams is not None:
             widths = range(1, self._ngrams + 1) if isinstance(self._ngrams, int) else self._ngrams
-            rows = [ngrams(row, [*widths]).tolist() for row in rows]
+            rows = [_text.ngrams(row, [*widths]).tolist() for row in rows]
         length = max(map(len, rows), default=0)
         padded = [[*row, *[""] * (length - len(row))] for row in rows]
         return np.array(padded, object).reshape(*shape, length)

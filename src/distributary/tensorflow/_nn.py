@@ -139,8 +139,7 @@ def conv2d(
     dilations: Sizes | None = None,
 ) -> Array:
     """`tf.nn.conv2d`."""
-    convolve = import_keras().ops.conv
-    return _convolved(convolve, input, filters, strides, padding, data_format, dilations)
+    return _convolved("conv", input, filters, strides, padding, data_format, dilations)
 
 
 def _pooling(name: str, of_keras: str) -> Callable[..., Array]:
@@ -168,12 +167,12 @@ def depthwise_conv2d(
     dilations: Sizes | None = None,
 ) -> Array:
     """`tf.nn.depthwise_conv2d`."""
-    convolve, layout = import_keras().ops.depthwise_conv, data_format or "NHWC"
-    return _convolved(convolve, input, filter, strides, padding, layout, dilations)
+    layout = data_format or "NHWC"
+    return _convolved("depthwise_conv", input, filter, strides, padding, layout, dilations)
 
 
 def _convolved(
-    convolve: Callable[..., Array],
+    of_keras: str,
     images: Array,
     filters: Array,
     strides: Sizes,
@@ -186,6 +185,7 @@ def _convolved(
     layout = _KERAS_FORMATS[data_format]
     if not isinstance(padding, str):  # rows to add before and after, by dim
         images, padding = jnp.pad(images, padding), "valid"
+    convolve = getattr(import_keras().ops, of_keras)
     return convolve(images, filters, steps, padding.lower(), layout, rates)
 
 

@@ -79,36 +79,40 @@ def seeded(
     key: Callable[[Any], Array],
     place: int,
     module: str = "random",
+    seed: str = "seed",
     **more: Any,
 ) -> Callable[..., Array]:
-    """Returns a function that draws with the key of its argument `seed`.
+    """Returns a function that draws with the key of one of its arguments.
 
     Args:
         draw: Function of a key and other arguments.
-        key: Function from a seed to the key.
-        place: Number of the argument `seed` among them.
+        key: Function from the argument to the key.
+        place: Number of the argument.
         module: The module of TensorFlow that has the function.
+        seed: Name of the argument.
         **more: Names and defaults of arguments without an effect, after the others.
     """
     parameters = [*inspect.signature(draw).parameters.values()][1:]
     is_stateful = key is key_of_number
-    seed = inspect.Parameter(
-        "seed",
+    given = inspect.Parameter(
+        seed,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default=None if is_stateful else inspect.Parameter.empty,
         annotation=int | None if is_stateful else Array,
     )
-    parameters.insert(place, seed)
-    parameters += [seed.replace(name=n, default=d, annotation=str) for n, d in more.items()]
+    parameters.insert(place, given)
+    parameters += [given.replace(name=n, default=d, annotation=str) for n, d in more.items()]
+    signature = inspect.Signature(parameters)
 
-    def operation(*values: Any) -> Array:
-        rest = list(values[: len(values) - len(more)])
-        return draw(key(rest.pop(place)), *rest)
+    def operation(*args: Any, **kwargs: Any) -> Array:
+        values = signature.bind(*args, **kwargs).arguments
+        drawn = key(values.pop(seed, None))
+        return draw(drawn, **{name: v for name, v in values.items() if name not in more})
 
     name, same = draw.__name__.lstrip("_"), "the same numbers for the same `seed`."
     text = f"{name}`." if is_stateful else f"stateless_{name}`: {same}"
     operation.__doc__ = f"`tf.{module}.{text}"
-    operation.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    operation.__signature__ = signature  # type: ignore[attr-defined]
     return operation
 
 
@@ -240,17 +244,8 @@ def _seeds_of(keys: Array) -> Array:
 
 def _method(draw: Callable[..., Array]) -> Callable[..., Array]:
     """Returns a method of generators that draws with the next key."""
-    _, *parameters = inspect.signature(draw).parameters.values()
-    place = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ends = inspect.Parameter("self", place), inspect.Parameter("name", place, default=None)
-    signature = inspect.Signature([ends[0], *parameters, ends[1]])
-
-    def method(*args: Any, **kwargs: Any) -> Array:
-        generator, *values = signature.bind(*args, **kwargs).arguments.items()
-        return draw(next_key(generator[1]._seeds), **{k: v for k, v in values if k != "name"})
-
+    method = seeded(draw, lambda generator: next_key(generator._seeds), 0, seed="self", name=None)
     method.__doc__, method.__name__ = draw.__doc__, draw.__name__.lstrip("_")
-    method.__signature__ = signature  # type: ignore[attr-defined]
     return method
 
 

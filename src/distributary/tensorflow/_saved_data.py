@@ -24,23 +24,8 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from distributary.data import (
-    FileSource,
-    IteratedStream,
-    Node,
-    Path,
-    SameElements,
-    Stream,
-    TensorSpec,
-    as_array,
-    call,
-    common_spec,
-    flatten,
-    framed,
-    is_peek,
-    read_file,
-    records,
-)
+from distributary import data
+from distributary.checkpoint import complete_file
 from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 
@@ -53,7 +38,7 @@ _NESTS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedD
 
 @final
 @dataclass(frozen=True, eq=False)
-class Saved(FileSource):
+class Saved(data.FileSource):
     """The elements of a folder, one file after the other.
 
     Attributes:
@@ -75,14 +60,14 @@ class Saved(FileSource):
     def cardinality(self) -> int:
         return sum(self.counts[name] for name in self.files)
 
-    def elements(self, path: Path) -> Stream:
-        return IteratedStream(itertools.chain.from_iterable(map(self._read, self.files)))
+    def elements(self, path: data.Path) -> data.Stream:
+        return data.IteratedStream(itertools.chain.from_iterable(map(self._read, self.files)))
 
     def _read(self, name: str) -> Iterator[Nest]:
         tree: PyTreeDef
         specs, tree = jax.tree.flatten(self.element)
         number = 0
-        for record in read_file("Dataset.load", name, self.compression, records):
+        for record in data.read_file("Dataset.load", name, self.compression, data.records):
             yield tree.unflatten(_decoded(record, specs))
             number += 1
         if number != self.counts[name]:
@@ -100,7 +85,7 @@ class Saved(FileSource):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Snapshot(SameElements):
+class Snapshot(data.SameElements):
     """Elements that the first complete pass saves in a folder, from which later passes read them.
 
     Attributes:
@@ -109,10 +94,10 @@ class Snapshot(SameElements):
         load: Returns the node that reads a folder.
     """
 
-    input: Node
+    input: data.Node
     folder: str
-    save: Callable[[Node, Stream, str], Iterator[Nest]]
-    load: Callable[[str], Node]
+    save: Callable[[data.Node, data.Stream, str], Iterator[Nest]]
+    load: Callable[[str], data.Node]
     in_memory = False
     pattern = "snapshot"
 
@@ -121,14 +106,14 @@ class Snapshot(SameElements):
         """Name of the folder of this pipeline."""
         return fingerprint(self.input)
 
-    def elements(self, path: Path) -> Stream:
+    def elements(self, path: data.Path) -> data.Stream:
         folder = os.path.join(self.folder, self.key)
         if is_saved(folder):
             return self.load(folder).stream(path)
-        if is_peek(path):
+        if data.is_peek(path):
             return self.input.stream(path)
         # Pass 0, because what is kept must not depend on which pass came first.
-        return IteratedStream(self.save(self.input, self.input.stream((0,)), folder))
+        return data.IteratedStream(self.save(self.input, self.input.stream((0,)), folder))
 
 
 def is_saved(folder: str) -> bool:
@@ -145,7 +130,7 @@ def compression_of(what: str, compression: str | None) -> str:
 
 
 def saving(
-    node: Node,
+    node: data.Node,
     elements: Iterable[Nest],
     folder: str,
     compression: str,
@@ -168,7 +153,7 @@ def saving(
     os.makedirs(folder, exist_ok=True)
     with _Writer(folder, compression) as writer:
         for element in elements:
-            shard = 0 if shard_func is None else int(np.asarray(call(shard_func, element)))
+            shard = 0 if shard_func is None else int(np.asarray(data.call(shard_func, element)))
             writer.write(element, shard)
             yield element
         writer.commit(node, replaces)
@@ -208,17 +193,17 @@ class _Writer:
             opened = gzip.open if self._compression else open
             self._files[shard] = opened(self._path(shard), "wb")  # type: ignore[assignment]
             self._counts[shard] = 0
-        leaves, tree = flatten(element)
-        arrays = [np.asarray(as_array(leaf)) for leaf in leaves]
-        spec = tree.unflatten([TensorSpec(array.shape, _dtype(array)) for array in arrays])
+        leaves, tree = data.flatten(element)
+        arrays = [np.asarray(data.as_array(leaf)) for leaf in leaves]
+        spec = tree.unflatten([data.TensorSpec(array.shape, _dtype(array)) for array in arrays])
         if not sum(self._counts.values()):
             self._spec, self._structure = spec, _described(element)
         elif spec != self._spec:
-            self._spec = common_spec(self._spec, spec, "Dataset.save")
-        self._files[shard].write(framed(b"".join(map(_encoded, arrays))))
+            self._spec = data.common_spec(self._spec, spec, "Dataset.save")
+        self._files[shard].write(data.framed(b"".join(map(_encoded, arrays))))
         self._counts[shard] += 1
 
-    def commit(self, node: Node, replaces: bool) -> None:
+    def commit(self, node: data.Node, replaces: bool) -> None:
         """Makes the files the dataset of the folder."""
         if not self._counts:  # an empty dataset has no files, but a spec
             self._spec = node.spec()
@@ -241,12 +226,8 @@ class _Writer:
             "specs": [[s.shape, s.dtype.name] for s in jax.tree.leaves(self._spec)],
             "files": {self._name(shard): self._counts[shard] for shard in sorted(self._counts)},
         }
-        new = path.with_name(f"{self._run}.json")
-        with open(new, "w", encoding="utf-8") as description:
-            json.dump(described, description)
-            description.flush()
-            os.fsync(description.fileno())
-        os.replace(new, path)
+        with complete_file(path) as new:
+            new.write_text(json.dumps(described), encoding="utf-8")
         self._is_complete = True
         for name in before["files"]:
             with contextlib.suppress(FileNotFoundError):
@@ -266,7 +247,7 @@ def load(folder: str, element_spec: Nest) -> Saved:
     description = _read_description(folder)
     tree: PyTreeDef
     try:
-        specs = [TensorSpec(shape, np.dtype(name)) for shape, name in description["specs"]]
+        specs = [data.TensorSpec(shape, np.dtype(name)) for shape, name in description["specs"]]
         structure, compression = description["structure"], description["compression"]
         files = tuple(os.path.join(folder, os.path.basename(name)) for name in description["files"])
         counts = dict(zip(files, map(int, description["files"].values()), strict=True))
@@ -329,9 +310,9 @@ def _dtype(array: np.ndarray) -> np.dtype:
     return dtype
 
 
-def _is_alike(spec: TensorSpec, wanted: TensorSpec) -> bool:
+def _is_alike(spec: data.TensorSpec, wanted: data.TensorSpec) -> bool:
     dtype = _TEXT if wanted.dtype.kind in "US" else wanted.dtype
-    return spec.is_compatible_with(TensorSpec(wanted.shape, dtype))
+    return spec.is_compatible_with(data.TensorSpec(wanted.shape, dtype))
 
 
 def _encoded(array: np.ndarray) -> bytes:
@@ -344,12 +325,12 @@ def _encoded(array: np.ndarray) -> bytes:
             raise InvalidTypeError(
                 f"Dataset.save: an array of objects has {shown(item)}, expected text or bytes."
             )
-        data = item.encode() if isinstance(item, str) else item
-        parts += [_ITEM.pack(isinstance(item, str), len(data)), data]
+        content = item.encode() if isinstance(item, str) else item
+        parts += [_ITEM.pack(isinstance(item, str), len(content)), content]
     return b"".join(parts)
 
 
-def _decoded(record: bytes, specs: list[TensorSpec]) -> Iterator[Any]:
+def _decoded(record: bytes, specs: list[data.TensorSpec]) -> Iterator[Any]:
     at = 0
     for spec in specs:
         ndim = record[at]
@@ -364,8 +345,8 @@ def _decoded(record: bytes, specs: list[TensorSpec]) -> Iterator[Any]:
             for i in range(size):
                 is_text, length = _ITEM.unpack_from(record, at)
                 at += _ITEM.size + length
-                data = record[at - length : at]
-                array[i] = data.decode() if is_text else data
+                content = record[at - length : at]
+                array[i] = content.decode() if is_text else content
             array = array.reshape(shape)
         yield array[()]
 
@@ -380,7 +361,9 @@ def _described(element: Nest) -> Any:
         items = [[key, _described(part)] for key, part in element.items()]
         is_plain = all(type(key) in (str, int) and part is not None for key, part in items)
         return {kind: items} if is_plain else None
-    if isinstance(element, TensorSpec) or jax.tree_util.treedef_is_leaf(flatten(element)[1]):
+    if isinstance(element, data.TensorSpec) or jax.tree_util.treedef_is_leaf(
+        data.flatten(element)[1]
+    ):
         return "array"
     return None
 
@@ -395,19 +378,19 @@ def _nest(described: Any) -> Nest:
     return _NESTS[kind]((key, _nest(part)) for key, part in parts)
 
 
-def fingerprint(node: Node) -> str:
+def fingerprint(node: data.Node) -> str:
     """Returns a text that differs between pipelines of other data, functions or arguments.
 
     Of objects and global variables that functions use, only the names are compared.
     """
     digest = hashlib.sha256()
     for part in _essence(node, set()):
-        data = part if isinstance(part, bytes) else repr(part).encode()
-        digest.update(struct.pack("<q", len(data)) + data)
+        content = part if isinstance(part, bytes) else repr(part).encode()
+        digest.update(struct.pack("<q", len(content)) + content)
     return digest.hexdigest()[:32]
 
 
-def _fields_of(node: Node) -> Iterator[Any]:
+def _fields_of(node: data.Node) -> Iterator[Any]:
     yield node.label()
     for name, value in vars(node).items():
         if name == "files":
@@ -433,9 +416,9 @@ def _essence(value: Any, seen: set[int]) -> Iterator[str | bytes]:
         yield "seen"
     else:
         yield f"{type(value).__name__} {getattr(value, '__qualname__', '')}"
-        if isinstance(value, Node):
+        if isinstance(value, data.Node):
             parts = _fields_of(value)
-        elif isinstance(getattr(value, "node", None), Node):  # a dataset
+        elif isinstance(getattr(value, "node", None), data.Node):  # a dataset
             parts = (value.node,)
         elif isinstance(value, (tuple, list)):
             parts = value

@@ -274,14 +274,12 @@ MODULES: dict[str, Callable[[], Names]] = {
         "ThreadingOptions": types.SimpleNamespace,
     },
     "data.experimental": lambda: {
+        **_data.TRANSFORMATIONS,
         **named(
             _data,
-            "CsvDataset assert_cardinality at bucket_by_sequence_length cardinality"
-            " choose_from_datasets copy_to_device enumerate_dataset from_list get_next_as_optional"
-            " get_single_element get_structure group_by_window ignore_errors"
-            " make_batched_features_dataset map_and_batch pad_to_cardinality parallel_interleave"
-            " prefetch_to_device rejection_resample save scan shuffle_and_repeat snapshot"
-            " take_while unbatch unique",
+            "CsvDataset at cardinality choose_from_datasets copy_to_device from_list"
+            " get_next_as_optional get_single_element get_structure make_batched_features_dataset"
+            " map_and_batch pad_to_cardinality prefetch_to_device save shuffle_and_repeat",
         ),
         **named(
             data,
@@ -562,11 +560,7 @@ _ADVICE: dict[str, str] = {
     "math.invert_permutation": "jax.numpy.argsort",
     "math.reduce_euclidean_norm": "jax.numpy.linalg.norm",
     "math.bessel_i0": "jax.scipy.special.i0",
-    "math.bessel_i0e": "jax.scipy.special.i0e",
     "math.bessel_i1": "jax.scipy.special.i1",
-    "math.bessel_i1e": "jax.scipy.special.i1e",
-    "math.igamma": "jax.scipy.special.gammainc",
-    "math.igammac": "jax.scipy.special.gammaincc",
     "math.lbeta": "jax.scipy.special.betaln",
     "math.segment_prod math.unsorted_segment_prod": "jax.ops.segment_prod",
     "nn.conv1d nn.conv3d nn.convolution": "keras.ops.conv",

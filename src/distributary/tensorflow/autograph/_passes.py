@@ -251,13 +251,25 @@ def _value_of(node: ast.expr, namespace: dict[str, Any]) -> Any:
 
 
 _MADE = (ast.List, ast.ListComp, ast.Dict, ast.DictComp)
-_MAKERS = (dict, list, sorted)
-_MAPS = (jax.tree.map, jax.tree_util.tree_map)
+_MAKERS = {*map(id, (dict, list, sorted))}
+_MAPS = {*map(id, (jax.tree.map, jax.tree_util.tree_map))}
 # Functions, and modules of functions, that only read the lists among their arguments.
-_READERS = (all, any, dict, len, list, max, min, sorted, sum, tuple)
+_READERS = {*map(id, (all, any, dict, len, list, max, min, sorted, sum, tuple))}
 _OPERATIONS = ("jax.numpy", "numpy", "distributary.tensorflow._operations", "keras.src.ops.numpy")
-_ITERATORS = (enumerate, filter, map, reversed, zip)
+_ITERATORS = {*map(id, (enumerate, filter, map, reversed, zip))}
 _VIEWS = ("items", "keys", "values")
+# What statements and expressions only read, by the names of their fields.
+_READ = {
+    ast.AugAssign: ("target",),
+    ast.Compare: ("left", "comparators"),
+    ast.FormattedValue: ("value",),
+    ast.If: ("test",),
+    ast.IfExp: ("test",),
+    ast.Starred: ("value",),
+    ast.Subscript: ("value",),
+    ast.While: ("test",),
+    ast.comprehension: ("iter",),
+}
 
 
 def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
@@ -270,48 +282,23 @@ def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> tuple[set[str], 
         The variables, and those of them that no function inside the function uses.
     """
     parts = [*ast.walk(root)]
-    uses = [part for part in parts if isinstance(part, ast.Name)]
     inner = [part for part in parts if isinstance(part, _SCOPES) and part is not root]
     nested = {node for part in inner for node in ast.walk(part)}
     used_in = {node.id for node in nested if isinstance(node, ast.Name)}
     named = {getattr(part, kind, "") for part in parts for kind in ("arg", "name", "asname")}
     namespace = namespace | dict.fromkeys(named | _stored_in(root))  # not builtins or globals
-    lists, wrong, allowed = set[str](), set[str](), set[ast.AST]()
-    needs: list[tuple[str, ast.expr]] = []  # variables, and what must be a list for them
-    for part in parts:
-        allowed.update(_reads(part, namespace))
-        match part:
-            case ast.FunctionDef(args=of) | ast.AsyncFunctionDef(args=of):
-                wrong.update(arg.arg for arg in (*of.posonlyargs, *of.args, *of.kwonlyargs))
-            case ast.Global(names) | ast.Nonlocal(names):
-                wrong.update(names)
-            case ast.Return(ast.Name() | ast.Tuple() as value) if part not in nested:
-                found = [n for n in getattr(value, "elts", [value]) if isinstance(n, ast.Name)]
-                ids = {name.id for name in found}
-                if len(ids) == len(found) and not ids & used_in:
-                    allowed.update(found)
-            case ast.Assign([target], value):
-                for name, made in _pairs(target, value):
-                    if (sources := _sources(made, namespace)) is not None:
-                        lists.add(name.id)
-                        allowed.add(name)
-                        needs += [(name.id, source) for source in sources]
-            case ast.AugAssign(ast.Name() as to, _, ast.Name() as name) | ast.Call(
-                ast.Attribute(ast.Name() as to, "extend" | "update"), [ast.Name() as name]
-            ):
-                allowed.add(name)
-                needs.append((name.id, to))
-            case ast.Call() | ast.BinOp():
-                sources = _sources(part, namespace) or []
-                found = [source for source in sources if isinstance(source, ast.Name)]
-                allowed.update(found)
-                needs += [(name.id, source) for name in found for source in sources]
-    late = {*filter(lambda part: isinstance(part, ast.GeneratorExp), parts)} - allowed
+    made = [pair for part in parts for pair in _made(part, namespace)]
+    results = (_results(part, used_in) for part in parts if part not in nested)
+    read = {node for part in parts for node in _read(part, namespace)}
+    read |= {*itertools.chain.from_iterable(results), *(name for name, _ in made)}
+    late = {*filter(lambda part: isinstance(part, ast.GeneratorExp), parts)} - read
     if any(isinstance(node, (ast.AsyncFunctionDef, ast.Yield, ast.YieldFrom)) for node in nested):
         late |= nested
     outlive = {node for part in late for node in ast.walk(part)}
-    wrong |= {name.id for name in uses if name not in allowed or name in outlive}
-    private = lists - wrong
+    private = {name.id for name, _ in made if isinstance(name.ctx, ast.Store)} - {
+        *itertools.chain.from_iterable(map(_outer_names, parts)),
+        *(part.id for part in parts if isinstance(part, ast.Name) and part not in read - outlive),
+    }
 
     def is_list(node: ast.expr) -> bool:
         sources = _sources(node, namespace)
@@ -319,9 +306,48 @@ def _private_lists(root: ast.AST, namespace: dict[str, Any]) -> tuple[set[str], 
             sources is not None and all(map(is_list, sources))
         )
 
-    while more := {name for name, of in needs if not is_list(of)} & private:
+    while more := {name.id for name, of in made if not all(map(is_list, of))} & private:
         private -= more
     return private, private - used_in
+
+
+def _outer_names(node: ast.AST) -> Sequence[str]:
+    """Returns the variables of a statement whose lists may come from elsewhere."""
+    match node:
+        case ast.FunctionDef(args=of) | ast.AsyncFunctionDef(args=of):
+            return [arg.arg for arg in (*of.posonlyargs, *of.args, *of.kwonlyargs)]
+        case ast.Global(names) | ast.Nonlocal(names):
+            return names
+    return ()
+
+
+def _results(node: ast.AST, used_in: set[str]) -> Sequence[ast.Name]:
+    """Returns the variables that `return` hands out, each once, and to nobody else."""
+    match node:
+        case ast.Return(ast.Name() | ast.Tuple() as value):
+            found = [n for n in getattr(value, "elts", [value]) if isinstance(n, ast.Name)]
+            ids = {name.id for name in found}
+            if len(ids) == len(found) and not ids & used_in:
+                return found
+    return ()
+
+
+def _made(
+    node: ast.AST, namespace: dict[str, Any]
+) -> Iterator[tuple[ast.Name, Sequence[ast.expr]]]:
+    """Yields variables of which a new list is made, or which get one, each with its sources."""
+    match node:
+        case ast.Assign([target], value):
+            for name, of in _pairs(target, value):
+                if (sources := _sources(of, namespace)) is not None:
+                    yield name, sources
+        case ast.AugAssign(ast.Name() as to, _, ast.Name() as name) | ast.Call(
+            ast.Attribute(ast.Name() as to, "extend" | "update"), [ast.Name() as name]
+        ):
+            yield name, [to]
+        case ast.Call() | ast.BinOp():
+            sources = _sources(node, namespace) or []
+            yield from ((name, sources) for name in sources if isinstance(name, ast.Name))
 
 
 def _stored_in(node: ast.AST) -> set[str]:
@@ -352,15 +378,18 @@ def _sources(node: ast.AST, namespace: dict[str, Any]) -> list[ast.expr] | None:
             return [of]
         case ast.Call(function, args):
             called = _value_of(function, namespace)
-            if _is_any(called, _MAPS) and len(args) > 1 and not node.keywords:
+            if id(called) in _MAPS and len(args) > 1 and not node.keywords:
                 return [args[1]]
-            return [] if _is_any(called, _MAKERS) else None
+            return [] if id(called) in _MAKERS else None
     return [] if isinstance(node, _MADE) else None
 
 
-def _reads(node: ast.AST, namespace: dict[str, Any]) -> Iterator[ast.AST]:
+def _read(node: ast.AST, namespace: dict[str, Any]) -> Iterator[ast.AST]:
     """Yields what a statement or expression reads, and does not keep."""
-    read: Sequence[ast.AST] = ()
+    read: list[ast.AST] = []
+    for field in _READ.get(type(node), ()):
+        of = getattr(node, field)
+        read += of if isinstance(of, list) else [of]
     match node:
         case ast.For(iter=of):
             written = _stored_in(node)  # what the loop reads is another list than the variable
@@ -368,37 +397,27 @@ def _reads(node: ast.AST, namespace: dict[str, Any]) -> Iterator[ast.AST]:
                 read = [of]
         case ast.Dict(keys, values):  # the items of `**values` are copied
             read = [v for k, v in zip(keys, values, strict=True) if k is None]
-        case ast.Compare(left, _, others):
-            read = [left, *others]
-        case ast.AugAssign(target=of) | ast.UnaryOp(ast.Not(), of) | ast.Subscript(of):
-            read = [of]
-        case ast.comprehension(iter=of) | ast.Starred(of) | ast.FormattedValue(of):
-            read = [of]
-        case ast.If(test=of) | ast.IfExp(test=of) | ast.While(test=of) | ast.keyword(None, of):
+        case ast.UnaryOp(ast.Not(), of) | ast.keyword(None, of):
             read = [of]
         case ast.Call(function, args):
             called = _value_of(function, namespace)
             if getattr(called, "__module__", None) in _OPERATIONS or called is print:
-                read = args
-            elif _is_any(called, _READERS) and (len(args) == 1 or called is sum):
-                read = args[:1]
+                read = [*args]
+            elif id(called) in _READERS and (len(args) == 1 or called is sum):
+                read = [*args[:1]]
             elif isinstance(function, ast.Attribute) and function.attr not in _VIEWS:
                 read = [] if function.attr.startswith("_") else [function.value]
     while read:
-        first, *read = read
+        first = read.pop()
         match first:
             case ast.Call(ast.Attribute(viewed, method)) if method in _VIEWS:
                 yield viewed
-            case ast.Call(function, args) if _is_any(_value_of(function, namespace), _ITERATORS):
+            case ast.Call(function, args) if id(_value_of(function, namespace)) in _ITERATORS:
                 read += args
             case ast.BoolOp(_, values):
                 read += values
             case _:
                 yield first
-
-
-def _is_any(value: object, others: Sequence[object]) -> bool:
-    return any(value is other for other in others)
 
 
 class _Functions(functions.FunctionTransformer):
