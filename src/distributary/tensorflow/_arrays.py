@@ -175,13 +175,8 @@ def gather(
     return take(array(params), indices)
 
 
-def gather_nd(
-    params: Array,
-    indices: Array,
-    batch_dims: int = 0,
-    name: str | None = None,
-    bad_indices_policy: str = "",
-) -> Array:
+@without_effect("name bad_indices_policy")
+def gather_nd(params: Array, indices: Array, batch_dims: int = 0) -> Array:
     """`tf.gather_nd`."""
 
     def take(params: Array, indices: Array) -> Array:
