@@ -121,6 +121,24 @@ def test_the_mean_of_slices_of_whole_numbers_keeps_its_fractions():
     assert mean.value().values.dtype == np.float32
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_mean_of_whole_numbers_is_in_floats_for_any_number_of_replicas(num_replicas):
+    rows = dist.IndexedSlices(np.array([[3]]), np.array([0]), (2, 1))
+    values = [dist.PerReplica([value] * num_replicas) for value in (np.array([3, 4]), rows)]
+
+    array, slices = dist.NcclAllReduce().batch_reduce(MEAN, [(v, "CPU:0") for v in values])
+
+    np.testing.assert_array_equal(array.value(), [3.0, 4.0])
+    assert array.value().dtype == slices.value().values.dtype == np.float32
+
+
+def test_parts_of_different_dtypes_are_refused_by_their_dtypes():
+    value = dist.PerReplica([jnp.ones(2), jnp.ones(2, jnp.int32)])
+
+    with pytest.raises(ReplicaMismatchError, match=r"'float32\[2\]', 'int32\[2\]'"):
+        dist.NcclAllReduce().reduce(SUM, value, "CPU:0")
+
+
 def test_destination_in_a_step_and_in_a_function(strategy, variable):
     value, v = _components("result of run", strategy), variable([0.0, 0.0])
 

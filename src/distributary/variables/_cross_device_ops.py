@@ -2,6 +2,7 @@
 
 import abc
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -25,7 +26,14 @@ from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMism
 from distributary.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from distributary.tracing import current_scope
 from distributary.variables import _reductions as reductions
-from distributary.variables._values import IndexedSlices, Mirrored, PerReplica, stack_components
+from distributary.variables._values import (
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    component_arrays,
+    map_leaves,
+    stack_components,
+)
 
 # Destinations: the devices that the result of a reduction goes to.
 
@@ -140,7 +148,8 @@ class CrossDeviceOps(abc.ABC):
         if len({(_mesh_of(value), value.num_replicas) for value in values}) > 1:
             return [self.reduce(op, value, destinations, options) for value, destinations in pairs]
         if values[0].num_replicas == 1:
-            results = [Mirrored(value.values[0]) for value in values]
+            alone = functools.partial(_alone, op)
+            results = [Mirrored(map_leaves(alone, value.values[0])) for value in values]
         elif all(value.form == "local" for value in values):
             return self.batch_reduce_implementation(op, pairs, options)
         else:
@@ -235,10 +244,11 @@ class CrossDeviceOps(abc.ABC):
                 continue
             rows = value if value.form == "stacked" else stack_components(value)
             if rows is None:
+                text = lambda array: f"{array.dtype}{[*array.shape]}"
                 raise ReplicaMismatchError(
-                    "CrossDeviceOps.reduce: the components have shapes"
-                    f" {[getattr(v, 'shape', v) for v in value.values]}; all replicas must agree."
-                    " Reduce each replica's value to one shape first."
+                    "CrossDeviceOps.reduce: the components are"
+                    f" {[jax.tree.map(text, part) for part in component_arrays(value)]}; all"
+                    " replicas must agree. Give all values one shape and dtype first."
                 )
             stacked[i] = reductions.check_reducible(rows.payload, "CrossDeviceOps.reduce")
         if stacked:
@@ -308,10 +318,14 @@ def check_pairs(what: str, pairs: object) -> Sequence[tuple[Any, Any]]:
     return pairs
 
 
-def _alone(op: ReduceOp, leaf: jax.Array | IndexedSlices) -> jax.Array | IndexedSlices:
-    if isinstance(leaf, IndexedSlices):
+def _alone(op: ReduceOp, leaf: Any) -> Any:
+    """Returns what the only replica gets for its value: a mean of integers is in floats."""
+    if op is ReduceOp.SUM:
         return leaf
-    return reductions.reduce_arrays(op, [leaf], 1, lambda parts: parts)[0]
+    if isinstance(leaf, IndexedSlices):
+        return _reduce_slices(op, leaf, 1)
+    array = reductions.check_reducible(leaf, "all_reduce")
+    return reductions.reduce_arrays(op, [array], 1, lambda parts: parts)[0]
 
 
 def _reduce_slices(op: ReduceOp, slices: IndexedSlices, num_replicas: int) -> IndexedSlices:
