@@ -88,6 +88,13 @@ def test_a_variable_is_read_and_assigned_as_a_whole():
     assert not copied.sharding.is_fully_replicated
 
 
+def test_an_algorithm_for_gradients_in_parts_is_refused_by_its_type():
+    with pytest.raises(ValueError, match="cross_device_ops is a NcclAllReduce, but with"):
+        dist.MirroredStrategy(
+            ["CPU:0", "CPU:1"], dist.NcclAllReduce(), experimental_shard_optimizer_state=True
+        )
+
+
 @pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
 def test_replicas_assign_what_their_aggregation_says(aggregation):
     strategy = _strategy(2)

@@ -8,7 +8,7 @@ import jax
 
 from distributary.devices import replica_devices
 from distributary.engine import Placement
-from distributary.errors import InvalidValueError, check_type
+from distributary.errors import InvalidValueError, check_type, shown
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import Sharded, StrategyExtended
 from distributary.strategies._layout_rules import LayoutRules
@@ -72,8 +72,9 @@ class MirroredStrategy(Strategy):
         sharded = Sharded.of(experimental_shard_optimizer_state, experimental_shard_parameters)
         if cross_device_ops is not None and sharded:
             raise InvalidValueError(
-                f"{what} is {cross_device_ops!r}, but with {sharded.value} in parts, gradients are"
-                " not combined on every device: XLA scatters their sums. Leave out one of the two."
+                f"{what} is {shown(cross_device_ops)}, but with {sharded.value} in parts, gradients"
+                " are not combined on every device: XLA scatters their sums. Leave out one of the"
+                " two."
             )
         rules = LayoutRules(
             "MirroredStrategy", experimental_layout_map, experimental_model_parallel
