@@ -231,7 +231,11 @@ def test_components_and_values_may_be_nests(strategy):
         (_matrices, 0.0, InvalidTypeError, r"axis is 0\.0, expected an int"),
         (
             lambda: _per_replica(np.ones((1, 2)), np.ones((2, 3))),
-            *(0, ReplicaMismatchError, r"replica 1 has shape \(2, 3\).*dim 0 only"),
+            *(0, ReplicaMismatchError, r"replica 1 is float64\[2, 3\].*dim 0 only"),
+        ),
+        (
+            lambda: dist.PerReplica([jnp.ones(2), jnp.ones(3, jnp.int32)]),
+            *(0, ReplicaMismatchError, r"replica 1 is int32\[3\], that of replica 0 float32\[2\]"),
         ),
         (
             lambda: dist.PerReplica([dist.IndexedSlices(jnp.ones((1, 2)), jnp.zeros(1, int))] * 2),

@@ -135,7 +135,7 @@ class CrossReplica:
         if rows.form == "components":
             parts = [local_copy(part) for part in component_arrays(rows)]
             axis = check_gather_axis(parts[0], axis)
-            _check_gather_shapes(parts, axis)
+            _check_gathered(parts, axis)
             return jnp.concatenate(parts, axis)
         return self._on_replicas(
             ("gather", axis),
@@ -339,15 +339,16 @@ def _refuse_slices(leaf: object, who: str, other: str) -> None:
         )
 
 
-def _check_gather_shapes(parts: list[Any], axis: int) -> None:
-    def others(shape: Any) -> Any:
-        return (*shape[:axis], *shape[axis + 1 :])
+def _check_gathered(parts: list[Any], axis: int) -> None:
+    def others(part: Any) -> Any:
+        return part.dtype, part.ndim, *part.shape[:axis], *part.shape[axis + 1 :]
 
     for i, part in enumerate(parts):
-        if others(part.shape) != others(parts[0].shape) or part.ndim != parts[0].ndim:
+        if others(part) != others(parts[0]):
             raise ReplicaMismatchError(
-                f"gather: the component of replica {i} has shape {part.shape}, that of replica 0"
-                f" {parts[0].shape}; they may differ in dim {axis} only."
+                f"gather: the component of replica {i} is {part.dtype}{[*part.shape]}, that of"
+                f" replica 0 {parts[0].dtype}{[*parts[0].shape]}; they may differ in the size of"
+                f" dim {axis} only."
             )
 
 
