@@ -97,6 +97,22 @@ def test_result_that_is_no_array_is_refused(result, named, strategy):
             call()
 
 
+def test_keys_that_cannot_be_sorted_are_refused_in_results_and_values(strategy):
+    nest = {1: dist.PerReplica([1.0, 2.0]), "b": 0.0}
+
+    def step():
+        return [{1: jnp.ones(()), "b": jnp.ones(())}]
+
+    for call in (
+        lambda: strategy.run(step),
+        dist.function(step),
+        lambda: strategy.reduce("SUM", nest, axis=None),
+        lambda: strategy.experimental_local_results(nest),
+    ):
+        with pytest.raises(InvalidTypeError, match=r"keys \[1, 'b'\], which JAX cannot sort"):
+            call()
+
+
 # Arguments
 
 

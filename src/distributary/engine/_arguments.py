@@ -196,7 +196,8 @@ def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., An
     replaced by the `constants` that the function is given for all numbers and strings.
 
     Raises:
-        InvalidTypeError: for anything else that is not an array.
+        InvalidTypeError: for anything else that is not an array, and for dicts whose keys cannot
+            be sorted.
     """
     if isinstance(result, (types.GeneratorType, types.CoroutineType)):
         word = "yield" if isinstance(result, types.GeneratorType) else "async"
@@ -205,6 +206,7 @@ def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., An
             f"{what}: the function is {a_kind(type(result))}, because of its `{word}`, so it has"
             " not run. Write it as a plain function that returns its result."
         )
+    order = key_order(result)
     leaves, tree = jax.tree.flatten(
         result, is_leaf=lambda x: isinstance(x, (DistributedValues, IndexedSlices))
     )
@@ -235,7 +237,7 @@ def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., An
                 return values[0] if wrap is None else wrap(values[0])
             return jax.tree.unflatten(tree, values if wrap is None else map(wrap, values))
 
-        return arrays, _in_order_of(result, rebuild_arrays)
+        return arrays, _in_order_of(order, rebuild_arrays)
 
     def rebuild(
         values: Sequence[Any],
@@ -255,11 +257,10 @@ def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., An
                 parts.append(wrap(jax.tree.unflatten(content, content_leaves)))
         return jax.tree.unflatten(tree, parts)
 
-    return arrays, _in_order_of(result, rebuild)
+    return arrays, _in_order_of(order, rebuild)
 
 
-def _in_order_of(result: object, rebuild: Callable[..., Any]) -> Callable[..., Any]:
-    order = key_order(result)
+def _in_order_of(order: Any, rebuild: Callable[..., Any]) -> Callable[..., Any]:
     if order is None:
         return rebuild
     return lambda *args, **kwargs: in_order(rebuild(*args, **kwargs), order)

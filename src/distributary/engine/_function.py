@@ -36,7 +36,7 @@ from distributary.tracing import (
     is_recording,
     shorten,
 )
-from distributary.variables import TracedInitialValueError
+from distributary.variables import TracedInitialValueError, key_order
 
 _INPUTS = (Dataset, DatasetIterator, DistributedInput)
 # Structure, signature of the leaves with the outcomes of what was taken, role, kind of context.
@@ -259,6 +259,7 @@ class Function:
                 scope = current_scope()
                 assert scope is not None
                 result = self._in(scope, args, kwargs)
+            key_order(result)  # refuses keys that JAX cannot sort
             if any(isinstance(leaf, _INPUTS) for leaf in jax.tree.leaves(result)):
                 raise LeaveTrace  # a source of data is not data that a program can return
             outs, rebuild = split_result(result, "distributary.function")

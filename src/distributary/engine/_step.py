@@ -286,7 +286,8 @@ class Step:
             # Replicas that Python code tells apart can return other numbers.
             numbers = (bool, int, float, complex)
             array = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, numbers) else leaf
-            result = in_order(jax.tree.map(array, result), key_order(result))
+            order = key_order(result)
+            result = in_order(jax.tree.map(array, result), order)
         outs, self._rebuild = split_result(result, self.title)
         self._note_constants(result)
         return outs

@@ -357,8 +357,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
                 "Strategy.reduce: value is None, as of a step that returns nothing. Return the"
                 " value from the step."
             )
-        result = self._extended.combine.reduce(as_reduce_op(reduce_op, "reduce"), value, axis)
-        return in_order(result, key_order(value))
+        op, order = as_reduce_op(reduce_op, "reduce"), key_order(value)
+        return in_order(self._extended.combine.reduce(op, value, axis), order)
 
     @_short
     def gather(self, value: object, axis: int = MISSING) -> Any:

@@ -431,10 +431,19 @@ def key_order(nest: Nest) -> Any:
     """Returns the order of the keys in the dicts of a nest, for `in_order`.
 
     None means that JAX keeps it, because the keys are sorted.
+
+    Raises:
+        InvalidTypeError: for keys that cannot be compared.
     """
     if type(nest) is dict:
         orders = {key: key_order(part) for key, part in nest.items()}
-        is_sorted = len(nest) < 2 or [*nest] == sorted(nest)
+        try:
+            is_sorted = [*nest] == sorted(nest)
+        except TypeError:
+            raise InvalidTypeError(
+                f"A step or its values have a dict with the keys {shown([*nest])}, which JAX"
+                " cannot sort. Use keys of one type, such as strings."
+            ) from None
         return orders if not is_sorted or any(o is not None for o in orders.values()) else None
     if isinstance(nest, (tuple, list)):
         parts = [key_order(part) for part in nest]
@@ -481,6 +490,7 @@ def local_results(value: Nest) -> tuple[Any, ...]:
     """
     if isinstance(value, DistributedValues):
         return value.values
+    order = key_order(value)
     leaves, tree = jax.tree.flatten(value, is_leaf=_is_distributed)
     counts = {len(leaf.values) for leaf in leaves if isinstance(leaf, DistributedValues)}
     if not counts:
@@ -489,7 +499,6 @@ def local_results(value: Nest) -> tuple[Any, ...]:
         leaf.values if isinstance(leaf, DistributedValues) else (leaf,) * max(counts)
         for leaf in leaves
     ]
-    order = key_order(value)
     return tuple(
         in_order(jax.tree.unflatten(tree, [part[i] for part in parts]), order)
         for i in range(max(counts))
