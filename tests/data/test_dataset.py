@@ -4,6 +4,7 @@ import collections
 import copy
 import itertools
 import pickle
+import threading
 from dataclasses import dataclass
 
 import jax
@@ -21,7 +22,7 @@ from distributary.data import (
     Options,
     TensorSpec,
 )
-from distributary.errors import InvalidTypeError, OutOfRangeError
+from distributary.errors import InvalidTypeError, InvalidValueError, OutOfRangeError
 
 
 def _values(dataset):
@@ -159,6 +160,49 @@ def test_two_iterators_do_not_disturb_each_other():
     second = iter(dataset)
     next(second)
     assert head + [int(x) for x in first] == alone
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda d, f: d.map(f, num_parallel_calls=2),
+        lambda d, f: d.map(f).prefetch(2),
+        lambda d, f: Dataset.range(2).interleave(lambda _: d.map(f), num_parallel_calls=2),
+        lambda d, f: d.map(f, num_parallel_calls=2).repeat(2).prefetch(1),
+    ],
+)
+def test_an_iterator_is_refused_in_threads_for_which_it_waits(operation, is_restored):
+    elements = iter(operation(Dataset.range(8), lambda x: x + next(elements)))
+    if is_restored:
+        elements.set_state({**elements.get_state()})
+    taken = []
+
+    def take():
+        with pytest.raises(InvalidValueError, match="so both would wait forever") as error:
+            next(elements)
+        taken.append(error)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert taken
+
+
+def test_an_iterator_may_be_used_in_threads_of_another():
+    numbers = iter(Dataset.range(100, 104).prefetch(2))
+    pairs = Dataset.range(4).map(lambda x: (x, next(numbers)), num_parallel_calls=2).prefetch(2)
+
+    first, second = zip(*_values(pairs), strict=True)
+
+    assert list(first) == [0, 1, 2, 3]
+    assert sorted(second) == [100, 101, 102, 103]
+
+
+def test_sizes_of_batches_are_refused_by_the_method_that_got_them():
+    for name in ("batch", "padded_batch", "rebatch"):
+        with pytest.raises(InvalidValueError, match=f"^{name}: batch_size is 0"):
+            getattr(Dataset.range(4).batch(2), name)(0)
 
 
 Point = collections.namedtuple("Point", "x y")

@@ -4,14 +4,14 @@ import abc
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Self, final
 
 import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from distributary._threads import num_cores
+from distributary._threads import bound, num_cores
 from distributary.data._making import (
     Batch,
     Cache,
@@ -32,6 +32,7 @@ from distributary.data._nodes import (
     Node,
     Stream,
     drawn_seed,
+    waiting_iterators,
 )
 from distributary.data._order import (
     Prefetch,
@@ -442,7 +443,8 @@ class Dataset:
         self, batch_size: int, drop_remainder: bool = False, name: str | None = None
     ) -> "Dataset":
         """Changes the size of batches."""
-        return self.unbatch().batch(batch_size, drop_remainder)
+        size = checked_int("rebatch: batch_size", batch_size, minimum=1)
+        return self.unbatch().batch(size, drop_remainder)
 
     # Rest
 
@@ -668,20 +670,35 @@ class DatasetIterator(PassIterator):
 
     def pull(self) -> Any:
         """Returns the next element, also in a function that is traced."""
+        waiting = waiting_iterators.get()
+        if waiting:
+            self._check_not_waiting(waiting)
         with self._lock:
-            if self._returned:
-                element = self._returned.pop()
-            else:
-                if self._stream is None:
-                    self._stream = self._node.stream((self._number,))
-                try:
+            token = waiting_iterators.set((*waiting, (self._lock, threading.get_ident())))
+            try:
+                if self._returned:
+                    element = self._returned.pop()
+                else:
+                    if self._stream is None:
+                        self._stream = self._node.stream((self._number,))
                     element = next(self._stream)
-                except StopIteration:
-                    raise at_end() from None
-                if self._show is not None:
-                    element = self._show(element)
+                    if self._show is not None:
+                        element = self._show(element)
+            except StopIteration:
+                raise at_end() from None
+            finally:
+                waiting_iterators.reset(token)
             self._position += 1
             return element
+
+    def _check_not_waiting(self, waiting: Iterable[tuple[object, int]]) -> None:
+        thread = threading.get_ident()
+        if any(lock is self._lock and other != thread for lock, other in waiting):
+            raise InvalidValueError(
+                f"A thread of the dataset {self._node.describe()} takes an element of the iterator"
+                " that waits for this thread, so both would wait forever. Give the function another"
+                " iterator, or use no threads: map without num_parallel_calls, no prefetch."
+            )
 
     def put_back(self, element: Nest) -> None:
         """Puts back the element that was taken last, so that it comes next again."""
@@ -706,8 +723,10 @@ class DatasetIterator(PassIterator):
         self._node = self.take_state(state)
         self._returned.clear()
         self._dataset.restore(self._node, self._number + 1)
-        self._stream = self._node.stream((self._number,))
-        self.go_to_position(self._stream.advance)
+        mark = self._lock, threading.get_ident()
+        with bound(waiting_iterators, (*waiting_iterators.get(), mark)):
+            self._stream = self._node.stream((self._number,))
+            self.go_to_position(self._stream.advance)
 
 
 @final

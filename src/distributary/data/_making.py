@@ -32,6 +32,7 @@ from distributary.data._nodes import (
     ZippedRows,
     combined,
     is_peek,
+    waiting_iterators,
 )
 from distributary.data._sources import RandomAccess
 from distributary.data._structure import (
@@ -329,7 +330,9 @@ class _MappedInThreads(Stream):
         self._make = make
         self._num_threads = num_threads
         # Its threads end when it is garbage collected, together with this stream.
-        self._executor = ThreadPoolExecutor(num_threads, "distributary-map")
+        self._executor = ThreadPoolExecutor(
+            num_threads, "distributary-map", waiting_iterators.set, (waiting_iterators.get(),)
+        )
         self._running: list[Future[Any]] = []
 
     def __next__(self) -> Nest:

@@ -21,6 +21,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, ClassVar, Final, Literal, TypeAlias, final
 
 import jax
@@ -37,6 +38,9 @@ in every `repeat` on the way. Shuffles derive their order from it."""
 
 PEEK: Path = (2**63,)
 """The path of a pass that only looks at the first elements; they are not lost for other passes."""
+
+waiting_iterators: ContextVar[tuple[tuple[Any, int], ...]] = ContextVar("waiting", default=())
+"""The locks of the iterators that wait for what this thread makes, each with its own thread."""
 
 RowNumbers: TypeAlias = range | np.ndarray
 """A block of a stream of row numbers: a range if they are at equal distances."""
