@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distributary.checkpoint import ArrayReader, SavedPart, _array_files, box_of, write_arrays
+from distributary.checkpoint import ArrayReader, SavedPart, _files, box_of, write_arrays
 from distributary.errors import CheckpointError
 
 RNG = np.random.default_rng(0)
@@ -18,7 +18,7 @@ DTYPES += ["float8_e4m3fn", "float8_e4m3b11fnuz", "int4", ">i2"]
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces of an odd size, so that rows lie across them."""
-    monkeypatch.setattr(_array_files, "_PIECE_BYTES", 37)
+    monkeypatch.setattr(_files, "_PIECE_BYTES", 37)
 
 
 def _arrays():

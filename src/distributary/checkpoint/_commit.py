@@ -16,7 +16,6 @@ text before it. This module replaces and removes only folders that it has writte
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -33,12 +32,13 @@ import google_crc32c
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.checkpoint._array_files import (
+from distributary.checkpoint._files import (
     ArrayReader,
     Box,
     SavedPart,
     WrittenFile,
     box_of,
+    sync,
     unreadable,
     write_arrays,
 )
@@ -490,15 +490,3 @@ def located(path: Path) -> Path:
 
 def _replaced(path: Path) -> Path:
     return path.with_name(f"{path.name}.replaced")
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or the names in a folder are on disk; some file systems sync no folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)

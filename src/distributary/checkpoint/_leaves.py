@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary._late import libraries
-from distributary.checkpoint._array_files import Box, SavedPart
+from distributary.checkpoint._files import Box, SavedPart
 from distributary.devices import is_divided, local_box, local_copy, put_sharded
 from distributary.errors import (
     InvalidTypeError,

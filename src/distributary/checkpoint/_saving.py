@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TypeAlias, final
 import jax
 import numpy as np
 
-from distributary.checkpoint._array_files import in_threads
 from distributary.checkpoint._commit import (
     Snapshot,
     check_replaceable,
@@ -24,6 +23,7 @@ from distributary.checkpoint._commit import (
     stored_shape,
     write_parts,
 )
+from distributary.checkpoint._files import in_threads
 from distributary.checkpoint._leaves import (
     ArrayLeaf,
     Entry,

@@ -30,18 +30,16 @@ from distributary.data._nodes import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     Node,
-    Stream,
-    drawn_seed,
-    waiting_iterators,
-)
-from distributary.data._order import (
     Prefetch,
     Repeat,
     ShardHint,
     Shuffle,
     Slice,
+    Stream,
     WithOptions,
+    drawn_seed,
     options_of,
+    waiting_iterators,
 )
 from distributary.data._sources import (
     FileNames,

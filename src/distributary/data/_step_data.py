@@ -12,8 +12,18 @@ import jax
 import numpy as np
 
 from distributary.data._making import Batch, BatchedStream, Generated, Interleave
-from distributary.data._nodes import FileSource, Node, NumberedNode, Stream, combined
-from distributary.data._order import Prefetch, ShardHint, Slice, WithOptions, options_of
+from distributary.data._nodes import (
+    FileSource,
+    Node,
+    NumberedNode,
+    Prefetch,
+    ShardHint,
+    Slice,
+    Stream,
+    WithOptions,
+    combined,
+    options_of,
+)
 from distributary.data._sources import Once, OneShot, RandomAccess, node_of
 from distributary.data._structure import Block, check_dense, num_rows, some_rows
 from distributary.devices import Nest

@@ -14,15 +14,20 @@ from distributary.variables._cross_device_ops import (
     only_device,
     reduce_nest,
 )
-from distributary.variables._distributed_variables import (
+from distributary.variables._kinds import (
     AggregatedVariable,
+    ForeignVariable,
     MirroredVariable,
+    ShardedVariable,
     SyncOnReadVariable,
     VariableComponent,
     across_replicas,
+    as_variable,
+    assign,
+    embedding_lookup,
     of_rows,
+    values,
 )
-from distributary.variables._foreign import ForeignVariable, as_variable, assign, values
 from distributary.variables._layout import (
     StateList,
     VariableLayout,
@@ -38,7 +43,6 @@ from distributary.variables._reductions import (
     over_replicas,
     reduce_arrays,
 )
-from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
 from distributary.variables._values import (
     Array,
     ArrayInput,

@@ -12,8 +12,13 @@ import numpy as np
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from distributary.tracing import current_scope
 from distributary.variables._layout import array_of
-from distributary.variables._operators import ArrayOperators
-from distributary.variables._values import Array, ArrayInput, IndexedSlices, PerReplica
+from distributary.variables._values import (
+    Array,
+    ArrayInput,
+    ArrayOperators,
+    IndexedSlices,
+    PerReplica,
+)
 
 # The operand of an assignment or of a scatter method, as it is given and converted.
 GivenChange: TypeAlias = ArrayInput | IndexedSlices

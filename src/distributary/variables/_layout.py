@@ -30,7 +30,7 @@ from distributary.devices import (
 )
 from distributary.errors import InvalidTypeError, InvalidValueError, described, shown
 from distributary.tracing import describe_value, gathered, native
-from distributary.variables._operators import ArrayOperators
+from distributary.variables._values import ArrayOperators
 
 
 @final
