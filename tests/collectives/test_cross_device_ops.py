@@ -11,7 +11,7 @@ import pytest
 
 import distributary as dist
 from distributary.tools.compilation import collectives_of
-from distributary.variables import reduce_arrays
+from distributary.variables._reductions import reduce_arrays
 
 _SHAPES = [(3,), (4, 2), (), (17,)]
 

@@ -21,7 +21,6 @@ from distributary.variables import (
     Variable,
     in_order,
     key_order,
-    same_structure,
 )
 
 # The key of one argument in the cache: cheap to make and to compare.
@@ -230,7 +229,7 @@ def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., An
             )
 
     if all(kind == "array" for kind, _ in slots):
-        is_array = same_structure(tree, jax.tree.structure(0))
+        is_array = tree == jax.tree.structure(0)
 
         def rebuild_arrays(values: Sequence[Any], wrap: Callable[[Any], Any] | None = None) -> Any:
             if is_array:

@@ -41,7 +41,6 @@ from distributary.variables import (
     component_arrays,
     component_of_traced,
     map_leaves,
-    same_structure,
     stack_components,
 )
 from distributary.xla_cpu import (
@@ -117,7 +116,7 @@ class Engine:
                 del programs[key]
         arguments = self._even_out(jax.tree.unflatten(tree, leaves), place=True)
         leaves, tree_after = jax.tree.flatten(arguments)
-        if not same_structure(tree_after, tree):
+        if tree_after != tree:
             # Components of equal shape were stacked, so this is now an ordinary call.
             return self.execute(programs, function, arguments, kind)
         with progress.doing("compilation"):

@@ -2,7 +2,6 @@
 
 from distributary.variables._assignable import TracedInitialValueError, computed, initial_array
 from distributary.variables._cross_device_ops import (
-    CollectiveAllReduce,
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
@@ -41,7 +40,6 @@ from distributary.variables._reductions import (
     as_reduce_op,
     check_reducible,
     over_replicas,
-    reduce_arrays,
 )
 from distributary.variables._values import (
     Array,
@@ -57,7 +55,6 @@ from distributary.variables._values import (
     key_order,
     local_results,
     map_leaves,
-    same_structure,
     stack_components,
 )
 from distributary.variables._variable import Variable

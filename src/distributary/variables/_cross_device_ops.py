@@ -195,7 +195,7 @@ class CrossDeviceOps(abc.ABC):
         return Mirrored(tensor, len(getattr(destinations, "values", (None,))))
 
     def for_devices(self, devices: Sequence[jax.Device]) -> "CrossDeviceOps":
-        """Returns this algorithm for replicas on `devices`; for strategies."""
+        """Returns this algorithm for replicas on `devices`, or, without any, on one device."""
         return self
 
     def describe(
@@ -254,28 +254,16 @@ class CrossDeviceOps(abc.ABC):
         if stacked:
             mesh = _mesh_of(values[0])
             devices = () if mesh is None else tuple(mesh.devices.flat)
-            if mesh is None:
-                program = lambda rows: self._reduce_rows(op, rows, options)
-            else:
-                # The first device of every replica, if replicas have several logical devices.
-                ops = self.for_devices(devices[:: num_logical_devices(mesh)])
-                program = reductions.over_replicas(
-                    lambda nests: ops.all_reduce(op, nests, num_replicas, options), mesh
-                )
+            # The first device of every replica, if replicas have several logical devices.
+            ops = self.for_devices(() if mesh is None else devices[:: num_logical_devices(mesh)])
+            program = reductions.over_replicas(
+                lambda nests: ops.all_reduce(op, nests, num_replicas, options), mesh
+            )
             reduced = dispatcher_for(devices).run(
                 lambda: jax.jit(program)(list(stacked.values())), lambda arrays: arrays[0]
             )
             results.update(zip(stacked, reduced, strict=True))
         return [Mirrored(results[i], num_replicas) for i in range(len(values))]
-
-    def _reduce_rows(
-        self, op: ReduceOp, rows: list[jax.Array], options: CommunicationOptions
-    ) -> list[jax.Array]:
-        """Combines arrays `[replica, *shape]` that lie on one device."""
-        num_replicas = rows[0].shape[0]
-        return reductions.over_replicas(
-            lambda nests: self.all_reduce(op, nests, num_replicas, options), None
-        )(rows)
 
 
 def _components_of(value: Nest) -> PerReplica:
@@ -361,6 +349,8 @@ class _Summing(CrossDeviceOps):
         self.num_packs = num_packs
 
     def for_devices(self, devices: Sequence[jax.Device]) -> CrossDeviceOps:
+        if not devices:
+            return ReductionToOneDevice(accumulation_fn=self._accumulate)
         hosts = host_groups(devices)
         if hosts == self._hosts:
             return self
@@ -421,12 +411,6 @@ class _Summing(CrossDeviceOps):
         return reductions.reduce_arrays(
             reduce_op, arrays, num_replicas, reductions.all_reduce if uneven else add
         )
-
-    def _reduce_rows(
-        self, op: ReduceOp, rows: list[jax.Array], options: CommunicationOptions
-    ) -> list[jax.Array]:
-        add = lambda parts: [reductions.add_rows(part, self._accumulate) for part in parts]
-        return reductions.reduce_arrays(op, rows, rows[0].shape[0], add)
 
     def _levels(self, options: CommunicationOptions) -> reductions.Groups:
         """Returns the groups that reduce first among themselves; () if there are none."""

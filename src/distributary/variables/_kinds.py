@@ -151,9 +151,6 @@ class SyncOnReadVariable(DistributedVariable):
         rows = jnp.broadcast_to(jnp.asarray(initial), (num, *self._shape))
         return self._layout.place(rows, self._dtype, stacked=True)
 
-    def _initial_of_copy(self) -> Any:
-        return self._value[0]
-
     def _of_rows(self, state: Any) -> jax.Array:
         """Returns the aggregated value of the state, for a step that sees the whole batch."""
         return of_rows(state, self._aggregation, self._name)

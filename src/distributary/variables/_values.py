@@ -391,17 +391,12 @@ def flat_parts(
     flat = [jax.tree.flatten(part, is_leaf=is_leaf) for part in parts]
     first = flat[0][1]
     for i, (_, tree) in enumerate(flat):
-        if not same_structure(tree, first):
+        if tree != first:
             raise ReplicaMismatchError(
                 f"{what}: the value of replica {i} has structure {tree}, and that of replica 0"
                 f" {first}; the structures must agree."
             )
     return [leaves for leaves, _ in flat], first
-
-
-def same_structure(first: jax.tree_util.PyTreeDef, second: jax.tree_util.PyTreeDef) -> bool:
-    """Returns whether two tree definitions of JAX are equal."""
-    return bool(first == second)
 
 
 def _where_stacked(arrays: list[Array]) -> list[Array]:

@@ -1,10 +1,9 @@
 """Variables, the state that a strategy keeps for its replicas."""
 
 import inspect
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextvars import ContextVar
 from typing import Any, ClassVar, NoReturn, final
 
 import jax
@@ -651,9 +650,8 @@ class Variable(Assignable):
                 f" {get_strategy()!r}. Copy it in its own strategy's scope."
             )
         with strategy.scope():
-            mirrored = replace(self._layout, parts=None)
             new = Variable(
-                mirrored.place(self._initial_of_copy(), self._dtype),
+                np.zeros(self._shape, self._dtype),
                 self._trainable,
                 self._name,
                 self._dtype,
@@ -663,9 +661,6 @@ class Variable(Assignable):
         new._value = own_copies([self._value])[0]
         memo[id(self)] = new
         return new
-
-    def _initial_of_copy(self) -> Any:
-        return self._whole()
 
     def __copy__(self) -> NoReturn:
         raise InvalidTypeError(
@@ -743,16 +738,12 @@ def _note_creation(scope: TraceScope, name: str) -> None:
     scope.num_created += 1
 
 
-class _ThreadState(threading.local):
-    warned = False
-
-
-_thread_state = _ThreadState()
+_has_warned = ContextVar("whether this thread has warned that it has no scope", default=False)
 
 
 def _warn_if_scope_is_in_another_thread(what: str) -> None:
-    if in_default_context() and not _thread_state.warned and another_thread_in_scope():
-        _thread_state.warned = True
+    if in_default_context() and not _has_warned.get() and another_thread_in_scope():
+        _has_warned.set(True)
         warn(
             f"{what} is created in a thread without a strategy scope while another thread has one"
             " open. Scopes hold for one thread only: enter `with strategy.scope():` in this thread"
