@@ -345,6 +345,12 @@ def foldl(fn: Callable[[Any, Any], Any], elems: Nest, initializer: Nest = None) 
     return jax.tree.map(lambda x: x[-1], scan(fn, elems, initializer))
 
 
+@without_effect("parallel_iterations back_prop swap_memory")
+def foldr(fn: Callable[[Any, Any], Any], elems: Nest, initializer: Nest = None) -> Any:
+    """`tf.foldr`: the result after the first element, from the last one on."""
+    return jax.tree.map(lambda x: x[0], scan(fn, elems, initializer, reverse=True))
+
+
 def ensure_shape(x: Array, shape: Sequence[int | None]) -> Array:
     """`tf.ensure_shape`: returns the array; None stands for any size."""
     if not TensorSpec(shape).accepts(x):

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -13,8 +14,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from distributary import data
+from distributary.context import get_strategy
+from distributary.data import DistributedInput
 from distributary.devices import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, check_type, checked_int, shown
+from distributary.options import InputOptions
 from distributary.tensorflow import _saved_data as saved
 from distributary.tensorflow._io import decode_csv, parse_example
 from distributary.tensorflow._operations import as_element
@@ -547,6 +551,33 @@ class TFRecordDataset(Dataset, data.TFRecordDataset):
 @final
 class FixedLengthRecordDataset(Dataset, data.FixedLengthRecordDataset):
     """Records of one size. Source: `tf.data.FixedLengthRecordDataset`."""
+
+
+@final
+@dataclass(frozen=True)
+class DatasetCreator(DistributedInput):
+    """A function that makes the dataset of each worker, for `fit` and `evaluate`.
+
+    Args:
+        dataset_fn: Function from an `InputContext` to a dataset of per-replica batches.
+        input_options: Options for distributing the dataset.
+
+    Source: `tf.keras.utils.experimental.DatasetCreator`.
+    """
+
+    dataset_fn: Callable[..., Any]
+    input_options: InputOptions | None = None
+
+    def __post_init__(self) -> None:
+        expected = "a function from an InputContext to a dataset"
+        check_type("DatasetCreator: dataset_fn", self.dataset_fn, Callable, expected)
+
+    def __call__(self) -> Any:
+        """Distributes the dataset with the current strategy, in whose scope `fit` calls this."""
+        strategy = get_strategy()
+        dataset = strategy.distribute_datasets_from_function(self.dataset_fn, self.input_options)
+        remote = strategy.extended.remote_steps
+        return dataset if remote is None else remote.per_worker_dataset(strategy, dataset)
 
 
 def _unique(elements: data.Stream) -> Iterator[Nest]:

@@ -400,17 +400,6 @@ def switch_case(branch_index: TensorLike, branch_fns: Any, default: _Branch | No
     return jax.lax.switch(jnp.argmax(is_own), branches)
 
 
-@without_effect("parallel_iterations back_prop swap_memory name")
-def foldr(fn: Callable[[Any, Any], Any], elems: Nest, initializer: Nest = None) -> Any:
-    """`tf.foldr`: the result after the first element, from the last one on."""
-    arrays = jax.tree.map(array, elems)
-    if initializer is None:
-        initializer = jax.tree.map(lambda x: x[-1], arrays)
-        arrays = jax.tree.map(lambda x: x[:-1], arrays)
-    step = lambda carry, element: (fn(carry, element), None)
-    return jax.lax.scan(step, jax.tree.map(array, initializer), arrays, reverse=True)[0]
-
-
 def py_function(
     func: Any = None, inp: Any = None, Tout: Any = None, name: str | None = None
 ) -> Any:

@@ -17,6 +17,7 @@ import wave
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, NamedTuple, Self, final
 
 import numpy as np
@@ -44,17 +45,14 @@ def matching_files(pattern: _Path | list[_Path], name: str | None = None) -> Any
 
 def read_file(filename: _Path, name: str | None = None) -> bytes:
     """`tf.io.read_file`: outside of steps, for example in `Dataset.map`."""
-    with open(local_path(filename), "rb") as file:
-        return file.read()
+    return Path(local_path(filename)).read_bytes()
 
 
 def write_file(filename: _Path, contents: bytes | str, name: str | None = None) -> None:
     """`tf.io.write_file`: makes the folder if there is none."""
-    path = local_path(filename)
-    makedirs(os.path.dirname(path) or ".")
-    data = np.asarray(contents, object).item()
-    with open(path, "wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+    path, data = Path(local_path(filename)), np.asarray(contents, object).item()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 @final

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final, TypeAlias, final
 
@@ -21,16 +22,8 @@ from jax.typing import ArrayLike, DTypeLike
 from distributary import keras_bridge
 from distributary._summaries import Summaries, has_tensorflow
 from distributary.context import get_strategy
-from distributary.data import DistributedInput
-from distributary.errors import (
-    ContextError,
-    InvalidTypeError,
-    InvalidValueError,
-    UnsupportedError,
-    check_type,
-)
+from distributary.errors import ContextError, InvalidTypeError, InvalidValueError, UnsupportedError
 from distributary.keras_bridge import import_keras
-from distributary.options import InputOptions
 from distributary.tensorflow import _arrays, _random, _text
 from distributary.tensorflow._operations import (
     REQUIRED,
@@ -146,7 +139,7 @@ class _Lookup(_Layer):
         is_file = vocabulary is None or isinstance(vocabulary, (str, os.PathLike))
         self._vocabulary = None if is_file else self._as_tokens(vocabulary)
         self._given_weights = None if idf_weights is None else np.asarray(idf_weights)
-        self._set_tokens(self._as_tokens([]))
+        self._set_tokens([])
         if vocabulary is not None:
             self.set_vocabulary(vocabulary, idf_weights)
 
@@ -237,7 +230,7 @@ class _Lookup(_Layer):
         ranked = sorted((t for t in counts if t not in special), key=lambda t: (counts[t], t))
         size = None if self.max_tokens is None else self.max_tokens - self._first
         tokens = ranked[::-1][:size]
-        self._set_tokens(self._as_tokens(tokens))
+        self._set_tokens(tokens)
         if self.output_mode == "tf_idf":
             num_with = np.array([self._seen.documents[token] for token in tokens])
             weights = np.log(1 + self._seen.num_documents / (1 + num_with))
@@ -267,8 +260,7 @@ class _Lookup(_Layer):
                 f" {self.output_mode!r}."
             )
         if isinstance(vocabulary, str | os.PathLike):
-            with open(local_path(vocabulary), encoding="utf-8") as file:
-                self._set_tokens(self._as_tokens(file.read().splitlines()))
+            self._set_tokens(Path(local_path(vocabulary)).read_text("utf-8").splitlines())
             self._record_size()
             return
         words = self._as_tokens(vocabulary)
@@ -276,7 +268,7 @@ class _Lookup(_Layer):
         has_special = listed[: len(special)] == special
         tokens = listed[len(special) :] if has_special else listed
         self._check(tokens)
-        self._set_tokens(self._as_tokens(tokens))
+        self._set_tokens(tokens)
         self._record_size()
         if idf_weights is not None:
             weights = np.asarray(idf_weights)
@@ -333,15 +325,14 @@ class _Lookup(_Layer):
     def save_assets(self, dir_path: str) -> None:
         """Saves a vocabulary that is not in the configuration."""
         if self._vocabulary is None:
-            with open(os.path.join(dir_path, "vocabulary.txt"), "w", encoding="utf-8") as file:
-                file.write("\n".join(map(str, self.get_vocabulary())))
+            text = "\n".join(map(str, self.get_vocabulary()))
+            Path(dir_path, "vocabulary.txt").write_text(text, "utf-8")
 
     def load_assets(self, dir_path: str) -> None:
         """Loads a vocabulary that is not in the configuration."""
         if self._vocabulary is None:
-            with open(os.path.join(dir_path, "vocabulary.txt"), encoding="utf-8") as file:
-                tokens = plain_values(self._as_tokens(file.read().splitlines()))
-            self._set_tokens(self._as_tokens(tokens[self._first :]))
+            tokens = Path(dir_path, "vocabulary.txt").read_text("utf-8").splitlines()
+            self._set_tokens(tokens[self._first :])
             self._record_size()
 
     def _tokens_of(self, inputs: object) -> np.ndarray:
@@ -399,7 +390,8 @@ class _Lookup(_Layer):
             return np.array([text_of(one) for one in np.asarray(vocabulary).tolist()], object)
         return np.asarray(vocabulary).astype(np.int64)
 
-    def _set_tokens(self, tokens: np.ndarray) -> None:
+    def _set_tokens(self, vocabulary: Sequence[Any]) -> None:
+        tokens = self._as_tokens(vocabulary)
         keys, numbers = [*tokens], [*range(self._first, self._first + len(tokens))]
         if self.mask_token is not None:
             keys.insert(0, self.mask_token)
@@ -750,36 +742,6 @@ def _in_common(a: Any, b: Any) -> Any:
         return a
     shape = [i if i == j else None for i, j in zip(a.shape, b.shape, strict=True)]
     return _keras.KerasTensor(shape, a.dtype, a.sparse)
-
-
-# `tf.keras.utils.experimental.DatasetCreator`, with which one `fit` serves every strategy.
-
-
-@final
-@dataclass(frozen=True)
-class DatasetCreator(DistributedInput):
-    """A function that makes the dataset of each worker, for `fit` and `evaluate`.
-
-    Args:
-        dataset_fn: Function from an `InputContext` to a dataset of per-replica batches.
-        input_options: Options for distributing the dataset.
-
-    Source: `tf.keras.utils.experimental.DatasetCreator`.
-    """
-
-    dataset_fn: Callable[..., Any]
-    input_options: InputOptions | None = None
-
-    def __post_init__(self) -> None:
-        expected = "a function from an InputContext to a dataset"
-        check_type("DatasetCreator: dataset_fn", self.dataset_fn, Callable, expected)
-
-    def __call__(self) -> Any:
-        """Distributes the dataset with the current strategy, in whose scope `fit` calls this."""
-        strategy = get_strategy()
-        dataset = strategy.distribute_datasets_from_function(self.dataset_fn, self.input_options)
-        remote = strategy.extended.remote_steps
-        return dataset if remote is None else remote.per_worker_dataset(strategy, dataset)
 
 
 # `tf.keras.backend`: its functions that have no other name; the others are in the tables.

@@ -6,6 +6,7 @@ Bytes in arrays count as UTF-8. Numbers are looked up in steps, too.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, final
 
 import jax
@@ -298,13 +299,12 @@ class TextFileInitializer:
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Returns the keys and values."""
-        with open(local_path(self.filename), encoding="utf-8") as file:
-            lines = file.read().splitlines()[: self.vocab_size]
+        text = Path(local_path(self.filename)).read_text("utf-8")
         key = self.key_index, self.key_dtype, 0
         value = self.value_index, self.value_dtype, self.value_index_offset
         return [
             (self._part(line, number, *key), self._part(line, number, *value))
-            for number, line in enumerate(lines)
+            for number, line in enumerate(text.splitlines()[: self.vocab_size])
         ]
 
     def _part(self, line: str, number: int, index: int, dtype: Any, offset: int) -> Any:

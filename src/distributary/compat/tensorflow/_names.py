@@ -98,16 +98,16 @@ def _root() -> Names:
         **operations(
             _arrays,
             "add_n argmax argmin argsort boolean_mask cast clip_by_global_norm clip_by_norm concat"
-            " constant convert_to_tensor cumsum einsum ensure_shape eye fill foldl gather gather_nd"
-            " linspace map_fn matmul meshgrid norm one_hot pad range_ rank reduce_mean scan"
-            " scatter_nd sequence_mask shape size slice_ sort split tensor_scatter_nd_add"
+            " constant convert_to_tensor cumsum einsum ensure_shape eye fill foldl foldr gather"
+            " gather_nd linspace map_fn matmul meshgrid norm one_hot pad range_ rank reduce_mean"
+            " scan scatter_nd sequence_mask shape size slice_ sort split tensor_scatter_nd_add"
             " tensor_scatter_nd_sub tensor_scatter_nd_update tile transpose unique unstack"
             " vectorized_map where zeros",
         ),
         **operations(_config, "Assert"),
         **named(
             _functions,
-            "case cond control_dependencies custom_gradient device executing_eagerly foldr function"
+            "case cond control_dependencies custom_gradient device executing_eagerly function"
             " get_static_value group init_scope inside_function name_scope no_op numpy_function"
             " print_ py_function recompute_grad switch_case timestamp while_loop",
         ),

@@ -10,9 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from distributary.compat.tensorflow._names import MODULES, Namespace, lookup
-from distributary.tensorflow import _keras_parts
-from distributary.tensorflow._keras_parts import DatasetCreator
-from distributary.tensorflow._operations import keras_of_tensorflow
+from distributary.tensorflow import _data, _keras_parts
+from distributary.tensorflow._operations import keras_of_tensorflow, named
 
 _keras = keras_of_tensorflow()
 
@@ -37,7 +36,7 @@ for _name in (_keras.__name__, "keras"):
 globals().update({key: value for key, value in vars(_keras).items() if not key.startswith("_")})
 __version__: str = _keras.__version__
 MODULES["keras.backend"] = _keras_parts.backend_names
-MODULES["keras.utils.experimental"] = lambda: {"DatasetCreator": DatasetCreator}
+MODULES["keras.utils.experimental"] = lambda: named(_data, "DatasetCreator")
 backend: ModuleType = Namespace("keras.backend")
 sys.modules[f"{__name__}.backend"] = backend
 for _name, _module in vars(_keras).items():
