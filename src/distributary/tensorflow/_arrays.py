@@ -406,6 +406,9 @@ ARRAYS: dict[str, Operation] = {
 }
 
 
+# `tf.math`
+
+
 def add_n(inputs: list[Array]) -> Array:
     """`tf.add_n`."""
     return functools.reduce(operator.add, inputs)
@@ -599,6 +602,9 @@ MATH: dict[str, Operation] = {
         num_segments=REQUIRED,
     ),
 }
+
+
+# `tf.linalg`
 
 
 def global_norm(t_list: list[Array | None]) -> Array:

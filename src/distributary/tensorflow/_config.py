@@ -382,6 +382,9 @@ def trace_off() -> None:
     trace_export("")
 
 
+# `tf.debugging`
+
+
 def _comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[..., None]:
     def assertion(
         x: ArrayLike, y: ArrayLike, message: str | None = None, summarize: int | None = None

@@ -643,6 +643,9 @@ def _filled(shapes: Nest, spec: Nest, size: int) -> Nest:
     )
 
 
+# `tf.data.experimental`
+
+
 def _method(name: str) -> Callable[..., Any]:
     """Returns the function of `tf.data.experimental` that stands for a method of datasets."""
 

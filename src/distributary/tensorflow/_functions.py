@@ -348,6 +348,9 @@ def _converted_components(name: str, spec: PerReplicaSpec, value: Nest) -> Any:
     return jax.tree.map(convert, value)
 
 
+# Control flow, and calls of Python.
+
+
 _Branch = Callable[[], Any]
 
 
@@ -533,6 +536,9 @@ def custom_gradient(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
         return call(*[jnp.asarray(arg) for arg in args])
 
     return with_gradient
+
+
+# Printing, and what surrounds the code of a step.
 
 
 def print_(

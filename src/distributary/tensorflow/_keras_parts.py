@@ -41,6 +41,10 @@ from distributary.tensorflow._operations import (
     text_of,
 )
 
+# Layers from words or ids to numbers. They compute on the host, mostly in `Dataset.map`, and return
+# NumPy arrays. Inputs are arrays of any shape, lists, text and numbers; bytes count as UTF-8.
+# Integers in results are int64.
+
 _keras: Any = import_keras()
 _Layer: Any = _keras.layers.Layer
 _input = _keras.Input
@@ -623,6 +627,9 @@ def _require_among(what: str, argument: str, value: object, known: Sequence[Any]
     if value not in known:
         shown = ", ".join(map(repr, known))
         raise InvalidValueError(f"{what}: {argument} is {value!r}, expected one of {shown}.")
+
+
+# Other parts of Keras.
 
 
 class TensorBoard(_keras.callbacks.TensorBoard):

@@ -385,6 +385,9 @@ class TensorArray:
         """Has no effect."""
 
 
+# Variables.
+
+
 class _Arguments(type(_Variable)):  # type: ignore[misc]
     """Makes `Variable(...)` create a variable of distributary, which is an instance of it."""
 

@@ -1,4 +1,7 @@
-"""Random numbers from keys, which a seed or a generator gives in every call, step and replica."""
+"""Random numbers from keys, which a seed or a generator gives in every call, step and replica.
+
+They repeat with the same seed.
+"""
 
 import inspect
 import random

@@ -474,6 +474,9 @@ class _Loaded:
         raise InvalidTypeError(f"{self._name}: {shapes}, but it was saved for {takes}.")
 
 
+# `tf.train`: looking at checkpoints, and what they save.
+
+
 @final
 @dataclass
 class CheckpointOptions:

@@ -238,6 +238,9 @@ def to_hash_bucket(input: object, num_buckets: int, name: str | None = None) -> 
     return _each("to_hash_bucket", bucket, input, np.int64)
 
 
+# `tf.lookup`. Lookups of text run on the host, for example in `Dataset.map`.
+
+
 @final
 class TextFileIndex:
     """`tf.lookup.TextFileIndex`: what stands for the whole line, and for its number."""
