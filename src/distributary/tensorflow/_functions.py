@@ -409,7 +409,8 @@ def py_function(
     """`tf.py_function`: in a step, `Tout` are `tf.TensorSpec`s, which say the shapes."""
     if func is None:
         return _decorating(py_function, Tout)
-    return _called("py_function", lambda *values: func(*map(_element, values)), inp, Tout)
+    call = lambda *values: func(*(as_element(np.asarray(value)) for value in values))
+    return _called("py_function", call, inp, Tout)
 
 
 @without_effect("stateful name")
@@ -422,10 +423,6 @@ def numpy_function(func: Any = None, inp: Any = None, Tout: Any = None) -> Any:
 
 def _decorating(call: Callable[..., Any], wanted: Any) -> Callable[..., Any]:
     return lambda func: functools.wraps(func)(lambda *inp: call(func, inp, wanted))
-
-
-def _element(value: object) -> Any:
-    return as_element(np.asarray(value))
 
 
 def _called(what: str, func: Callable[..., Any], inp: Sequence[Any], wanted: Any) -> Any:

@@ -504,8 +504,9 @@ def parse_sequence_example(
         for one in np.asarray(serialized, object).reshape(-1)
     ]
     columns = {key: [row[1][key] for row in rows] for key in sequences}
+    values = lambda one: one.values if isinstance(one, SparseTensor) else one
     return (
-        {key: _stacked([_whole(row[0][key]) for row in rows], contexts[key]) for key in contexts},
+        {key: _stacked([values(row[0][key]) for row in rows], contexts[key]) for key in contexts},
         {key: _stacked(column, sequences[key]) for key, column in columns.items()},
         {key: np.array([len(one) for one in column]) for key, column in columns.items()},
     )
@@ -533,10 +534,6 @@ def _single(array: np.ndarray, feature: object) -> Any:
         return array
     places = np.arange(len(array), dtype=np.int64)
     return SparseTensor(places[:, None], array, np.array([len(array)], np.int64))
-
-
-def _whole(parsed: object) -> Any:
-    return parsed.values if isinstance(parsed, SparseTensor) else parsed
 
 
 def _stacked(arrays: list[np.ndarray], feature: Any) -> Any:

@@ -176,20 +176,21 @@ def without_effect(names: str, before: str = "") -> Callable[[_F], _F]:
     def decorate(function: _F) -> _F:
         parameters = [*inspect.signature(function).parameters.values()]
         place = [*(p.name for p in parameters), ""].index(before)
+        ignored = names.split()
         parameters[place:place] = [
-            inspect.Parameter(name, _ANYWHERE, default=None) for name in names.split()
+            inspect.Parameter(name, _ANYWHERE, default=None) for name in ignored
         ]
         signature = inspect.Signature(parameters)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if len(args) <= place and kwargs.keys().isdisjoint(ignored):
+                return function(*args, **kwargs)
             try:
-                bound = signature.bind(*args, **kwargs)
+                given = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
                 raise TypeError(f"{function.__name__}(): {error}") from None
-            for name in names.split():
-                bound.arguments.pop(name, None)
-            return function(**bound.arguments)
+            return function(**{name: v for name, v in given.items() if name not in ignored})
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
@@ -384,13 +385,10 @@ def is_text(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and is_text(value[0])
     if isinstance(value, (np.ndarray, np.generic)):
-        return value.dtype.kind in "US" or (value.dtype.kind == "O" and _is_text_of(value))
+        if value.dtype.kind != "O":
+            return value.dtype.kind in "US"
+        value = next(iter(np.ravel(value).tolist()), None)
     return isinstance(value, (str, bytes))
-
-
-def _is_text_of(objects: Any) -> bool:
-    first = next(iter(np.ravel(objects).tolist()), None)
-    return isinstance(first, (str, bytes))
 
 
 def text_of(value: object) -> str:

@@ -177,7 +177,9 @@ class _Programs:
         return int(self._known[id(function)][0])
 
     def _entry(self, what: str, function: ConcreteFunction) -> dict[str, Any]:
-        taken = {name: _specs_in(value) for name, value in function.arguments.items()}
+        # None stands for all that is not an array.
+        keep = lambda leaf: leaf if isinstance(leaf, TensorSpec) else None
+        taken = {name: jax.tree.map(keep, one) for name, one in function.arguments.items()}
         taken = {name: nest for name, nest in taken.items() if jax.tree.leaves(nest)}
         specs = jax.tree.leaves(list(taken.values()))
         structure = jax.tree.structure(list(taken.values()))
@@ -280,12 +282,6 @@ class _Programs:
 
 def _is_key(captured: Any) -> bool:
     return bool(jnp.issubdtype(captured.dtype, jax.dtypes.prng_key))
-
-
-def _specs_in(argument: object) -> Any:
-    """Returns an argument with None in place of all that is not an array."""
-    keep = lambda leaf: leaf if isinstance(leaf, TensorSpec) else None
-    return jax.tree.map(keep, argument)
 
 
 def _constraints_in(message: str) -> Iterator[str]:
