@@ -160,3 +160,26 @@ def test_an_epoch_of_other_batches_begins_anew(strategy, batch_size, tmp_path, c
 
     assert ends.seen[0] == (1, 0)
     assert f"with batch_size 8, and an epoch has 2 with {batch_size} now. So that" in caplog.text
+
+
+def test_a_class_of_the_user_extends_what_a_backup_does(strategy, tmp_path):
+    class Noted(keras.callbacks.BackupAndRestore):
+        calls = 0
+
+        def on_train_begin(self, logs=None):
+            self.calls += 1
+            super().on_train_begin(logs)
+            self.initial_epoch = self.model._initial_epoch
+
+    model = _model(strategy, 1)
+    callbacks = [_Ends(1, 2), Noted(tmp_path, 2), keras.callbacks.EarlyStopping("loss")]
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, 8, EPOCHS, verbose=0, callbacks=callbacks)
+
+    noted, ends = Noted(tmp_path, 2), _Ends(EPOCHS, 0)
+    model.fit(X, Y, 8, EPOCHS, verbose=0, callbacks=[ends, noted, callbacks[2]])
+
+    assert (noted.calls, noted.initial_epoch) == (1, 1)
+    assert noted.model is model
+    assert ends.seen[0] == (1, 2)
+    assert not tmp_path.exists()  # the end of training removes it

@@ -66,146 +66,191 @@ _STATES = (
 _LOCK = "latest"
 
 
-def _strategy_of_fit(callback: Any) -> Any:
-    """Returns the strategy of the model that `fit` trains with a callback, else None."""
-    return None if current_call.get() is None else strategy_of(callback.model)
+class Backup(keras.callbacks.BackupAndRestore):
+    """A user's `BackupAndRestore`, whose attributes it shares, in a call of `fit`."""
 
+    @classmethod
+    def of(cls, callback: Any) -> Any:
+        """Returns the form of a callback in which Keras' methods are those of this class."""
+        kind = type(callback)
+        # Methods of a user's own class come first.
+        is_own = kind is not keras.callbacks.BackupAndRestore
+        backup: Any = object.__new__(type(kind.__name__, (kind, cls), {}) if is_own else cls)
+        backup.__dict__ = vars(callback)
+        return backup
 
-def back_up(original: Callable[[Any], None], callback: Any) -> None:
-    """Makes the first worker write a backup, which includes the state of the random numbers."""
-    model, call = callback.model, current_call.get()
-    strategy = _strategy_of_fit(callback)
-    if call is None or strategy is None or file_utils.is_remote_path(callback.backup_dir):
-        original(callback)
-        return
-    steps = 0
-    in_epoch = callback._current_epoch == call.epoch
-    if in_epoch and call.order_is_known and strategy.extended.remote_steps is None:
-        steps = callback._last_batch_seen + 1
-        if call.is_last_step(steps, callback.params.get("steps")):
-            call.due.append(callback)  # Keras cannot go on with an epoch without a step
+    def _save_model(self) -> None:
+        """Makes the first worker write a backup, which includes the state of the random numbers."""
+        model, strategy = self.model, get_strategy()
+        call: Any = current_call.get()
+        if file_utils.is_remote_path(self.backup_dir):
+            super()._save_model()
             return
-    sync_state(model)
-    reached = {
-        "epoch": callback._current_epoch,
-        "steps": callback.params.get("steps"),
-        "batch_size": getattr(call.data, "batch_size", None),
-        "position": dataclasses.asdict(call.position(steps)),
-        "metrics": [np.asarray(v).tolist() for v in model.metrics_variables if steps],
-    }
+        steps = 0
+        in_epoch = self._current_epoch == call.epoch
+        if in_epoch and call.order_is_known and strategy.extended.remote_steps is None:
+            steps = self._last_batch_seen + 1
+            if call.is_last_step(steps, self.params.get("steps")):
+                call.due.append(self)  # Keras cannot go on with an epoch without a step
+                return
+        sync_state(model)
+        reached = {
+            "epoch": self._current_epoch,
+            "steps": self.params.get("steps"),
+            "batch_size": getattr(call.data, "batch_size", None),
+            "position": dataclasses.asdict(call.position(steps)),
+            "metrics": [np.asarray(v).tolist() for v in model.metrics_variables if steps],
+        }
 
-    def write() -> None:
-        with by_itself(strategy):
-            _write_backup(callback, reached)
+        def write() -> None:
+            with by_itself(strategy):
+                self._write(reached)
 
-    take_turn(0, model, strategy, write)
+        take_turn(0, model, strategy, write)
 
+    def _write(self, reached: dict[str, Any]) -> None:
+        self._take_folder()
+        if self.double_checkpoint and os.path.exists(self._weights_path):
+            file_utils.copy(self._weights_path, self._prev_weights_path)
+            file_utils.copy(self._training_metadata_path, self._prev_training_metadata_path)
+        seeds = [np.asarray(state.value).tolist() for state in _seed_states(self.model)]
+        described = json.dumps({**reached, "model_seeds": seeds}).encode()
+        with complete_file(Path(self._weights_path)) as path:
+            inspect.unwrap(saving_lib.save_weights_only)(self.model, str(path))
+            with h5py.File(path, "r+") as file:
+                file[_PROGRESS] = np.frombuffer(described, np.uint8)
+                file[_CALLBACKS] = np.frombuffer(_packed_callbacks(), np.uint8)
+            seal(path)
+        of_keras = {"epoch": self._current_epoch, "batch": self._last_batch_seen}
+        with complete_file(Path(self._training_metadata_path)) as path:
+            path.write_text(json.dumps(of_keras))  # for Keras without a strategy
 
-def _write_backup(callback: Any, reached: dict[str, Any]) -> None:
-    model = callback.model
-    _take_folder(callback)
-    if callback.double_checkpoint and os.path.exists(callback._weights_path):
-        file_utils.copy(callback._weights_path, callback._prev_weights_path)
-        file_utils.copy(callback._training_metadata_path, callback._prev_training_metadata_path)
-    seeds = [np.asarray(state.value).tolist() for state in _seed_states(model)]
-    described = json.dumps({**reached, "model_seeds": seeds}).encode()
-    with complete_file(Path(callback._weights_path)) as path:
-        inspect.unwrap(saving_lib.save_weights_only)(model, str(path))
-        with h5py.File(path, "r+") as file:
-            file[_PROGRESS] = np.frombuffer(described, np.uint8)
-            file[_CALLBACKS] = np.frombuffer(_packed_callbacks(), np.uint8)
-        seal(path)
-    of_keras = {"epoch": callback._current_epoch, "batch": callback._last_batch_seen}
-    with complete_file(Path(callback._training_metadata_path)) as path:
-        path.write_text(json.dumps(of_keras))  # for Keras without a strategy
+    def _take_folder(self) -> None:
+        """Checks that the folder belongs to this job, and that nothing else uses its file names.
 
-
-def _take_folder(callback: Any) -> None:
-    """Checks that the folder belongs to this job, and that nothing else uses its file names.
-
-    Raises:
-        InvalidValueError: if not. Keras would take an OSError for a damaged backup, and replace it.
-    """
-    weights, metadata = Path(callback._weights_path), Path(callback._training_metadata_path)
-    try:
-        hold(Path(callback.backup_dir), _LOCK, is_series=True)
-    except CheckpointError as error:
-        raise InvalidValueError(f"BackupAndRestore: {error}") from None
-    foreign = None
-    if not is_sealed(weights):  # or Keras has made it without a strategy
+        Raises:
+            InvalidValueError: if not. Keras would take an OSError for a damaged backup, and replace
+                it.
+        """
+        weights, metadata = Path(self._weights_path), Path(self._training_metadata_path)
         try:
-            int(json.loads(metadata.read_bytes())["epoch"])
-        except FileNotFoundError:
-            foreign = weights if weights.exists() else None
-        except (OSError, ValueError, KeyError, TypeError):
-            foreign = metadata
-    if foreign is not None:
-        raise InvalidValueError(
-            f"BackupAndRestore: {foreign} is there already, and is not from a backup. Move it"
-            " away, or choose another backup_dir."
-        )
+            hold(Path(self.backup_dir), _LOCK, is_series=True)
+        except CheckpointError as error:
+            raise InvalidValueError(f"BackupAndRestore: {error}") from None
+        foreign = None
+        if not is_sealed(weights):  # or Keras has made it without a strategy
+            try:
+                int(json.loads(metadata.read_bytes())["epoch"])
+            except FileNotFoundError:
+                foreign = weights if weights.exists() else None
+            except (OSError, ValueError, KeyError, TypeError):
+                foreign = metadata
+        if foreign is not None:
+            raise InvalidValueError(
+                f"BackupAndRestore: {foreign} is there already, and is not from a backup. Move it"
+                " away, or choose another backup_dir."
+            )
 
+    def on_train_begin(self, logs: object = None) -> None:
+        """Makes all workers continue training from the first worker's backup."""
+        model, strategy = self.model, get_strategy()
+        if not file_utils.is_remote_path(self.backup_dir):
+            keep_programs(Path(self.backup_dir).absolute())
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        self._found = b""
+        sync_state(model)
+        # Keras takes the backup before if this one is damaged.
+        take_turn(0, model, strategy, super().on_train_begin)
+        from_chief = strategy.extended.from_chief
+        found, self._found = self._found, b""
+        (size,) = from_chief([np.array(len(found))], "the size of the backup")
+        if not size:
+            return
+        take_over(model, strategy)
+        own = np.frombuffer(found or bytes(int(size)), np.uint8)
+        (of_chief,) = from_chief([own], "the progress of training")
+        described, _, packed = of_chief.tobytes().partition(b"\n")
+        self._go_on(json.loads(described))
+        _unpack_callbacks(packed)
 
-def restore(original: Callable[..., None], callback: Any, logs: object = None) -> None:
-    """Makes all workers continue training from the first worker's backup."""
-    model = callback.model
-    strategy = _strategy_of_fit(callback)
-    if strategy is None:
-        original(callback, logs)
-        return
-    if not file_utils.is_remote_path(callback.backup_dir):
-        keep_programs(Path(callback.backup_dir).absolute())
-    if model.optimizer is not None and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    found: list[bytes] = []
+    def _load_model(self) -> None:
+        with by_itself(get_strategy()):
+            self._found = self._read()
 
-    def read() -> None:
-        callback._load_model = lambda: found.append(_read_backup(callback))
-        try:
-            with by_itself(strategy):  # Keras takes the backup before if this one is damaged
-                original(callback, logs)
-        finally:
-            del callback._load_model
+    def _read(self) -> bytes:
+        """Loads weights.
 
-    sync_state(model)
-    take_turn(0, model, strategy, read)
-    from_chief = strategy.extended.from_chief
-    (size,) = from_chief([np.array(sum(map(len, found)))], "the size of the backup")
-    if not size:
-        return
-    take_over(model, strategy)
-    own = np.frombuffer(found[0] if found else bytes(int(size)), np.uint8)
-    (of_chief,) = from_chief([own], "the progress of training")
-    described, _, packed = of_chief.tobytes().partition(b"\n")
-    _go_on(callback, json.loads(described))
-    _unpack_callbacks(packed)
+        Returns:
+            The progress of training, as a line of JSON, then the state of the callbacks. Empty
+            without a backup.
+        """
+        path = self._weights_path
+        is_local = not file_utils.is_remote_path(path)
+        if is_local:
+            self._take_folder()
+        if not file_utils.exists(path):
+            return b""
+        if is_local and is_damaged(Path(path)):
+            raise CheckpointError(
+                f"BackupAndRestore: {path} is damaged: its checksum is not right. Remove it to"
+                " begin anew; double_checkpoint=True keeps the backup before."
+            )
+        inspect.unwrap(saving_api.load_weights)(self.model, path)
+        if is_local:
+            with h5py.File(path, "r") as file:
+                if _PROGRESS in file:
+                    return b"\n".join(file[name][:].tobytes() for name in (_PROGRESS, _CALLBACKS))
+        # Keras made it without a strategy.
+        if not file_utils.exists(self._training_metadata_path):
+            return b'{"epoch": 0}'
+        with file_utils.File(self._training_metadata_path, "r") as file:
+            return json.dumps({"epoch": int(json.loads(file.read())["epoch"])}).encode()
 
+    def _go_on(self, reached: dict[str, Any]) -> None:
+        """Lets training go on from there."""
+        model = self.model
+        call: Any = current_call.get()
+        self._current_epoch = model._initial_epoch = epoch = reached["epoch"]
+        if "position" not in reached:  # Keras made it without a strategy
+            return
+        for generator, state in zip(_seed_states(model), reached["model_seeds"], strict=True):
+            generator.assign(np.array(state, generator.dtype))
+        position = Position(**reached["position"])
+        was, steps = reached["steps"], self.params.get("steps")
+        size = getattr(call.data, "batch_size", None)
+        has_other_size = reached["batch_size"] != size
+        if (position.steps and was != steps) or (position.batches and has_other_size):
+            _log.warning(
+                "BackupAndRestore: the backup was made after %s of %s steps of epoch %s, with"
+                " batch_size %s, and an epoch has %s with %s now. So that epoch begins anew, and"
+                " uses its first examples again.",
+                *(position.steps, was, epoch + 1, reached["batch_size"], steps, size),
+            )
+            batches = 0 if has_other_size else position.batches - position.steps
+            position = dataclasses.replace(position, steps=0, batches=batches)
+        elif position.steps:
+            call.metrics = reached["metrics"]
+            self._last_batch_seen = position.steps - 1
+        call.go_to(position)
 
-def _go_on(callback: Any, reached: dict[str, Any]) -> None:
-    """Lets training go on from there."""
-    model, call = callback.model, current_call.get()
-    callback._current_epoch = model._initial_epoch = epoch = reached["epoch"]
-    if call is None or "position" not in reached:  # Keras made it without a strategy
-        return
-    for generator, state in zip(_seed_states(model), reached["model_seeds"], strict=True):
-        generator.assign(np.array(state, generator.dtype))
-    position = Position(**reached["position"])
-    was, steps = reached["steps"], callback.params.get("steps")
-    size = getattr(call.data, "batch_size", None)
-    has_other_size = reached["batch_size"] != size
-    if (position.steps and was != steps) or (position.batches and has_other_size):
-        _log.warning(
-            "BackupAndRestore: the backup was made after %s of %s steps of epoch %s, with"
-            " batch_size %s, and an epoch has %s with %s now. So that epoch begins anew, and uses"
-            " its first examples again.",
-            *(position.steps, was, epoch + 1, reached["batch_size"], steps, size),
-        )
-        batches = 0 if has_other_size else position.batches - position.steps
-        position = dataclasses.replace(position, steps=0, batches=batches)
-    elif position.steps:
-        call.metrics = reached["metrics"]
-        callback._last_batch_seen = position.steps - 1
-    call.go_to(position)
+    def on_train_end(self, logs: object = None) -> None:
+        """Makes the first worker remove its backups at the end of training, and no other file."""
+        if file_utils.is_remote_path(self.backup_dir):
+            super().on_train_end(logs)
+            return
+        folder = Path(self.backup_dir).absolute()
+        if self.delete_checkpoint:
+            remove_programs(folder)
+        if get_strategy().extended.worker_number > 0:
+            return
+        if self.delete_checkpoint:
+            for name in ("weights", "prev_weights", "training_metadata", "prev_training_metadata"):
+                Path(getattr(self, f"_{name}_path")).unlink(missing_ok=True)
+        release(folder, _LOCK)
+        if self.delete_checkpoint:
+            with suppress(OSError):  # the folder has other files
+                folder.rmdir()
 
 
 def _resume_metrics(model: Any, values: list[Any]) -> None:
@@ -220,36 +265,6 @@ def _resume_metrics(model: Any, values: list[Any]) -> None:
     with job_programs.alone():  # the values are the same on all workers
         for variable, value in zip(variables, values, strict=True):
             variable.assign(np.array(value, variable.dtype))
-
-
-def _read_backup(callback: Any) -> bytes:
-    """Loads weights.
-
-    Returns:
-        The progress of training, as a line of JSON, then the state of the callbacks. Empty without
-        a backup.
-    """
-    path = callback._weights_path
-    is_local = not file_utils.is_remote_path(path)
-    if is_local:
-        _take_folder(callback)
-    if not file_utils.exists(path):
-        return b""
-    if is_local and is_damaged(Path(path)):
-        raise CheckpointError(
-            f"BackupAndRestore: {path} is damaged: its checksum is not right. Remove it to begin"
-            " anew; double_checkpoint=True keeps the backup before."
-        )
-    inspect.unwrap(saving_api.load_weights)(callback.model, path)
-    if is_local:
-        with h5py.File(path, "r") as file:
-            if _PROGRESS in file:
-                return b"\n".join(file[name][:].tobytes() for name in (_PROGRESS, _CALLBACKS))
-    # Keras made it without a strategy.
-    if not file_utils.exists(callback._training_metadata_path):
-        return b'{"epoch": 0}'
-    with file_utils.File(callback._training_metadata_path, "r") as file:
-        return json.dumps({"epoch": int(json.loads(file.read())["epoch"])}).encode()
 
 
 def _callbacks() -> list[tuple[Any, list[str]]]:
@@ -305,25 +320,6 @@ def _unpack_callbacks(packed: bytes) -> None:
 def _seed_states(model: Any) -> list[Any]:
     layers = model._flatten_layers()
     return [generator.state for layer in layers for generator in layer._seed_generators]
-
-
-def end_backup(original: Callable[..., None], callback: Any, logs: object = None) -> None:
-    """Makes the first worker remove its backups at the end of training, and no other file."""
-    strategy, folder = _strategy_of_fit(callback), Path(callback.backup_dir).absolute()
-    if strategy is None or file_utils.is_remote_path(callback.backup_dir):
-        original(callback, logs)
-        return
-    if callback.delete_checkpoint:
-        remove_programs(folder)
-    if strategy.extended.worker_number > 0:
-        return
-    if callback.delete_checkpoint:
-        for name in ("weights", "prev_weights", "training_metadata", "prev_training_metadata"):
-            Path(getattr(callback, f"_{name}_path")).unlink(missing_ok=True)
-    release(folder, _LOCK)
-    if callback.delete_checkpoint:
-        with suppress(OSError):  # the folder has other files
-            folder.rmdir()
 
 
 def is_backup(callback: object) -> bool:
@@ -410,6 +406,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
             if isinstance(callback, keras.callbacks.TensorBoard) and not has_tensorflow():
                 callback._summary_module = Summaries()
                 callback.write_graph = False  # TensorBoard shows those of TensorFlow
+        callbacks = [Backup.of(c) if is_backup(c) else c for c in callbacks]
         super().__init__(callbacks, add_history, add_progbar, **kw)
 
     def on_train_begin(self, logs: object = None) -> None:

@@ -34,10 +34,6 @@ HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("BaseTrainer", "compile", _models.compile_),  # Keras looks whether a class overrides it
     ("keras.src.trainers.epoch_iterator.EpochIterator", "__iter__", _models.begin_epoch),
     ("keras.src.trainers.data_adapters", "get_data_adapter", _data.get_data_adapter),
-    # The first worker writes backups, and all workers continue from them.
-    ("keras.callbacks.BackupAndRestore", "on_train_begin", _callbacks.restore),
-    ("keras.callbacks.BackupAndRestore", "_save_model", _callbacks.back_up),
-    ("keras.callbacks.BackupAndRestore", "on_train_end", _callbacks.end_backup),
     # Functional models of text compute on the host.
     (_data.FUNCTIONAL, "_convert_inputs_to_tensors", _data.convert_inputs),
     (_data.FUNCTIONAL, "_adjust_input_rank", _data.adjust_input_rank),
