@@ -31,7 +31,7 @@ _NOTICED_TOGETHER = {
     "a_checkpoint_of_one_worker": "the program of <lambda>; worker LAST .* saving a checkpoint",
 }
 _NOTICED_BY_KERAS = {
-    "the_activation_of_a_layer": '"relu".* worker LAST .*"tanh"',
+    "the_activation_of_a_layer": "a step of net.fit: .* custom_jvp_call .* worker LAST .* tanh ",
     "the_learning_rate": '"learning_rate": 0.1.* worker LAST .*"learning_rate": 0.2',
     "a_batch": "batch of train_on_batch is not the same on all workers: worker LAST",
     "a_variable_made_outside_of_the_scope_and_assigned": "a step of net.fit.* 'plain', made"

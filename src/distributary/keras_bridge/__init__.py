@@ -4,20 +4,16 @@ This package imports nothing from Keras before the user does. `connect` runs whe
 and when its scope is entered, and installs the hooks (see `_hooks`) as soon as Keras is imported.
 """
 
-import functools
 import importlib
 import importlib.util
 import os
 import sys
-import types
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from distributary._late import Library, late_names, register
 from distributary.errors import (
-    DistributaryWarning,
     MissingPackageError,
     UnsupportedError,
     pip_install,
@@ -32,32 +28,25 @@ __all__ = ["connect", "import_keras", "would_use_jax"]
 __getattr__ = late_names(
     __name__,
     {
+        "_custom_loops": "TracedVariables drops_assignments resolve",
         "_data": "UnknownSizes check_given current_call",
+        "_hooks": "install",
         "_keras_private": "lazy_tensorflow replace_shape_inference",
-        "_models": "strategy_of",
+        "_models": "infers_shapes strategy_of",
+        "_saving": "build_optimizer parts_of waits",
         "_step_function": "ModelStep num_rows",
     },
 )
 
-_connected = False
+_late: Any = sys.modules[__name__]
 
 
 def connect() -> bool:
     """Installs the hooks if Keras has been imported; returns whether it has."""
-    global _connected
     if "keras" not in sys.modules:
         return False
-    _modules_with_keras().hooks.install()
-    _connected = True
+    _late.install()
     return True
-
-
-@functools.cache
-def _modules_with_keras() -> Any:
-    """Returns the modules of this package that import Keras."""
-    from distributary.keras_bridge import _custom_loops, _hooks, _models, _saving
-
-    return types.SimpleNamespace(loops=_custom_loops, hooks=_hooks, models=_models, saving=_saving)
 
 
 def import_keras() -> Any:
@@ -132,38 +121,35 @@ class _Keras(Library):
         connected, was_quieted = entered
         if was_quieted:
             sys.modules["keras"].config.enable_interactive_logging()
-        if not connected and not _connected and "keras" in sys.modules:
-            warnings.warn(
+        if not connected and "keras" in sys.modules and _late.install():
+            warn(
                 f"Keras was imported inside the scope of {shown(strategy)}. Models created there"
                 " before another scope was entered are not distributed: import keras before `with"
-                " strategy.scope():`.",
-                DistributaryWarning,
-                stacklevel=3,
+                " strategy.scope():`."
             )
-            connect()
 
     def around_trace(self) -> AbstractContextManager[object]:
         if not connect() or not _uses_jax():
             return nullcontext()
-        return _modules_with_keras().loops.TracedVariables(collect_losses=True)
+        return _late.TracedVariables(collect_losses=True)
 
     def infers_shapes(self) -> bool:
-        return connect() and _uses_jax() and _modules_with_keras().models.infers_shapes()
+        return connect() and _uses_jax() and _late.infers_shapes()
 
     def drops_assignments(self) -> bool:
-        return _uses_jax() and _modules_with_keras().loops.drops_assignments()
+        return _uses_jax() and _late.drops_assignments()
 
     def variable(self, value: object) -> ForeignVariable | None:
-        return _modules_with_keras().loops.resolve(value) if _uses_jax() else None
+        return _late.resolve(value) if _uses_jax() else None
 
     def parts(self, value: object) -> Mapping[str, Any] | None:
-        return _modules_with_keras().saving.parts_of(value) if _uses_jax() else None
+        return _late.parts_of(value) if _uses_jax() else None
 
     def is_unbuilt(self, value: object) -> bool:
-        return _uses_jax() and _modules_with_keras().saving.waits(value) and connect()
+        return _uses_jax() and _late.waits(value) and connect()
 
     def build(self, value: object, others: Iterable[Any]) -> bool:
-        return _uses_jax() and _modules_with_keras().saving.build_optimizer(value, others)
+        return _uses_jax() and _late.build_optimizer(value, others)
 
 
 register(_Keras())

@@ -335,8 +335,6 @@ def is_backup(callback: object) -> bool:
 _OF_CHIEF = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 _PACKAGES_OF_CHIEF = {"mlflow", "wandb"}
 
-_UNKNOWN = (None, False)
-
 
 def compare_copies(model: Any, what: str) -> None:
     """Compares the workers' copies of a model and its optimizer."""
@@ -359,16 +357,10 @@ def _has(callback: object, name: str) -> bool:
 
 def _if_wanted(method: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
     """Limits a method of a callback list to lists that have a callback with one of these hooks."""
-    attribute = f"_wants_{names[0]}"
 
     @functools.wraps(method)
     def limited(self: Any, batch: int, logs: object = None) -> None:
-        callbacks = self.callbacks
-        known, is_wanted = getattr(self, attribute, _UNKNOWN)
-        if known != callbacks:
-            is_wanted = any(_has(callback, name) for callback in callbacks for name in names)
-            setattr(self, attribute, ([*callbacks], is_wanted))
-        if is_wanted:
+        if any(_has(callback, name) for callback in self.callbacks for name in names):
             method(self, batch, logs)
 
     return limited

@@ -80,8 +80,8 @@ _lock = threading.Lock()
 _installed = False
 
 
-def install() -> None:
-    """Adds `METHODS` and replaces the functions in `HOOKS`; only the first call does anything.
+def install() -> bool:
+    """Adds `METHODS` and replaces the functions in `HOOKS`; returns whether it was to do.
 
     Raises:
         UnsupportedError: if this version of Keras does not have one of the functions.
@@ -89,7 +89,7 @@ def install() -> None:
     global _installed
     with _lock:
         if _installed:
-            return
+            return False
         uses_jax = keras.backend.backend() == "jax"
         hooks = HOOKS if uses_jax else _REFUSALS
         # All are found before the first is replaced.
@@ -106,6 +106,7 @@ def install() -> None:
             keras.callbacks.CallbackList.__new__ = _callbacks.new
         warn_of_untested("keras", keras.__version__)
         _installed = True
+        return True
 
 
 def _hook(owner: object, name: str, function: Callable[..., Any]) -> Any:

@@ -85,35 +85,11 @@ def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -
     values = call.arguments
     lines = [f"{name}={values[name]!r}" for name in _NUMBERS if name in values]
     lines += [f"{'no' if values.get(name) is None else 'a'} {name}" for name in _PRESENCE]
-    lines += _lines_of(model)
+    config = getattr(model, "_compile_config", None)
+    compiled = {} if config is None else config.config
+    lines += [f"compiled with {name}={_text(value)}" for name, value in compiled.items()]
     event = JobEvent(f"{method.__name__} of {model.name}", lambda: [(line, "") for line in lines])
     job_programs.begin(event)
-
-
-# The description of a model, and the state for which it holds.
-_described: weakref.WeakKeyDictionary[Any, tuple[Any, list[str]]] = weakref.WeakKeyDictionary()
-
-
-def _lines_of(model: Any) -> list[str]:
-    state = (
-        getattr(model, "_compile_config", None),
-        [(variable.path, variable.trainable) for variable in model.variables],
-    )
-    known = _described.get(model)
-    if known is None or known[0] != state:
-        known = _described[model] = state, list(_of_model(model))
-    return known[1]
-
-
-def _of_model(model: Any) -> Iterator[str]:
-    config = getattr(model, "_compile_config", None)
-    for name, value in ({} if config is None else config.config).items():
-        yield f"compiled with {name}={_text(value)}"
-    for layer in getattr(model, "layers", ()):
-        yield f"layer {layer.name}: {type(layer).__name__} {_text(layer)}"
-    for variable in model.variables:
-        trainable = ", trainable" if variable.trainable else ""
-        yield f"variable {variable.path} {variable._dtype}{list(variable.shape)}{trainable}"
 
 
 def _text(value: object) -> str:
