@@ -13,13 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from distributary._late import Library, late_names, register
-from distributary.errors import (
-    MissingPackageError,
-    UnsupportedError,
-    pip_install,
-    shown,
-    warn,
-)
+from distributary.errors import MissingPackageError, UnsupportedError, pip_install, shown, warn
 from distributary.variables import ForeignVariable
 
 __all__ = ["connect", "import_keras", "would_use_jax"]

@@ -38,12 +38,7 @@ from distributary.devices import Fit, JobEvent, job_programs, progress
 from distributary.errors import CheckpointError, InvalidTypeError, InvalidValueError, shown
 from distributary.job import consensus, copies
 from distributary.keras_bridge._data import Position, current_call
-from distributary.keras_bridge._keras_private import (
-    file_utils,
-    saving_api,
-    saving_lib,
-    sync_state,
-)
+from distributary.keras_bridge._keras_private import file_utils, saving_api, saving_lib
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._saving import by_itself, take_over
 from distributary.keras_bridge._turns import take_turn
@@ -93,7 +88,6 @@ class Backup(keras.callbacks.BackupAndRestore):
             if call.is_last_step(steps, self.params.get("steps")):
                 call.due.append(self)  # Keras cannot go on with an epoch without a step
                 return
-        sync_state(model)
         reached = {
             "epoch": self._current_epoch,
             "steps": self.params.get("steps"),
@@ -159,7 +153,6 @@ class Backup(keras.callbacks.BackupAndRestore):
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         self._found = b""
-        sync_state(model)
         # Keras takes the backup before if this one is damaged.
         take_turn(0, model, strategy, super().on_train_begin)
         from_chief = strategy.extended.from_chief

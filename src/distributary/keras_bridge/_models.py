@@ -19,12 +19,7 @@ from distributary._threads import bound
 from distributary.context import check_same_strategy, entered, get_strategy, has_strategy
 from distributary.devices import JobEvent, job_programs
 from distributary.engine import mode_of
-from distributary.errors import (
-    ContextError,
-    InvalidTypeError,
-    shown,
-    warn,
-)
+from distributary.errors import ContextError, InvalidTypeError, shown, warn
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._custom_loops import refuse_in_step
 from distributary.keras_bridge._data import (

@@ -92,7 +92,6 @@ def load_state(original: Callable[..., Any], saveable: object, *args: Any, **kwa
     if not has_strategy():  # also for the parts of the model
         return original(saveable, *args, **kwargs)
     strategy = get_strategy()
-    sync_state(saveable)
     with by_itself(strategy), loading_together(strategy):
         result = original(saveable, *args, **kwargs)
     take_over(saveable, strategy)
