@@ -410,12 +410,9 @@ class DatasetAdapter(UnknownSizes):
                 only without a strategy.
         """
         batches = DatasetBatches(self._batches)
-        if super_batch is None:
-            return batches
-        stacked = private(
-            "keras.src.trainers.data_adapters.data_adapter_utils:super_batch_iterator"
-        )
-        return stacked(batches, super_batch)
+        utils = "keras.src.trainers.data_adapters.data_adapter_utils"
+        stacked = private(f"{utils}:super_batch_iterator") if super_batch else None
+        return batches if stacked is None else stacked(batches, super_batch)
 
     def _batches(self, skip: int) -> Iterator[Any]:
         batches = self.dataset.global_batches(skip)

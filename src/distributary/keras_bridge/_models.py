@@ -50,11 +50,6 @@ _NUMBERS = (
     *("validation_batch_size", "validation_freq", "validation_split", "validation_steps"),
 )
 _PRESENCE = ("class_weight", "sample_weight", "validation_data", "y")
-# Entries that may differ between workers: the origin of an object, and seeds, because all workers
-# use the values of the chief.
-_IGNORED = frozenset(
-    {"build_config", "input_cached_tensor", "module", "registered_name", "seed", "shared_object_id"}
-)
 
 
 def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -90,18 +85,9 @@ def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -
 def _text(value: object) -> str:
     """Returns a text for a configuration; equal ones have the same text on every worker."""
     try:
-        config = keras.saving.serialize_keras_object(value)
-        return json.dumps(_cleaned(config), sort_keys=True)
+        return json.dumps(keras.saving.serialize_keras_object(value), sort_keys=True)
     except Exception:  # custom objects need not have a configuration
         return getattr(value, "__name__", type(value).__name__)
-
-
-def _cleaned(config: object) -> Any:
-    if isinstance(config, dict):
-        return {k: _cleaned(v) for k, v in config.items() if k not in _IGNORED}
-    if isinstance(config, (list, tuple)):
-        return [_cleaned(item) for item in config]
-    return config
 
 
 # Models
@@ -154,19 +140,11 @@ def _place_of_state(model: Any) -> dict[str, Any]:
 def compile_(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives a model without a strategy the one in whose scope it is compiled."""
     _join(self, "compile")
-    strategy = strategy_of(self)
     optimizer = kwargs.get("optimizer", args[0] if args else None)
     if hasattr(optimizer, "init") and not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidTypeError(
             f"{self.name}.compile: optimizer is {shown(optimizer)}, expected one of Keras, such"
             " as keras.optimizers.Adam(1e-3). Those of optax are for loops of your own."
-        )
-    is_off = kwargs.get("jit_compile") is False and not kwargs.get("run_eagerly")
-    if is_off and strategy is not None:
-        warn(
-            f"{self.name}.compile: jit_compile=False has no effect under {shown(strategy)},"
-            " where a step is one compiled program of all replicas. Leave it out; to look"
-            " into a step while debugging use run_eagerly=True."
         )
     return original(self, *args, **kwargs)
 
@@ -287,11 +265,7 @@ _DATA = ("x", "y", "sample_weight", "validation_data")
 
 def _native(data: Any) -> Any:
     """Returns data for Keras with its arrays in the byte order of this machine."""
-    if isinstance(data, np.ndarray):
-        return native(data)
-    if type(data) in (tuple, list):
-        return type(data)(map(_native, data))
-    return {key: _native(value) for key, value in data.items()} if type(data) is dict else data
+    return keras.tree.map_structure(lambda x: native(x) if isinstance(x, np.ndarray) else x, data)
 
 
 @contextmanager

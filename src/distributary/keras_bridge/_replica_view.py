@@ -201,14 +201,13 @@ def batch_normalization_moments(
     if mask is not None:
         entries = jnp.broadcast_to(mask[..., None], inputs.shape)
         count = jnp.sum(entries.astype(wide)) / channels
-    weight: Any = 1.0 / context.strategy.extended.num_replicas
-    if mask is not None or is_uneven():
-        weight = count / jnp.maximum(total(context, count), 1)
     # Without entries, a replica's own mean and variance are undefined.
     wide_mean, wide_variance = (jnp.where(count > 0, x.astype(wide), 0.0) for x in (mean, variance))
-    global_mean = total(context, wide_mean * weight)
+    total_count, sums = total(context, (count, wide_mean * count))
+    total_count = jnp.maximum(total_count, 1)
+    global_mean = sums / total_count
     spread = wide_variance + jnp.square(wide_mean - global_mean)
-    global_variance = total(context, spread * weight)
+    global_variance = total(context, spread * count) / total_count
     return global_mean.astype(mean.dtype), global_variance.astype(variance.dtype)
 
 

@@ -109,8 +109,7 @@ class ModelStep:
         written = [handle.cell() for handle, _ in scope.writes.values()]
         changed = {id(one.variable) for one in written if isinstance(one, ForeignVariable)}
         for metric in metrics if {metric.name for metric in metrics} == {*(logs or ())} else ():
-            known = metric.variables
-            if known and not any(id(variable) in changed for variable in known):
+            if metric.variables and changed.isdisjoint(map(id, metric.variables)):
                 warn(
                     f"{step} returns {metric.name!r}, but Keras shows the metric of this name, and"
                     " the step does not update it: call its update_state(value) there, or leave it"

@@ -8,8 +8,7 @@ assign, and the others do that with it.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import jax.numpy as jnp
 import keras
@@ -56,40 +55,11 @@ def is_in_parts_of_workers(variable: Any) -> bool:
     return is_divided(layout) and not layout.is_fully_addressable
 
 
-@final
-@dataclass(frozen=True)
-class _Access:
-    """The access of the worker whose turn it is to variables in parts.
-
-    Args:
-        turn: Its turn.
-        variables: The variables, in the same order on all workers.
-        extended: The `extended` of their strategy.
-    """
-
-    turn: Turn
-    variables: list[Any]
-    extended: Any
-
-    def say_of(self, what: str, variable: Any) -> None:
-        """Tells the others what this worker does next with a variable.
-
-        Raises:
-            InvalidValueError: if they do not know the variable.
-        """
-        number = next((i for i, v in enumerate(self.variables) if v is variable), None)
-        if number is None:
-            raise InvalidValueError(
-                f"{self.turn.place}: {variable.path!r} is in parts on several workers, and belongs"
-                " to no attribute of the model that Keras saves. Make it a variable of a layer, or"
-                " save it with dist.checkpoint."
-            )
-        self.turn.say(what, number)
-
-
-_access: ContextVar[_Access | None] = ContextVar("turn of this worker", default=None)
-# The `extended` of the strategy whose workers load a model together.
-_loading: ContextVar[Any] = ContextVar("workers load a model together", default=None)
+# The `extended` of the strategy whose workers save or load together. If it is the turn of this one,
+# also a function that tells the others what it does next with a variable.
+_together: ContextVar[tuple[Any, Callable[[str, Any], None] | None] | None] = ContextVar(
+    "workers that save or load together", default=None
+)
 
 
 def take_turn(worker: int, model: Any, strategy: Any, act: Callable[[], None]) -> None:
@@ -109,7 +79,17 @@ def take_turn(worker: int, model: Any, strategy: Any, act: Callable[[], None]) -
     variables = list(filter(is_in_parts_of_workers, saved_variables(model)))
 
     def act_on(turn: Turn) -> None:
-        with bound(_access, _Access(turn, variables, extended)):
+        def say(what: str, variable: Any) -> None:
+            number = next((i for i, v in enumerate(variables) if v is variable), None)
+            if number is None:
+                raise InvalidValueError(
+                    f"{turn.place}: {variable.path!r} is in parts on several workers, and belongs"
+                    " to no attribute of the model that Keras saves. Make it a variable of a layer,"
+                    " or save it with dist.checkpoint."
+                )
+            turn.say(what, number)
+
+        with bound(_together, (extended, say)):
             act()
 
     def take_part(what: str, number: int) -> None:
@@ -129,30 +109,28 @@ def take_turn(worker: int, model: Any, strategy: Any, act: Callable[[], None]) -
 @contextmanager
 def loading_together(strategy: Any) -> Iterator[None]:
     """Runs the block, in which all workers load the same model; the first worker's values count."""
-    with bound(_loading, strategy.extended), job_programs.alone():
+    with bound(_together, (strategy.extended, None)), job_programs.alone():
         yield
 
 
 def before_read(variable: Any) -> None:
     """Lets the other workers take part in reading a variable in parts, if they wait for that."""
-    access = _access.get()
-    if access is not None:
-        access.say_of(_READ, variable)
+    _, say = _together.get() or (None, None)
+    if say is not None:
+        say(_READ, variable)
 
 
 def before_assign(variable: Any, value: Any) -> Any:
     """Returns the value to assign to a variable in parts: that of the first worker, if all load."""
-    access, loading = _access.get(), _loading.get()
-    if access is not None:
-        access.say_of(_ASSIGN, variable)
-        return _of_chief(access.extended, variable, value)
-    if loading is None:
+    extended, say = _together.get() or (None, None)
+    if extended is None:
         return value
-    job = consensus()
-    # The file of another worker may lack what this one has.
-    if job is not None:
+    if say is not None:
+        say(_ASSIGN, variable)
+    elif (job := consensus()) is not None:
+        # The file of another worker may lack what this one has.
         job.exchange(f"loading {variable.path} {list(variable.shape)}", b"")
-    return _of_chief(loading, variable, value)
+    return _of_chief(extended, variable, value)
 
 
 def _of_chief(extended: Any, variable: Any, value: Any) -> np.ndarray:

@@ -39,7 +39,7 @@ from distributary.devices import (
 from distributary.errors import UnsupportedError, WorkerMismatchError
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._turns import before_assign, before_read
-from distributary.tracing import current_scope, describe_value, gathered, is_recording, noted_read
+from distributary.tracing import current_scope, describe_value, gathered, noted_read
 from distributary.variables import ShardedVariable, Variable, colocated_with, computed
 
 # First values, each computed by one program, where it is stored.
@@ -131,7 +131,7 @@ def _program(
 
     everywhere = None if layout is None else NamedSharding(layout.mesh, P())
     first = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
-    options = _cpu_options() if first.platform == "cpu" else None
+    options = _CPU_OPTIONS if first.platform == "cpu" else None
     program = jax.jit(
         value, in_shardings=everywhere, out_shardings=layout, compiler_options=options
     )
@@ -143,24 +143,14 @@ def _program(
     return compiled
 
 
-@functools.cache
-def _cpu_options() -> dict[str, str | bool]:
-    """Returns compiler options for programs that run about once.
-
-    Compiling one costs more than running it. The simplifier of algebra would round in another way
-    than Keras does, operation by operation.
-    """
-    options: dict[str, str | bool] = {
-        "xla_backend_optimization_level": "1",
-        "xla_disable_hlo_passes": "algsimp",
-    }
-    # Since jaxlib 0.11, nothing else is there, and the option is gone.
-    without_emitters = {**options, "xla_cpu_use_fusion_emitters": False}
-    try:
-        jax.jit(lambda: 0, compiler_options=without_emitters).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        return options
-    return without_emitters
+# Compiling a program that runs about once costs more than running it. The simplifier of algebra
+# would round in another way than Keras does, operation by operation.
+_CPU_OPTIONS: dict[str, str | bool] = {
+    "xla_backend_optimization_level": "1",
+    "xla_disable_hlo_passes": "algsimp",
+}
+if jax.__version_info__ < (0, 11):  # since then, nothing else is there, and the option is gone
+    _CPU_OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 
 # Variables
@@ -478,29 +468,21 @@ def value(original: property) -> property:
             return read_inside(variable)
 
     def value(self: Any) -> Any:
-        kept = self._value
-        if isinstance(kept, ON_SERVERS):
-            with keras_private.AutocastScope(None):
-                current = read(self)
-            if current is kept:
-                # In a symbolic scope only shapes matter, so do not fetch the value.
-                is_symbolic = keras_private.in_symbolic_scope()
-                current = jnp.zeros(kept.shape, kept.dtype) if is_symbolic else kept._peek()
-            return self._maybe_autocast(current)
-        # A tape records the cast, too, and what is put together is cast afterwards.
-        casts = is_recording() or is_divided(self._layout)
-        with latest_program.lock:  # so that programs see `_shared` before they donate
-            with keras_private.AutocastScope(None) if casts else nullcontext():
-                current = in_device_memory(read(self))
+        # What is put together is cast afterwards, and a tape records the cast, too.
+        uncast = keras_private.AutocastScope(None)
+        with latest_program.lock, uncast:  # so that programs see `_shared` before they donate
+            current = read(self)
             # In a symbolic scope, Keras wants shapes only.
-            if current is self._value and not keras_private.in_symbolic_scope():
-                self._shared = current_trial() is None
-        current = whole_value(self, current)
-        if is_recording():
-            current = noted_read(self, current)
-        if casts:
-            current = self._maybe_autocast(current)
-        return _as_used(self, current)
+            is_symbolic = keras_private.in_symbolic_scope()
+            if not isinstance(current, ON_SERVERS):
+                current = in_device_memory(current)
+                if current is self._value and not is_symbolic:
+                    self._shared = current_trial() is None
+        if isinstance(current, ON_SERVERS):
+            current = jnp.zeros(current.shape, current.dtype) if is_symbolic else current._peek()
+        else:
+            current = noted_read(self, whole_value(self, current))
+        return _as_used(self, self._maybe_autocast(current))
 
     return property(value, doc=original.__doc__)
 
