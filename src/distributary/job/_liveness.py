@@ -269,19 +269,19 @@ class Liveness:
         self._stuck_beats += 1
         # Of those that all wait, each may wait for something else, such as a file of worker 0.
         names = " and ".join(worker.name for worker in awaited)
-        waits = "The workers have waited for"
+        who_waits = "workers have waited for"
         if names:
-            waits = f"The other workers have waited for {names} for"
+            who_waits = f"other workers have waited for {names} for"
         seconds = self._stuck_beats * _BEAT_SECONDS
         if self._timeout_seconds and seconds > self._timeout_seconds:
             reason = (
-                f"{waits[0].lower()}{waits[1:]} {self._timeout_seconds:g} s, the timeout_seconds of"
+                f"the {who_waits} {self._timeout_seconds:g} s, the timeout_seconds of"
                 " CommunicationOptions"
             )
             self._lose(_with_positions(reason, self._workers))
         elif self._stuck_beats >= self._report_at:
             self._report_at *= 2
-            reason = f"{waits} {seconds:g} s"
+            reason = f"The {who_waits} {seconds:g} s"
             # Not by a logger, whose lock the script may hold.
             _write_to_stderr(f"{_with_positions(reason, awaited or self._workers)}\n")
 
