@@ -68,7 +68,7 @@ def test_tasks_that_are_missing_are_none():
         ({}, "worker", 0, r"^The cluster is empty.*MirroredStrategy.*TF_CONFIG unset"),
         (_FULL, None, None, r"^task_type is None.*ps 0, 1; worker 0, 1; chief 0.*TF_CONFIG"),
         (_FULL, "worker", None, r'^task_id is None.*"index": 0'),
-        (_FULL, "wrker", 0, r'^task_type is "wrker".*worker 0, 1; chief 0. Choose one'),
+        (_FULL, "wrker", 0, r'^task_type is "wrker", but .*worker 0, 1; chief 0. Choose one'),
         (_FULL, "worker", 2, r'^task_type is "worker" and task_id is 2, .*worker 0, 1;'),
         (_WORKERS_ONLY, "evaluator", 1, r'^task_type is "evaluator" and task_id is 1, but'),
         ({"chief": ["a:1", "b:1"]}, "chief", 0, r'^cluster_spec\["chief"\] has 2 tasks.*one chief'),

@@ -194,9 +194,23 @@ def test_the_size_of_a_job_is_that_of_the_tasks_that_work_together(set_config, c
     assert size_of_job() == sizes
 
 
-@pytest.mark.parametrize("config", ["{", "[]", _config({"worker": ["w0", "w1:1"]})])
+@pytest.mark.parametrize(
+    "config", ["{", "[]", _config({"worker": ["w0", "w1:1"]}), _config(index=2)]
+)
 def test_a_job_of_unknown_size_is_refused(set_config, config):
     set_config(config)
 
     with pytest.raises((InvalidTypeError, InvalidValueError), match="TF_CONFIG"):
         size_of_job()
+
+
+def test_a_task_of_a_type_that_the_cluster_lacks_is_refused(set_config):
+    set_config(_config(task_type="chief"))
+    is_missing = (
+        r'^TF_CONFIG\["task"\]\["type"\] is "chief", but TF_CONFIG\["cluster"\] has worker 0, 1\.'
+    )
+
+    with pytest.raises(InvalidValueError, match=is_missing):
+        size_of_job()
+    with pytest.raises(InvalidValueError, match=is_missing):
+        _ = TFConfigClusterResolver().task_type

@@ -219,10 +219,12 @@ def checked_task(
     cluster_field, type_field, id_field = fields
     check_type(type_field, task_type, str, 'a string, such as "worker"')
     number = checked_task_id(task_id, id_field)
-    numbers = cluster_spec.task_indices(task_type) if task_type in cluster_spec.jobs else []
+    is_known = task_type in cluster_spec.jobs
+    numbers = cluster_spec.task_indices(task_type) if is_known else []
     if cluster_spec and number not in numbers and (task_type, number) != ("evaluator", 0):
+        asked = f" and {id_field} is {number}" if is_known or task_type == "evaluator" else ""
         raise InvalidValueError(
-            f'{type_field} is "{task_type}" and {id_field} is {number}, but {cluster_field} has'
+            f'{type_field} is "{task_type}"{asked}, but {cluster_field} has'
             f" {_summary(cluster_spec)}. Choose one of these tasks, or add the address of yours."
         )
     return number

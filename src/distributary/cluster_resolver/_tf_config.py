@@ -12,6 +12,7 @@ from distributary.errors import InvalidValueError, check_type
 
 _CLUSTER = 'TF_CONFIG["cluster"]'
 _TASK = 'TF_CONFIG["task"]'
+_FIELDS = (_CLUSTER, f'{_TASK}["type"]', f'{_TASK}["index"]')
 _TASK_EXAMPLE = '{"type": "worker", "index": 0}'
 _EXAMPLE = f'{{"cluster": {{"worker": ["10.0.0.1:2222"]}}, "task": {_TASK_EXAMPLE}}}'
 
@@ -93,8 +94,7 @@ class TFConfigClusterResolver(ClusterResolver):
             raise InvalidValueError(
                 f'{_TASK} is {task!r}, expected "type" and "index", as in {_TASK_EXAMPLE}.'
             )
-        fields = (_CLUSTER, f'{_TASK}["type"]', f'{_TASK}["index"]')
-        number = checked_task(spec, task["type"], task["index"], fields)
+        number = checked_task(spec, task["type"], task["index"], _FIELDS)
         return number if name == "task_id" else task["type"]
 
 
@@ -105,17 +105,22 @@ def size_of_job() -> tuple[int, int]:
     numbers are 0 for an evaluator, which does not work with the others.
 
     Raises:
-        InvalidTypeError, InvalidValueError: if the cluster is wrong, so that nobody knows.
+        InvalidTypeError, InvalidValueError: if the cluster is wrong, so that nobody knows, or the
+            task is not in it.
     """
     if not os.environ.get("TF_CONFIG", "").strip():
         return 0, 0
     config = _load()
     cluster, task = config.get("cluster") or {}, config.get("task")
-    if isinstance(task, dict) and task.get("type") == "evaluator":
+    of_task = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)
+    if of_task[0] == "evaluator":
         return 0, 0
     if isinstance(cluster, dict):  # some launchers write types of which there are no tasks
         cluster = {job: tasks for job, tasks in cluster.items() if tasks}
-    sizes = {job: len(tasks) for job, tasks in checked_jobs(cluster, _CLUSTER).items()}
+    jobs = checked_jobs(cluster, _CLUSTER)
+    if None not in of_task:  # a program may know its task itself
+        checked_task(ClusterSpec(cluster), *of_task, _FIELDS)
+    sizes = {job: len(tasks) for job, tasks in jobs.items()}
     servers, _ = sizes.pop("ps", 0), sizes.pop("evaluator", 0)
     return sum(sizes.values()), servers
 
