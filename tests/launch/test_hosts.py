@@ -13,7 +13,7 @@ import pytest
 from distributary.errors import InvalidValueError, LaunchError
 from distributary.launch import HostOptions, LaunchOptions
 from distributary.launch._hosts import Master, RemoteLink
-from distributary.launch._restarts import Prepare
+from distributary.launch._restarts import Exit, Interrupted, Prepare, Tasks, TaskState
 
 _TOKEN = "0123456789abcdef"
 _SECONDS = 30
@@ -236,6 +236,21 @@ def test_localhost_is_where_the_master_listens(
     for link in links:
         link.close()
     started._thread.join(_SECONDS)
+
+
+def test_a_host_may_report_more_numbers_than_a_line_holds(master, join):
+    master()
+    links = [join(0), join(1)]
+    state = TaskState(name="worker 1", state="running", has_failed=False, num_restarts=0)
+    tasks = Tasks([state], {"worker 1": {f"layer_{i}/gradient_norm": i / 7 for i in range(40_000)}})
+
+    links[1].send(tasks)
+    links[1].send(Interrupted(5, "the end"))
+
+    commands = _receive(links[0])
+    while not isinstance(commands[-1], Exit):
+        commands += _receive(links[0])
+    assert commands == [Prepare(0), Exit(5, "the end", 1, [])]
 
 
 def test_a_rank_is_taken_once(master, join):

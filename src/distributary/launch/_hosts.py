@@ -37,7 +37,7 @@ from distributary.job import (
 from distributary.launch import _restarts as restarts
 from distributary.launch._options import HostOptions, LaunchOptions
 
-_PROTOCOL = 7
+_PROTOCOL = 8
 _SILENT_SECONDS = 20  # after which the other machine is taken to be gone
 _ANSWER_SECONDS = 10.0
 _WAITING_SECONDS = 5.0  # before it says which hosts it waits for

@@ -11,6 +11,7 @@ One `Job` decides for all hosts. It knows nothing of sockets, processes and cloc
 "All" are the hosts that have joined, once there are as many as the job needs.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, final, get_args
 
@@ -148,9 +149,10 @@ _TYPES: dict[str, type[Any]] = {
 }
 
 
-def encode(message: Command | Report) -> tuple[str, dict[str, Any]]:
-    """Returns the kind and the content of a command or report, for a `Channel`."""
-    return type(message).__name__, message._asdict()
+def encode(message: Command | Report) -> Message:
+    """Returns a command or report as a message of a `Channel`."""
+    # Not in the line, which has a largest size: workers report as many numbers as they like.
+    return Message(type(message).__name__, None, json.dumps(message._asdict()).encode())
 
 
 def decode(message: Message) -> Any:
@@ -160,8 +162,8 @@ def decode(message: Message) -> Any:
         ValueError: if it is not such a message.
     """
     try:
-        return _TYPES[message.kind](**message.content)
-    except (KeyError, TypeError) as error:
+        return _TYPES[message.kind](**json.loads(message.blob))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"launch: {message!r:.200} is not a message of the launcher.") from error
 
 
