@@ -1,9 +1,11 @@
 """Numbers of a run in files, and profiles of its steps."""
 
+import contextlib
 import gzip
 import json
 import math
 import re
+import resource
 
 import numpy as np
 import pytest
@@ -17,6 +19,22 @@ from distributary.launch import report
 @pytest.fixture(autouse=True)
 def _own_values(monkeypatch):
     monkeypatch.setattr(progress, "values", {})
+
+
+@pytest.fixture
+def full_disk():
+    """A block in which files are not larger than a number of bytes."""
+
+    @contextlib.contextmanager
+    def full_disk(num_bytes=0):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return full_disk
 
 
 def _step(x):
@@ -80,6 +98,37 @@ def test_rates_are_those_between_two_samples(strategy_of, tmp_path):
     if num_steps:
         taken = after["seconds"] - before["seconds"]
         assert after["step/seconds"] == pytest.approx(taken / num_steps)
+
+
+def test_a_full_disk_costs_a_training_only_its_numbers(strategy_of, tmp_path, caplog, full_disk):
+    pytest.importorskip("tensorboardX", reason="the extra tensorboard is not installed")
+    logger = dist.experimental.StatisticsLogger(
+        strategy_of(2), json_lines="/dev/full", tensorboard=tmp_path, seconds=60
+    )
+
+    with full_disk():
+        logger.close()
+
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"{tmp_path} is not written any more: File too large.",
+        "/dev/full is not written any more: No space left on device.",
+    ]
+
+
+def test_a_full_disk_costs_a_training_only_its_profile(strategy_of, tmp_path, caplog, full_disk):
+    file = tmp_path / "profile.json.gz"
+
+    first = dist.experimental.profile(file)
+    _train(strategy_of(2), 5)
+    with full_disk(1000):
+        first.close()
+
+    (record,) = caplog.records
+    assert f"The profile {file} is not written: " in record.getMessage()
+    with dist.experimental.profile(file):
+        _train(strategy_of(2), 5)
+    assert file.exists()
 
 
 def test_a_logger_that_cannot_log_says_so(strategy_of, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -141,6 +142,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
 
@@ -163,20 +165,33 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.path = folder
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX.proto.event_pb2 import Event
+            from tensorboardX.record_writer import RecordWriter
+            from tensorboardX.summary import scalar
         except ImportError as error:
             raise MissingPackageError(
                 "StatisticsLogger: tensorboard= needs tensorboardX. Install it with"
                 f" `{pip_install('tensorboard')}`."
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        # Not `SummaryWriter`, which waits forever if its thread has ended because a disk is full.
+        name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}"
+        self._writer = RecordWriter(str(folder / name))
+        self._event, self._scalar = Event, scalar
+        self._add(wall_time=time.time(), file_version="brain.Event:2")
 
     def write(self, when: float, numbers: Numbers) -> None:
         """Adds a scalar for every number of a process at a time, in seconds since 1970."""
+        step = int(numbers["num_steps"])
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, int(numbers["num_steps"]), when)
+            self._add(wall_time=when, step=step, summary=self._scalar(name, value))
+        self._writer.flush()
 
     def close(self) -> None:
         """Writes the rest, and closes the file."""
         self._writer.close()
+
+    def _add(self, **fields: Any) -> None:
+        self._writer.write(self._event(**fields).SerializeToString())

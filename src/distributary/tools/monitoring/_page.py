@@ -4,15 +4,17 @@ The launcher imports this module, so it does not import JAX.
 """
 
 import collections
+import contextlib
 import functools
 import importlib.metadata
 import json
+import logging
 import math
 import platform
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import resources
@@ -24,6 +26,8 @@ from distributary._threads import start_thread
 from distributary.errors import InvalidValueError
 from distributary.launch import LaunchOptions, Numbers, Tasks, count_running
 from distributary.servers._http import Answer, HttpServer
+
+_log = logging.getLogger(__name__)
 
 _SAMPLE_SECONDS = 1.0
 _NUM_KEPT: Final = 900
@@ -141,7 +145,13 @@ def serve(
 
 
 class Sink(Protocol):
-    """A destination for samples."""
+    """A destination for samples.
+
+    Attributes:
+        path: Its file or folder.
+    """
+
+    path: Path
 
     def write(self, when: float, numbers: Numbers) -> None:
         """Adds the numbers of a process at a time, in seconds since 1970."""
@@ -154,6 +164,8 @@ class Sink(Protocol):
 @dataclass(eq=False)
 class Recorder:
     """A thread that samples numbers, for the last time when it is closed or the program ends.
+
+    A sink that cannot be written, because its disk is full for example, is given up with a warning.
 
     Args:
         collect: Returns the numbers of every task by its name.
@@ -168,6 +180,7 @@ class Recorder:
     def __post_init__(self) -> None:
         self._samples: collections.deque[Sample] = collections.deque(maxlen=_NUM_KEPT)
         self._num_samples = 0
+        self._sinks = list(self.sinks)
         self._lock = threading.Lock()
         self._before = time.time(), self.collect()
         self._closed = threading.Event()
@@ -190,8 +203,9 @@ class Recorder:
                 self._sample()
             self._sample()
         finally:
-            for sink in self.sinks:
-                sink.close()
+            for sink in list(self._sinks):
+                with self._giving_up(sink):
+                    sink.close()
 
     def _sample(self) -> None:
         now, sums = time.time(), self.collect()
@@ -202,11 +216,22 @@ class Recorder:
             for name, numbers in sums.items()
         }
         for numbers in tasks.values():
-            for sink in self.sinks:
-                sink.write(now, numbers)
+            for sink in list(self._sinks):
+                with self._giving_up(sink):
+                    sink.write(now, numbers)
         with self._lock:
             self._samples.append({"time": now, "tasks": tasks})
             self._num_samples += 1
+
+    @contextlib.contextmanager
+    def _giving_up(self, sink: Sink) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            _log.warning("%s is not written any more: %s.", sink.path, error.strerror)
+            self._sinks.remove(sink)
+            with contextlib.suppress(OSError):  # of what it could not write
+                sink.close()
 
 
 def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:

@@ -1,6 +1,8 @@
 """Profiles of some steps, for Perfetto and TensorBoard."""
 
+import contextlib
 import glob
+import logging
 import os
 import shutil
 import tempfile
@@ -12,6 +14,8 @@ import jax
 
 from distributary.devices import latest_program, progress
 from distributary.errors import ContextError, InvalidValueError
+
+_log = logging.getLogger(__name__)
 
 _STEP = "step"
 
@@ -63,7 +67,10 @@ class Profile(AbstractContextManager["Profile"]):
         self.close()
 
     def close(self) -> None:
-        """Ends the recording if it has not ended, and writes the file if there were any steps."""
+        """Ends the recording if it has not ended, and writes the file if there were any steps.
+
+        If it cannot be written, because a disk is full for example, there is a warning.
+        """
         if progress.begin_step != self._begin_step:
             return
         progress.begin_step = None
@@ -76,8 +83,13 @@ class Profile(AbstractContextManager["Profile"]):
             (trace,) = glob.glob(f"{self._folder}/**/*.trace.json.gz", recursive=True)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(trace, self.path)
-        finally:
+        except (OSError, jax.errors.JaxRuntimeError) as error:  # the training goes on
+            _log.warning("The profile %s is not written: %s", self.path, error)
             shutil.rmtree(self._folder)
+            with contextlib.suppress(RuntimeError):  # JAX goes on with a trace that it cannot write
+                jax.profiler.stop_trace()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _begin_step(self, is_first: bool) -> None:
         if is_first and self._folder is None:
