@@ -118,7 +118,7 @@ def foreign_environment() -> dict[str, str]:
 def _environs(process: Process, served: Sequence[str], platform: str) -> list[dict[str, str]]:
     """Returns the environment of every process: for workers, what their launcher would set."""
     from distributary.launch import LaunchOptions, free_addresses
-    from distributary.launch._environment import Task, worker_environ
+    from distributary.launch._worker import Task, worker_environ
 
     is_ours = process.library == "jax"
     own = foreign_environment()

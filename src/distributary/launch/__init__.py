@@ -10,22 +10,24 @@ from distributary._late import late_names
 from distributary.launch._options import HostOptions, LaunchOptions
 
 if TYPE_CHECKING:
-    from distributary.launch._environment import ALLOCATOR_SETTINGS, RESTART_VARIABLE, misspelled
     from distributary.launch._report import numbers_of, refuse_job, report, report_progress
     from distributary.launch._restarts import Tasks
-    from distributary.launch._status import Numbers
     from distributary.launch._supervisor import count_running, run
-    from distributary.launch._worker import free_addresses
+    from distributary.launch._worker import (
+        ALLOCATOR_SETTINGS,
+        RESTART_VARIABLE,
+        Numbers,
+        free_addresses,
+        misspelled,
+    )
 else:  # imported on first use: the command line checks its options without JAX
     __getattr__ = late_names(
         __name__,
         {
-            "_environment": "ALLOCATOR_SETTINGS RESTART_VARIABLE misspelled",
             "_report": "numbers_of refuse_job report report_progress",
             "_restarts": "Tasks",
-            "_status": "Numbers",
             "_supervisor": "count_running run",
-            "_worker": "free_addresses",
+            "_worker": "ALLOCATOR_SETTINGS RESTART_VARIABLE Numbers free_addresses misspelled",
         },
     )
 

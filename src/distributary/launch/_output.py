@@ -14,8 +14,11 @@ from functools import partial
 from typing import IO, BinaryIO, Final, final
 
 from distributary.errors import WorkerLostError
-from distributary.launch._status import REFUSED_PREFIX
 
+# Exit code of a task that cannot be part of its job, `EX_CONFIG` of `<sysexits.h>`, and what it
+# writes to stderr before the reason. The launcher ends the job, and says the reason once.
+REFUSED_EXIT_CODE: Final = 78
+REFUSED_PREFIX: Final = "distributary refuses the job: "
 # A carriage return ends a line as well, because progress bars write a single line for hours. One
 # at the very end of what was read so far may be the first half of "\r\n".
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")

@@ -17,13 +17,8 @@ from typing import Any, NoReturn
 from distributary._threads import start_thread
 from distributary.devices import progress
 from distributary.errors import DistributaryError, InvalidValueError
-from distributary.launch._environment import RESTART_VARIABLE
-from distributary.launch._status import (
-    REFUSED_EXIT_CODE,
-    REFUSED_PREFIX,
-    STATUS_VARIABLE,
-    Numbers,
-)
+from distributary.launch._output import REFUSED_EXIT_CODE, REFUSED_PREFIX
+from distributary.launch._worker import RESTART_VARIABLE, STATUS_VARIABLE, Numbers
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 _is_reported_by_program = False
