@@ -13,8 +13,8 @@ import pytest
 
 from distributary.cluster_resolver import multi_worker
 from distributary.errors import ClusterError
-from distributary.job import _rendezvous
-from distributary.job._rendezvous import connect_workers
+from distributary.job import _connection
+from distributary.job._connection import connect_workers
 from distributary.launch import free_addresses
 
 _SECONDS = 60.0  # more than anything takes
@@ -160,14 +160,14 @@ def test_a_second_process_that_is_the_same_worker_ends_the_start_and_garbage_doe
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_worker_says_whom_it_waits_for(number, places, monkeypatch, caplog):
-    monkeypatch.setattr(_rendezvous, "_PATIENCE_SECONDS", 0.0)
-    said, log = threading.Event(), logging.getLogger(_rendezvous.__name__)
+    monkeypatch.setattr(_connection, "_PATIENCE_SECONDS", 0.0)
+    said, log = threading.Event(), logging.getLogger(_connection.__name__)
     log.addFilter(show := lambda record: said.set() or True)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         stack.callback(log.removeFilter, show)
         meeting = pool.submit(connect_workers, places[number], _SECONDS)
         assert said.wait(_SECONDS)
-        monkeypatch.setattr(_rendezvous, "_PATIENCE_SECONDS", _SECONDS)
+        monkeypatch.setattr(_connection, "_PATIENCE_SECONDS", _SECONDS)
         for channels in (connect_workers(places[1 - number], _SECONDS), meeting.result(_SECONDS)):
             for channel in channels.values():
                 channel.close()

@@ -13,7 +13,6 @@ from distributary.cluster_resolver._cluster_spec import (
     split_port,
 )
 from distributary.cluster_resolver._gce import GCEClusterResolver
-from distributary.cluster_resolver._gpus import visible_gpus
 from distributary.cluster_resolver._kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
@@ -22,7 +21,7 @@ from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
 from distributary.cluster_resolver._multi_worker import MultiWorker, Peer, multi_worker, place_of
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
-from distributary.cluster_resolver._slurm import SlurmClusterResolver
+from distributary.cluster_resolver._slurm import SlurmClusterResolver, visible_gpus
 from distributary.cluster_resolver._tf_config import TFConfigClusterResolver, size_of_job
 from distributary.cluster_resolver._tpu import TPUClusterResolver
 

@@ -4,6 +4,8 @@ Every conversation is a `Channel`. `connect` lets the workers meet, starts `Live
 `Consensus`, with which everything above this package agrees on something on the host.
 """
 
+import contextlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
@@ -23,21 +25,28 @@ from distributary.job._channel import (
 if TYPE_CHECKING:
     from distributary.job._agreed_steps import AgreedSteps, Coworkers, Ready, signature, spec_of
     from distributary.job._connection import connect
-    from distributary.job._consensus import Consensus, consensus
+    from distributary.job._consensus import Consensus, Turn, consensus, in_turn
     from distributary.job._copies import check_same_data, copies, fingerprint
     from distributary.job._programs import compiled_once, share_compilation
-    from distributary.job._turns import Turn, in_turn
-    from distributary.job._versions import package_versions
 else:  # imported on first use: the launcher talks on channels without JAX
     __getattr__ = late_names(
         __name__,
         {
             "_programs": "compiled_once share_compilation",
             "_connection": "connect",
-            "_consensus": "Consensus consensus",
+            "_consensus": "Consensus Turn consensus in_turn",
             "_agreed_steps": "AgreedSteps Coworkers Ready signature spec_of",
             "_copies": "check_same_data copies fingerprint",
-            "_turns": "Turn in_turn",
-            "_versions": "package_versions",
         },
     )
+
+_PACKAGES = ("distributary", "jax", "jaxlib", "keras", "keras-nightly")
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of packages that all tasks of a job must have in common."""
+    versions = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
