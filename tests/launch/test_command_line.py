@@ -1,5 +1,6 @@
 """The arguments of `distributary launch`."""
 
+import runpy
 import socket
 import sys
 from importlib.metadata import version
@@ -8,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from distributary.launch import HostOptions
-from distributary.tools.cli import _arguments, _bench, launch_options, main
+from distributary.tools.cli import _arguments, _main, launch_options, main
 from distributary.tools.compilation import known_topologies
-from distributary.tools.scaling import MODELS
 from tests.interpreters import run_python
 
 _TOKEN = {"DISTRIBUTARY_TOKEN": "0123456789abcdef"}
@@ -150,7 +150,8 @@ sys.exit(main(["launch", "--nnodes", "1", "--workers", "2", "--dashboard", "work
 
 
 def test_the_help_knows_what_the_commands_know():
-    assert tuple(MODELS) == _bench._MODELS
+    loop = runpy.run_module("distributary.tools.scaling._training_loop", run_name="loop")
+    assert tuple(loop["MODELS"]) == _main._MODELS
     assert known_topologies() == _arguments._TOPOLOGIES
 
 

@@ -11,7 +11,7 @@ from distributary.errors import InvalidValueError
 from distributary.tools.cli import main
 from distributary.tools.compilation import Script, run_script
 from distributary.tools.scaling import Network, Timing, predict
-from distributary.tools.scaling._timer import StepTimer
+from distributary.tools.scaling._measurement import StepTimer
 
 # As a user would write it: input in every step, a batch that does not grow, other programs too.
 _SCRIPT = """

@@ -6,9 +6,8 @@ import jax
 import pytest
 
 import distributary as dist
-from distributary.tools.diagnosis import _all_reduce, _training
-from distributary.tools.diagnosis._all_reduce import all_reduce
-from distributary.tools.diagnosis._training import training
+from distributary.tools.diagnosis import _examination
+from distributary.tools.diagnosis._examination import all_reduce, training
 
 
 class _Wrong(dist.CrossDeviceOps):
@@ -69,7 +68,7 @@ def test_replicas_that_differ_are_found(monkeypatch):
             )
         return result
 
-    monkeypatch.setattr(_training, "Variable", creates)
+    monkeypatch.setattr(_examination, "Variable", creates)
     monkeypatch.setattr(strategy, "run", runs)
 
     check = training(strategy)
@@ -85,7 +84,7 @@ def test_a_wrong_sum_is_a_problem(monkeypatch):
     real = jax.lax.psum
 
     without_one = lambda row, axis: real(row * (jax.lax.axis_index(axis) != 1), axis)
-    monkeypatch.setattr(_all_reduce.jax.lax, "psum", without_one)
+    monkeypatch.setattr(_examination.jax.lax, "psum", without_one)
 
     check = all_reduce(mesh, None)
 

@@ -1,16 +1,18 @@
 """Compiles training steps for machines that are not here, and reports on them."""
 
-from distributary.tools.compilation._dataflow import (
+from distributary.tools.compilation._plan import plan_script
+from distributary.tools.compilation._report import (
+    Report,
     collectives_of,
     collectives_of_step,
     moved_activations,
 )
-from distributary.tools.compilation._plan import plan_script
-from distributary.tools.compilation._report import Report
 from distributary.tools.compilation._script import (
     Script,
     ScriptEnded,
     StandIn,
+    answer_call,
+    call_in_process,
     compile_script,
     run_script,
 )
@@ -19,7 +21,6 @@ from distributary.tools.compilation._topologies import (
     parse_topology,
     prepare_compilers,
 )
-from distributary.tools.compilation._trials import answer_call, call_in_process
 
 __all__ = [  # for users
     "Report",

@@ -4,7 +4,6 @@ The command `distributary doctor` is built on it. `import distributary` does not
 package.
 """
 
-from distributary.tools.diagnosis._all_reduce import all_reduce_seconds
-from distributary.tools.diagnosis._examination import Report, examine
+from distributary.tools.diagnosis._examination import Report, all_reduce_seconds, examine
 from distributary.tools.diagnosis._links import Link, loopback
 from distributary.tools.diagnosis._machine import Check, Json, devices_as_text, find_devices

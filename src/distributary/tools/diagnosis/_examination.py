@@ -1,32 +1,45 @@
-"""All checks, in a useful order."""
+"""All checks, in a useful order, with those that need a strategy."""
 
 import contextlib
+import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import final
+from typing import Final, final
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.cluster_resolver import MultiWorker, Peer, TFConfigClusterResolver, place_of
+from distributary.context import ReplicaContext, get_replica_context
+from distributary.data import Dataset
 from distributary.devices import (
+    REPLICA_AXIS,
+    local_devices_of,
+    local_replicas,
     prepare_local_devices,
+    put_stacked,
     requested_cpu_devices,
     set_logical_cpu_devices,
 )
+from distributary.engine import format_bytes
 from distributary.errors import ClusterError, DistributaryError
+from distributary.gradients import value_and_grad
 from distributary.strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
     Strategy,
     accept_any_strategy,
 )
 from distributary.tools.diagnosis import _machine as machine
-from distributary.tools.diagnosis._all_reduce import all_reduce
 from distributary.tools.diagnosis._links import Link, Meeting, link_checks
 from distributary.tools.diagnosis._machine import Check, Json
-from distributary.tools.diagnosis._training import training
+from distributary.variables import Variable
 
 _ALONE = "this process"  # name of a task without a cluster
 
@@ -216,3 +229,245 @@ def _with_jax(
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo raises ValueError
         fix = "Look at the output of the other workers; on GPUs set NCCL_DEBUG=INFO"
         yield Check(part, "problem", f"{type(error).__name__}: {error}", fix)
+
+
+# How long all-reduces take, compared with the speed of the hardware.
+
+_REPEATS: Final = {4: 40, 1 << 16: 40, 1 << 20: 20, 1 << 24: 6}  # by size in bytes
+# Half of what is possible is normal. A twentieth means a wrong network, or a machine that cannot
+# keep up.
+_LOW_SHARE = 0.05
+
+_COPY_BYTES = 1 << 26
+_COPY_REPEATS = 5
+
+# Bytes per second that one GPU of each model sends over NVLink.
+_NVLINK: Final = {
+    "NVIDIA A100-SXM4-40GB": 300e9,
+    "NVIDIA A100-SXM4-80GB": 300e9,
+    "NVIDIA H100 80GB HBM3": 450e9,
+    "NVIDIA H200": 450e9,
+}
+
+
+def all_reduce(mesh: Mesh, network_bytes_per_second: float | None) -> Check:
+    """All-reduces arrays of several sizes over all replicas, and compares with the hardware.
+
+    All processes of the mesh must call it.
+
+    Args:
+        mesh: The replicas.
+        network_bytes_per_second: Rate of the slowest link between processes; None if there is only
+            one process.
+    """
+    if mesh.size == 1:
+        return Check("all-reduce", "skipped", "there is only one replica")
+    bound, basis = _bound(mesh, network_bytes_per_second)
+    rows: list[dict[str, Json]] = []
+    for size, repeats in _REPEATS.items():
+        seconds, right = _timed(mesh, [size], repeats)
+        if not right:
+            detail = f"the sum of {format_bytes(size)} over {mesh.size} replicas is wrong"
+            fix = (
+                "Compare the versions of jax, the driver and NCCL with those that JAX supports;"
+                " check the memory of the devices"
+            )
+            return Check("all-reduce", "problem", detail, fix)
+        median = statistics.median(seconds)
+        rows.append({"bytes": size, "seconds": median, "bytes_per_second": size / median})
+    largest = rows[-1]
+    share = None if bound is None else bound * largest["bytes_per_second"]
+    times = ", ".join(f"{format_bytes(r['bytes'])} {_format_seconds(r['seconds'])}" for r in rows)
+    speed = basis
+    if share is not None:
+        speed = (
+            f"the largest takes {1 / share:.1f} times as long as {basis} (expected: below"
+            f" {1 / _LOW_SHARE:.0f} times)"
+        )
+    detail = f"{mesh.size} replicas: {times}; {speed}"
+    numbers = {"replicas": mesh.size, "sizes": rows, "share_of_hardware": share, "hardware": basis}
+    if share is not None and share < _LOW_SHARE:
+        fix = _fix_of_slow(mesh, between_processes=network_bytes_per_second is not None)
+        return Check("all-reduce", "warning", detail, fix, numbers)
+    return Check("all-reduce", "ok", detail, numbers=numbers)
+
+
+def all_reduce_seconds(mesh: Mesh, sizes: Sequence[int], repeats: int) -> float:
+    """Returns the median seconds of all-reduces of these sizes, in sequence in one program.
+
+    Args:
+        mesh: The replicas.
+        sizes: Bytes of each array.
+        repeats: Number of measurements.
+    """
+    return statistics.median(_timed(mesh, sizes, repeats)[0])
+
+
+def copy_bytes_per_second() -> float:
+    """Returns how fast one thread copies memory."""
+    source = np.ones(_COPY_BYTES, np.uint8)
+    target = np.zeros_like(source)
+    seconds = []
+    for _ in range(_COPY_REPEATS):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - start)
+    return _COPY_BYTES / min(seconds)
+
+
+def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float], bool]:
+    """Returns the seconds of every repetition, and whether the sums are right."""
+    replicas = NamedSharding(mesh, P(REPLICA_AXIS))
+    values = np.array(local_replicas(replicas), np.float32) + 1
+    arrays = [
+        put_stacked(np.repeat(values[:, None], max(1, size // 4), axis=1), replicas)
+        for size in sizes
+    ]
+
+    def reduce(rows: list[jax.Array]) -> list[jax.Array]:
+        return [jax.lax.psum(row, REPLICA_AXIS) for row in rows]
+
+    call = jax.jit(
+        jax.shard_map(reduce, mesh=mesh, in_specs=P(REPLICA_AXIS), out_specs=P(REPLICA_AXIS))
+    )
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        sums = jax.block_until_ready(call(arrays))
+        seconds.append(time.perf_counter() - start)
+    expected = mesh.size * (mesh.size + 1) / 2
+    right = all(
+        bool((np.asarray(shard.data) == expected).all())
+        for total in sums
+        for shard in total.addressable_shards
+    )
+    return seconds[1:], right  # without the first run, which compiles
+
+
+def _bound(mesh: Mesh, network_bytes_per_second: float | None) -> tuple[float | None, str]:
+    """Returns the fewest seconds per byte that the hardware needs, and the reason."""
+    device = mesh.devices.flat[0]
+    if network_bytes_per_second is not None:
+        num_processes = len({d.process_index for d in mesh.devices.flat})
+        ring = 2 * (num_processes - 1) / num_processes
+        rate = f"{network_bytes_per_second / 1e9:.2f} GB/s"
+        return ring / network_bytes_per_second, f"a ring over the slowest link, {rate}"
+    if device.platform == "cpu":
+        rate_of_copy = copy_bytes_per_second()
+        return mesh.size / rate_of_copy, f"copying the arrays at {rate_of_copy / 1e9:.1f} GB/s"
+    if device.device_kind in _NVLINK:
+        rate_of_link = _NVLINK[device.device_kind]
+        ring = 2 * (mesh.size - 1) / mesh.size
+        return ring / rate_of_link, f"a ring over NVLink, {rate_of_link / 1e9:.0f} GB/s"
+    return None, f"the expected speed of {device.device_kind} is not known"
+
+
+def _fix_of_slow(mesh: Mesh, *, between_processes: bool) -> str:
+    if between_processes:
+        return (
+            "Look for other programs with `top` on every host; on GPUs, NCCL_DEBUG=INFO shows which"
+            " network NCCL uses"
+        )
+    if mesh.devices.flat[0].platform == "cpu":
+        return "Look for other programs with `top`, and use a machine that is not busy"
+    return "Run `nvidia-smi topo -m` to see how the GPUs are connected, and set NCCL_DEBUG=INFO"
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+# A short training: it must learn, replicas must agree, and one device must get the same.
+
+_NUM_STEPS = 60
+_GLOBAL_BATCH_SIZE = 64  # at least; all replicas get the same number of examples
+_HIDDEN = 32
+_LEARNING_RATE = 0.5
+_MAX_DIFFERENCE = 1e-3  # for float32, because sums are computed in another order
+
+
+def training(strategy: Strategy) -> Check:
+    """Trains a small network; all processes of the strategy must call it."""
+    images, labels = _data()
+    num_replicas = strategy.num_replicas_in_sync
+    batch_size = num_replicas * math.ceil(_GLOBAL_BATCH_SIZE / num_replicas)
+    losses, weights, same = _trained(strategy, images, labels, batch_size)
+    device = local_devices_of(strategy.extended.mesh.devices.flat[0].platform.upper())[0]
+    _, expected, _ = _trained(OneDeviceStrategy(device), images, labels, batch_size)
+    difference = float(max(np.abs(a - b).max() for a, b in zip(weights, expected, strict=True)))
+    detail = (
+        f"{_NUM_STEPS} steps, {num_replicas} replicas: loss {losses[0]:.2f} to {losses[-1]:.2f}"
+    )
+    numbers = {
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "difference_to_one_device": difference,
+        "replicas_agree": same,
+    }
+    if not losses[-1] < losses[0] / 2:
+        problem = "the network does not learn"
+    elif not same:
+        problem = "the replicas have different weights"
+    elif not difference < _MAX_DIFFERENCE:
+        problem = f"its weights differ from those of one device by {difference:.1e}"
+    else:
+        agreement = (
+            f"all replicas have the same weights, within {difference:.0e} of those of one device"
+        )
+        return Check("training", "ok", f"{detail}; {agreement}", numbers=numbers)
+    fix = (
+        "Leave out one device at a time to find the one that computes wrong results; compare the"
+        " versions of jax and the driver with those that JAX supports"
+    )
+    return Check("training", "problem", f"{detail}; {problem}", fix, numbers)
+
+
+def _data() -> tuple[np.ndarray, np.ndarray]:
+    """Returns images `[n, 64]` and their labels `[n]`: ten images with noise."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(1024, dtype=np.int32) % 10
+    noise = rng.normal(0.0, 0.3, (1024, 64))
+    return (rng.random((10, 64))[labels] + noise).astype(np.float32), labels
+
+
+def _trained(
+    strategy: Strategy, images: np.ndarray, labels: np.ndarray, batch_size: int
+) -> tuple[list[float], list[np.ndarray], bool]:
+    """Returns the loss of every step, the weights, and whether they are equal on all replicas."""
+    rng = np.random.default_rng(1)
+    sizes = ((images.shape[1], _HIDDEN), (_HIDDEN, 10))
+    with strategy.scope():
+        kernels = [Variable(rng.normal(0, n**-0.5, (n, m)).astype(np.float32)) for n, m in sizes]
+        biases = [Variable(np.zeros(m, np.float32)) for _, m in sizes]
+    variables = [*kernels, *biases]
+
+    def summed_loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            hidden = jax.nn.relu(x @ kernels[0].value() + biases[0])
+            scores = jax.nn.log_softmax(hidden @ kernels[1].value() + biases[1])
+        return -jnp.take_along_axis(scores, y[:, None], axis=1).sum()
+
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        loss, gradients = value_and_grad(summed_loss, variables)(x, y)
+        loss, gradients = _context().all_reduce("SUM", (loss, gradients))
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(_LEARNING_RATE / batch_size * gradient)
+        return loss / batch_size
+
+    def copies() -> jax.Array:
+        flat = jnp.concatenate([jnp.ravel(v.value()) for v in variables])
+        return _context().all_gather(flat[None], axis=0)
+
+    examples = Dataset.from_tensor_slices((images, labels)).repeat()
+    batches = strategy.experimental_distribute_dataset(examples.batch(batch_size).take(_NUM_STEPS))
+    losses = [strategy.run(step, args=batch) for batch in batches]
+    gathered = np.asarray(strategy.experimental_local_results(strategy.run(copies))[0])
+    same = bool((gathered == gathered[0]).all())
+    results = [float(np.asarray(strategy.experimental_local_results(loss)[0])) for loss in losses]
+    return results, [np.asarray(v.value()) for v in variables], same
+
+
+def _context() -> ReplicaContext:
+    context = get_replica_context()
+    assert context is not None
+    return context

@@ -5,16 +5,14 @@ from typing import TYPE_CHECKING
 from distributary._late import late_names
 
 if TYPE_CHECKING:
-    from distributary.tools.monitoring._dashboard import StatisticsLogger, dashboard
+    from distributary.tools.monitoring._dashboard import StatisticsLogger, dashboard, profile
     from distributary.tools.monitoring._page import Dashboard, serve
-    from distributary.tools.monitoring._profile import profile
 else:  # imported on first use: the launcher serves the page without JAX
     __getattr__ = late_names(
         __name__,
         {
-            "_dashboard": "StatisticsLogger dashboard",
+            "_dashboard": "StatisticsLogger dashboard profile",
             "_page": "Dashboard serve",
-            "_profile": "profile",
         },
     )
 

@@ -4,14 +4,4 @@ The command `distributary bench` is built on it. `import distributary` does not 
 package.
 """
 
-from distributary.tools.scaling._measurement import (
-    Network,
-    Prediction,
-    default_replicas,
-    draw,
-    measure,
-    predict,
-    write_png,
-)
-from distributary.tools.scaling._models import MODELS
-from distributary.tools.scaling._timer import Timing
+from distributary.tools.scaling._measurement import Network, Timing, predict, report
