@@ -70,10 +70,7 @@ class GCEClusterResolver(ClusterResolver):
         """Returns the names of the machines in the group."""
         groups = self._service.instanceGroups()
         request = groups.listInstances(
-            **self._place,
-            instanceGroup=self._group,
-            body={"instanceState": "ALL"},
-            orderBy="name",
+            **self._place, instanceGroup=self._group, body={"instanceState": "ALL"}, orderBy="name"
         )
         items: list[dict[str, Any]] = []
         while request is not None:

@@ -36,10 +36,7 @@ class ClusterResolver(abc.ABC):
         """Returns the tasks of the job as they are now; empty if it is this process alone."""
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Returns the address of a task, with the protocol in front; `""` if there is no task.
 
@@ -59,10 +56,7 @@ class ClusterResolver(abc.ABC):
         return f"{layer}://{address}" if layer and address is not None else address or ""
 
     def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
     ) -> dict[str, int]:
         """Returns the number of GPUs or TPU cores of a worker by kind: `{"GPU": 8}`; empty if none.
 

@@ -123,10 +123,7 @@ class UnionResolver(ClusterResolver):
         return ClusterSpec({job: _merged(parts, job) for job, parts in specs_by_job.items()})
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Returns the address of the task that you name, or else the first resolver's master.
 

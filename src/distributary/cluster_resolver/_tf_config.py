@@ -55,10 +55,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return _cluster_spec(_load())
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Returns `TF_CONFIG["session_master"]` if it is set, or else the address of a task.
 

@@ -9,11 +9,7 @@ if TYPE_CHECKING:
     from distributary.tools.monitoring._page import Dashboard, serve
 else:  # imported on first use: the launcher serves the page without JAX
     __getattr__ = late_names(
-        __name__,
-        {
-            "_dashboard": "StatisticsLogger dashboard profile",
-            "_page": "Dashboard serve",
-        },
+        __name__, {"_dashboard": "StatisticsLogger dashboard profile", "_page": "Dashboard serve"}
     )
 
 __all__ = ["Dashboard", "StatisticsLogger", "dashboard", "profile", "serve"]

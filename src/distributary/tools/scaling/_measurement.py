@@ -498,10 +498,7 @@ def _network(namespace: argparse.Namespace) -> Network:
 
 
 def _text(
-    title: str,
-    timings: Sequence[Timing],
-    network: Network,
-    predictions: Sequence[Prediction],
+    title: str, timings: Sequence[Timing], network: Network, predictions: Sequence[Prediction]
 ) -> str:
     last = timings[-1]
     heads = f"{'ms/step':>9} {'':>16} {'examples/s':>11} {'efficiency':>10}"
