@@ -11,13 +11,8 @@ from distributary.errors import ClusterError
 _WHO = "OpenMPIClusterResolver"
 _CURE = "mpirun sets it for each process that it starts: start the program with mpirun."
 _VARIABLES = (  # rank, number of processes, and both on this host
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
+    [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],  # MPICH and Intel MPI
 )
 
 

@@ -59,20 +59,9 @@ _PATIENCE_SECONDS = 10.0  # before it says whom it waits for
 _AGAIN_SECONDS = 60.0  # for connections of workers that have started
 
 _Facts: TypeAlias = dict[str, Any]  # about one worker, as JSON
-_Address: TypeAlias = tuple[Any, ...]  # as sockets expect it
 
 
-def bind_address(peer: Peer) -> str:
-    """Returns the numeric address of a worker on its own machine, `"127.0.0.1:2222"`.
-
-    Raises:
-        ClusterError: if its host is unknown.
-    """
-    _, (host, port, *_) = resolved(peer)
-    return join_address(host, port)
-
-
-def resolved(peer: Peer) -> tuple[socket.AddressFamily, _Address]:
+def resolved(peer: Peer) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     """Returns the address of a worker on its own machine, and its family.
 
     Raises:
@@ -411,11 +400,11 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
     channels = connect_workers(place, options.timeout_seconds or _RENDEZVOUS_SECONDS)
     Liveness(place, channels, options).start()
     is_first = place.worker_number == 0
-    host, port = place.workers[0].host, place.workers[0].port
+    first = place.workers[0]
     # Numeric, as JAX would try all addresses of a name, and another user may listen at one.
-    own_address = bind_address(place.workers[0]) if is_first else None
+    own_address = join_address(*resolved(first)[1][:2]) if is_first else None
     jax.distributed.initialize(
-        own_address or relay_to((called_host(host, port), port)),
+        own_address or relay_to((called_host(first.host, first.port), first.port)),
         num_processes=place.num_workers,
         process_id=place.worker_number,
         cluster_detection_method="deactivate",

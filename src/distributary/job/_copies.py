@@ -193,8 +193,7 @@ def fingerprint(nest: object) -> int:
     """Returns a number that tells nests with other arrays, or of another structure, apart."""
     leaves, tree = jax.tree.flatten(nest)
     seen = zlib.crc32(str(tree).encode())
-    for leaf in leaves:
-        array = np.ascontiguousarray(leaf)
+    for array in map(np.asarray, leaves):
         # The bytes of an array of objects are addresses.
         content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
         seen = zlib.crc32(f"{array.shape}{array.dtype}".encode(), seen)

@@ -99,15 +99,14 @@ class RemoteLink:
             self._channel.keep_alive(_SILENT_SECONDS)
             self.address = hosts.address or self._channel.own_address()
             self._shake_hands(devices_per_worker)
-        except OSError as error:
+        except BaseException as error:
             self._channel.close()
+            if not isinstance(error, OSError):
+                raise
             raise LaunchError(
                 f"launch: {error}. Check that the launcher of host 0 listens there, and not"
                 " another program."
             ) from error
-        except BaseException:
-            self._channel.close()
-            raise
 
     def fileno(self) -> int:
         """Returns the descriptor that becomes readable when something arrives; -1 when closed.
@@ -250,7 +249,7 @@ class Master:
         ):
             while not self._is_done():
                 for channel, message in acceptor.messages(time.monotonic() + _POLL_SECONDS):
-                    host = self._host_of(channel)
+                    host = next((h for h, c in self._channels.items() if c is channel), None)
                     if host is not None:
                         self._receive(host, message)
                     elif message is not None and self._admit(channel, message):
@@ -296,9 +295,6 @@ class Master:
         with contextlib.suppress(OSError):  # `ConnectionAcceptor` will notice that it has gone
             channel.keep_alive(_SILENT_SECONDS)
             channel.send("challenge", self._challenges[channel])
-
-    def _host_of(self, channel: Channel) -> int | None:
-        return next((host for host, c in self._channels.items() if c is channel), None)
 
     def _admit(self, channel: Channel, message: Message) -> bool:
         """Returns whether the other end is a host of this job; if so, it has joined."""

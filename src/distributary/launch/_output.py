@@ -154,8 +154,7 @@ class Output:
     ) -> None:
         self.status: Callable[[], str] = lambda: ""
         # The last messages, and when they were said in seconds since 1970.
-        self.messages: collections.deque[tuple[float, str]]
-        self.messages = collections.deque(maxlen=_NUM_MESSAGES)
+        self.messages = collections.deque[tuple[float, str]](maxlen=_NUM_MESSAGES)
         self._fds = (stdout_fd, stderr_fd)
         self._should_stop = should_stop
         self._is_terminal = (os.isatty(stdout_fd), os.isatty(stderr_fd))

@@ -220,9 +220,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs until no process of the job is left on this host; returns the job's exit code."""
-        self._watch(self.signals, self._on_signal)
+        self._selector.register(self.signals, selectors.EVENT_READ, self._on_signal)
         if self.link.fileno() >= 0:
-            self._watch(self.link, self._on_command)
+            self._selector.register(self.link, selectors.EVENT_READ, self._on_command)
         if not self.options.is_first_host:
             self._send_tasks()
         seconds: float | None = 0.0  # until the next timer
@@ -255,11 +255,8 @@ class Supervisor:
         if self.options.max_restarts:
             parts.append(f"restart {self._num_restarts} of {self.options.max_restarts}")
         parts.append(f"{time.monotonic() - self._started_at:.0f} s")
-        for worker in workers:
-            state = str(worker.ending or worker.reported)
-            if state:
-                parts.append(f"{worker.task}: {state}")
-        return " · ".join(parts)
+        states = [(worker.task, str(worker.ending or worker.reported)) for worker in workers]
+        return " · ".join([*parts, *(f"{task}: {state}" for task, state in states if state)])
 
     def tasks(self) -> restarts.Tasks:
         """Returns the tasks of this host. For any thread."""
@@ -277,9 +274,6 @@ class Supervisor:
             )
             for worker in workers
         ]
-
-    def _watch(self, source: Signals | Link | Worker, act: Callable[[], None]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, act)
 
     def _send_tasks(self) -> None:
         self.link.send(self.tasks())
@@ -378,7 +372,7 @@ class Supervisor:
         )
         worker = Worker(self.options, task, number, environ, self._num_restarts, self.output)
         self._num_starts[str(task)] += 1
-        self._watch(worker, partial(self._on_worker, worker))
+        self._selector.register(worker, selectors.EVENT_READ, partial(self._on_worker, worker))
         return worker
 
     def _restart_if_gone(self, worker: Worker) -> None:
@@ -456,9 +450,9 @@ class Supervisor:
             where = self._where(command)
             what = command.text.partition(": ")[0]  # without the reason, which was said
             self.output.say(f"{where}{what}. Its last lines on stderr:\n{lines}")
-        is_alone = self.options.num_workers == 1 and not self.options.num_servers
+        has_servers = self.options.num_servers
+        is_alone = self.options.num_workers == 1 and not has_servers
         if not (command.code or is_alone or any(w.reported.numbers() for w in self._workers)):
-            has_servers = self.options.num_servers
             strategy = "ParameterServer" if has_servers else "MultiWorkerMirrored"
             self.output.say(
                 "no worker has made a strategy. If the program does not connect its workers in"
@@ -473,15 +467,12 @@ def count_running(states: Sequence[restarts.TaskState]) -> str:
 
     Returns `""` if there are no tasks.
     """
-    all_tasks = collections.Counter(_type_of(state) for state in states)
-    running = collections.Counter(_type_of(state) for state in states if state["state"] == RUNNING)
+    types = [(state["name"].partition(" ")[0], state["state"]) for state in states]
+    all_tasks = collections.Counter(type_ for type_, _ in types)
+    running = collections.Counter(type_ for type_, state in types if state == RUNNING)
     if not all_tasks:
         return ""
     parts = [f"{running.total()} of {all_tasks.total()}"]
     if "ps" in all_tasks:
         parts = [f"{running[type_]} of {all_tasks[type_]} {noun}" for type_, noun in _NOUNS.items()]
     return f"{', '.join(parts)} running"
-
-
-def _type_of(state: restarts.TaskState) -> str:
-    return state["name"].partition(" ")[0]

@@ -179,12 +179,9 @@ class ReportedNumbers:
 
     def __str__(self) -> str:
         """Returns the worker's latest progress, `""` if there is none."""
-        parts = []
-        if "step" in self._last:
-            parts.append(f"step {self._last['step']:.0f}")
-        if "examples_per_second" in self._last:
-            parts.append(f"{self._last['examples_per_second']:.0f} examples/s")
-        return ", ".join(parts)
+        formats = {"step": "step {:.0f}", "examples_per_second": "{:.0f} examples/s"}
+        last = self._last
+        return ", ".join(text.format(last[name]) for name, text in formats.items() if name in last)
 
 
 # Its process.

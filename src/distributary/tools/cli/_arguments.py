@@ -142,7 +142,7 @@ def add_option(
     metavar: str,
     text: str,
     default: object = None,
-    field: str | None = None,
+    **more: Any,
 ) -> None:
     """Adds an option that has a value.
 
@@ -153,11 +153,11 @@ def add_option(
         metavar: Name of the value in the help.
         text: Help; the default follows.
         default: The default, as value or as text.
-        field: Name of the value in the namespace; None takes the flag's.
+        **more: Other arguments of `add_argument`.
     """
     if default is not None:
         text += " (default: %(default)s)"
-    parser.add_argument(flag, type=type_, metavar=metavar, help=text, default=default, dest=field)
+    parser.add_argument(flag, type=type_, metavar=metavar, help=text, default=default, **more)
 
 
 def add_script_arguments(
@@ -185,29 +185,24 @@ def add_script_arguments(
 
 def add_topology_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the devices to compile for, the script, its step, and `--json FILE`."""
-    add = parser.add_argument
-    add(
-        "--topology",
-        action="append",
-        metavar="NAME",
-        help=f"devices to compile for; you can give it several times. Known are {_TOPOLOGIES}.",
-    )
-    add(
-        "--step",
-        metavar="FUNCTION",
-        help="name of the step function (default: the first that updates a trainable variable)",
-    )
-    add("--json", type=output_file, metavar="FILE", help="also write the reports to FILE, as JSON")
+    text = f"devices to compile for; you can give it several times. Known are {_TOPOLOGIES}."
+    add_option(parser, "--topology", str, "NAME", text, action="append")
+    text = "name of the step function (default: the first that updates a trainable variable)"
+    add_option(parser, "--step", str, "FUNCTION", text)
+    add_option(parser, "--json", output_file, "FILE", "also write the reports to FILE, as JSON")
     description = "Python script whose training step is compiled"
     add_script_arguments(parser, description, options="--topology NAME [OPTION ...]")
 
 
 def check_topologies(namespace: argparse.Namespace) -> None:
-    """Ends the command if no topology is given. Takes them from behind the script if all are there.
+    """Ends the command if there is no script, or no topology.
+
+    Takes the topologies from behind the script if all are there.
 
     Args:
         namespace: The parsed arguments, with the command's parser as `parser`.
     """
+    check_script(namespace)
     if namespace.topology is None:
         behind = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         behind.add_argument("--topology", action="append")
@@ -275,14 +270,8 @@ def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """Adds `--json [FILE]`; see `write_json`."""
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        type=output_file,
-        const=_STDOUT,
-        metavar="FILE",
-        help="print JSON instead; with FILE, write it there as well",
-    )
+    text = "print JSON instead; with FILE, write it there as well"
+    add_option(parser, "--json", output_file, "FILE", text, nargs="?", const=_STDOUT)
 
 
 def write_json(where: Path | None, content: object) -> bool:

@@ -32,11 +32,11 @@ def add_launch_arguments(parser: Parser) -> None:
 
     def add(flag: str, field: str, type_: Callable[[str], Any], metavar: str, text: str) -> None:
         default = getattr(LaunchOptions, field)
-        add_option(parser, flag, type_, metavar, text, default, field)
+        add_option(parser, flag, type_, metavar, text, default, dest=field)
 
     text = "workers on this host; with MIN:N, a job that cannot start with N goes on with fewer"
     default = str(LaunchOptions.num_workers)
-    add_option(parser, "--workers", _range, "N", text, default, "num_workers")
+    add_option(parser, "--workers", _range, "N", text, default, dest="num_workers")
     add("--ps", "num_servers", whole(0), "M", "parameter servers; with any, a chief runs, too")
     text = "CPU devices of each worker: sets JAX_NUM_CPU_DEVICES"
     add("--devices-per-worker", "devices_per_worker", whole(1), "K", text)
@@ -46,24 +46,13 @@ def add_launch_arguments(parser: Parser) -> None:
     add("--log-dir", "log_dir", Path, "DIR", "write a log file per worker and attempt")
     flag = parser.add_argument
     flag("--evaluator", action=OnOff, help='also run the task "evaluator", on host 0')
-    flag(
-        "--tuning",
-        dest="tune",
-        action=OnOff,
-        help="set the workers' memory allocator and thread pool; on unless you say --no-tuning",
-    )
-    flag(
-        "--dashboard",
-        action=OnOff,
-        help="serve a page that shows the workers, and print its address; on host 0, the page shows"
-        " the workers of all hosts",
-    )
+    text = "set the workers' memory allocator and thread pool; on unless you say --no-tuning"
+    flag("--tuning", dest="tune", action=OnOff, help=text)
+    text = "serve a page that shows the workers, and print its address; on host 0, the page shows"
+    flag("--dashboard", action=OnOff, help=f"{text} the workers of all hosts")
     text = "serve the page at this port (default: a free one)"
     add_option(parser, "--dashboard-port", whole(0, _LARGEST_PORT), "PORT", text)
-    text = (
-        "serve the page at this address of this host, without a password (default:"
-        f" {LaunchOptions.dashboard_address})"
-    )
+    text = "serve the page at this address of this host, without a password (default: 127.0.0.1)"
     add_option(parser, "--dashboard-address", str, "ADDRESS", text)
     hosts = parser.add_argument_group("several hosts")
     text = "number of hosts; with MIN:N, the job starts again without hosts that are lost, and with"
@@ -121,11 +110,8 @@ def options_of(namespace: argparse.Namespace, environ: Mapping[str, str]) -> Lau
         DistributaryError: for impossible values.
     """
     names = {field.name for field in fields(LaunchOptions)}
-    options = {
-        name: value
-        for name, value in vars(namespace).items()
-        if name in names and value is not None
-    }
+    given = {name: value for name, value in vars(namespace).items() if value is not None}
+    options = {name: value for name, value in given.items() if name in names}
     options["min_workers"], options["num_workers"] = options["num_workers"]
     if namespace.dashboard is False:
         options.pop("dashboard_port", None)
@@ -169,14 +155,15 @@ def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> 
             f" {TOKEN_VARIABLE} to the same value on all of them, or give --token-file. `openssl"
             " rand -hex 16` makes one."
         )
+    seconds = namespace.join_seconds
     return HostOptions(
-        num_hosts=num_hosts,
-        host_rank=namespace.node_rank,
-        master=namespace.master,
-        token=token,
-        address=namespace.address,
-        min_hosts=min_hosts,
-        **({} if namespace.join_seconds is None else {"join_seconds": namespace.join_seconds}),
+        num_hosts,
+        namespace.node_rank,
+        namespace.master,
+        token,
+        HostOptions.join_seconds if seconds is None else seconds,
+        namespace.address,
+        min_hosts,
     )
 
 
@@ -188,16 +175,10 @@ def _range(text: str) -> tuple[int | None, int]:
 
 def add_certs_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="folder for the files")
+    add_option(parser, "--out", Path, "DIR", "folder for the files", required=True)
     add_option(parser, "--days", whole(1), "N", "days until they expire", 365)
-    add(
-        "--hosts",
-        nargs="+",
-        default=[],
-        metavar="HOST",
-        help="host names and IP addresses to put into the certificates; the tasks do not need them",
-    )
+    text = "host names and IP addresses to put into the certificates; the tasks do not need them"
+    add_option(parser, "--hosts", str, "HOST", text, nargs="+")
 
 
 def run_certs(namespace: argparse.Namespace) -> int:
@@ -210,7 +191,7 @@ def run_certs(namespace: argparse.Namespace) -> int:
     from distributary.servers._certificates import make_certificates
 
     try:
-        files = make_certificates(namespace.out, namespace.hosts, namespace.days)
+        files = make_certificates(namespace.out, namespace.hosts or [], namespace.days)
     except OSError as error:
         raise InvalidValueError(f"--out {namespace.out} cannot be written: {error}") from error
     print(*files, sep="\n")

@@ -45,14 +45,8 @@ _MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "sk
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        type=one_of(*_PARTS),
-        default=_PARTS,
-        metavar="PART",
-        help=f"what to check: {', '.join(_PARTS)} (default: all of them)",
-    )
+    text = f"what to check: {', '.join(_PARTS)} (default: all of them)"
+    add_option(parser, "--only", one_of(*_PARTS), "PART", text, nargs="+")
     text = "how long the tasks of a cluster wait for each other"
     add_option(parser, "--wait-seconds", number(), "S", text, 30.0)
     add_json_argument(parser)
@@ -77,7 +71,7 @@ def run_doctor(namespace: argparse.Namespace) -> int:
         if write_json(namespace.json, report.to_json()):
             print(_text(report), flush=True)
 
-    report = examine(namespace.only, namespace.wait_seconds, use)
+    report = examine(namespace.only or _PARTS, namespace.wait_seconds, use)
     return int(report.has_problem)
 
 
@@ -235,7 +229,6 @@ def run_compile(namespace: argparse.Namespace) -> int:
       distributary compile --topology v5e:2x4 train.py
       distributary compile --topology 2xv5e:2x4 --topology h100:8 --json report.json train.py
     """
-    check_script(namespace)
     check_topologies(namespace)
     from distributary.tools import compilation
 
@@ -264,15 +257,10 @@ def run_compile(namespace: argparse.Namespace) -> int:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     add_topology_arguments(parser)
-    add_option(
-        parser, "--processes", whole(1), "N", "compilations at the same time, 1 to 5 GB each", 2
-    )
-    parser.add_argument(
-        "--layout",
-        action="append",
-        metavar="NAME",
-        help="layout to compile, as in the table; you can give it several times (default: all)",
-    )
+    text = "compilations at the same time, 1 to 5 GB each"
+    add_option(parser, "--processes", whole(1), "N", text, 2)
+    text = "layout to compile, as in the table; you can give it several times (default: all)"
+    add_option(parser, "--layout", str, "NAME", text, action="append")
 
 
 def run_plan(namespace: argparse.Namespace) -> int:
@@ -288,16 +276,12 @@ def run_plan(namespace: argparse.Namespace) -> int:
     Examples:
       distributary plan --topology v5e:4x4 --topology h100:8 train.py
     """
-    check_script(namespace)
     check_topologies(namespace)
     from distributary.tools import compilation
 
     compilation.prepare_compilers()
-    script = compilation.Script(
-        namespace.script, namespace.arguments, namespace.module, namespace.step
-    )
     plans = compilation.plan_script(
-        script,
+        compilation.Script(namespace.script, namespace.arguments, namespace.module, namespace.step),
         namespace.topology,
         namespace.processes,
         namespace.layout,

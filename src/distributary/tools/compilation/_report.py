@@ -113,14 +113,20 @@ class Report:
     def to_text(self) -> str:
         """Returns the report as text for people."""
         memory = self.memory
+        devices = f"{self.num_devices_used} of {self.num_devices} devices"
+        used = "" if self.num_devices_used == self.num_devices else f" on {devices}"
+        state = f"{counted(self.num_state_arrays, 'state array')} ({_size(self.state_bytes)})"
+        operations = "unknown: this compiler does not count operations"
+        if self.flops is not None:
+            operations = f"{self.flops / 1e9:.3g} GFLOP per device and step"
         rows = [
-            ("step", f"{self.step}, {counted(self.num_replicas, 'replica')}{self._unused()}"),
+            ("step", f"{self.step}, {counted(self.num_replicas, 'replica')}{used}"),
             *self._collective_rows(),
             ("memory", f"{_size(memory.total)} of {_size(memory.available)} per device:"),
             ("", f"{_size(memory.arguments)} arguments, {_size(memory.temporaries)} temporaries,"),
             ("", f"{_size(memory.code)} code, {_size(memory.outputs - memory.donated)} outputs"),
-            ("donated", f"{self.num_donated_arrays} of {self._state()}, updated in place"),
-            ("compute", _operations(self.flops)),
+            ("donated", f"{self.num_donated_arrays} of {state}, updated in place"),
+            ("compute", operations),
             ("lowered in", f"{self.lower_seconds:.1f} s"),
             ("compiled in", f"{self.compile_seconds:.1f} s"),
         ]
@@ -133,11 +139,6 @@ class Report:
             f"{self.topology}: {self.num_devices} x {self.device_kind}, "
             f"{counted(self.num_hosts, 'host')}{slices} ({versions})"
         )
-
-    def _unused(self) -> str:
-        if self.num_devices_used == self.num_devices:
-            return ""
-        return f" on {self.num_devices_used} of {self.num_devices} devices"
 
     def _collective_rows(self) -> list[tuple[str, str]]:
         if not self.collectives:
@@ -170,9 +171,6 @@ class Report:
             return text
         return f"{text}; per device {_size(self.cross_slice_bytes)} across slices"
 
-    def _state(self) -> str:
-        return f"{counted(self.num_state_arrays, 'state array')} ({_size(self.state_bytes)})"
-
 
 def report_of(
     topology: Topology,
@@ -196,6 +194,7 @@ def report_of(
     """
     hlo = executable.as_text() or ""
     collectives = tuple(collectives_of_step(executable))
+    reducing = [c for c in collectives if c.kind in ("all-reduce", "reduce-scatter")]
     analysis: Any = executable.memory_analysis()
     costs: Any = executable.cost_analysis() or {}
     compiler = _COMPILERS[topology.kind]
@@ -209,8 +208,8 @@ def report_of(
         num_replicas=mesh.shape[REPLICA_AXIS],
         step=step,
         collectives=collectives,
-        all_reduced_bytes=_reduced_bytes(collectives, "slice"),
-        cross_slice_bytes=_reduced_bytes(collectives, "slices"),
+        all_reduced_bytes=total_bytes(c for c in reducing if c.network == "slice"),
+        cross_slice_bytes=total_bytes(c for c in reducing if c.network == "slices"),
         memory=Memory(
             arguments=analysis.argument_size_in_bytes,
             outputs=analysis.output_size_in_bytes,
@@ -227,20 +226,6 @@ def report_of(
         compile_seconds=compile_seconds,
         versions={"jax": jax.__version__, compiler: importlib.metadata.version(compiler)},
     )
-
-
-def _reduced_bytes(collectives: tuple[Collective, ...], network: str) -> int:
-    return total_bytes(
-        c
-        for c in collectives
-        if c.kind in ("all-reduce", "reduce-scatter") and c.network == network
-    )
-
-
-def _operations(flops: float | None) -> str:
-    if flops is None:
-        return "unknown: this compiler does not count operations"
-    return f"{flops / 1e9:.3g} GFLOP per device and step"
 
 
 # Follows the rows of the batch through a compiled program (HLO), to report on its collectives.

@@ -122,20 +122,19 @@ class StepTimer:
     def __init__(self, seconds: float, step_name: str | None) -> None:
         self._block_limit_seconds = seconds / _NUM_BLOCKS
         self._step_name = step_name
-        self._step: _Step | None = None
+        self._call: Any = None  # the step
         self._num_warm = 0
         self._num_steps = 0  # in the current block
         self._start = 0.0
         self._blocks: list[float] = []
 
     def wrap(
-        self, call: Callable[..., Any], mesh: jax.sharding.Mesh | None, kind: ProgramKind
+        self, call: Any, mesh: jax.sharding.Mesh | None, kind: ProgramKind
     ) -> Callable[..., Any]:
         """Returns the function to call in place of a program."""
         if not kind.is_step(self._step_name):
             return call
-        step = _Step(call, mesh, kind.name)
-        return StandIn(partial(self._run, step), step.call.lower)
+        return StandIn(partial(self._run, call, mesh, kind.name), call.lower)
 
     def timing(self, script: str) -> Timing:
         """Returns the measurement; measures the all-reduces alone.
@@ -143,8 +142,7 @@ class StepTimer:
         Raises:
             InvalidValueError: if the script has taken too few steps.
         """
-        step = self._step
-        if step is None:
+        if self._call is None:
             what = "a training step" if self._step_name is None else repr(self._step_name)
             raise InvalidValueError(
                 f"{script} ended without running {what} under a strategy. Strategies with parameter"
@@ -155,12 +153,12 @@ class StepTimer:
                 f"{script} ended after {self._num_warm + self._num_steps} steps. Let it train for"
                 " longer, or measure for less time with --seconds."
             )
-        mesh = step.mesh
+        mesh = self._mesh
         sizes: list[int] = []
         activations: list[str] = []
         reduction_seconds = 0.0
         if mesh is not None and mesh.size > 1:
-            collectives = collectives_of_step(step.call.lower(*step.specs).compile())
+            collectives = collectives_of_step(self._call.lower(*self._specs).compile())
             for collective in collectives:
                 share = 1.0 if collective.kind == "all-reduce" else 0.5
                 sizes += [round(share * collective.num_bytes)] * (collective.num_calls or 1)
@@ -170,23 +168,23 @@ class StepTimer:
         devices = jax.local_devices() if mesh is None else mesh.devices.flat
         num_replicas = 1 if mesh is None else mesh.shape[REPLICA_AXIS]
         return Timing(
-            step=step.name,
+            step=self._name,
             platform=devices[0].platform,
             num_replicas=num_replicas,
             block_seconds=self._blocks,
-            examples_per_step=_num_examples(step.specs[-1], num_replicas),
+            examples_per_step=_num_examples(self._specs[-1], num_replicas),
             num_reductions=len(sizes),
             reduced_bytes=sum(sizes),
             reduction_seconds=reduction_seconds,
             activations=activations,
         )
 
-    def _run(self, step: "_Step", *args: Nest) -> Nest:
-        if self._step is None:
-            self._step = step
-            step.specs = jax.tree.map(placed_struct_of, args)  # the call donates the arguments
-        result = step.call(*args)
-        if self._step is not step:  # the same function, but for another shape
+    def _run(self, call: Any, mesh: jax.sharding.Mesh | None, name: str, *args: Nest) -> Nest:
+        if self._call is None:
+            self._call, self._mesh, self._name = call, mesh, name
+            self._specs = jax.tree.map(placed_struct_of, args)  # the call donates the arguments
+        result = call(*args)
+        if self._call is not call:  # the same function, but for another shape
             return result
         if self._num_warm < _NUM_WARM_UP_STEPS:
             self._num_warm += 1
@@ -207,17 +205,6 @@ class StepTimer:
         self._num_steps = 0
         self._start = time.perf_counter()
         return self._start
-
-
-@final
-@dataclass(eq=False)
-class _Step:
-    """The jitted function of a step, with the shapes of its first arguments."""
-
-    call: Any
-    mesh: jax.sharding.Mesh | None
-    name: str
-    specs: tuple[Nest, ...] = ()
 
 
 def _num_examples(data: Nest, num_replicas: int) -> int | None:
