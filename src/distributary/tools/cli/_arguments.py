@@ -30,11 +30,6 @@ _OTHER_NAMES = {
 class Parser(argparse.ArgumentParser):
     """A parser that finds what you may have meant."""
 
-    @property
-    def flags(self) -> list[str]:
-        """The options, `"--workers"` for example."""
-        return [name for name in self._option_string_actions if name.startswith("--")]
-
     def error(self, message: str) -> NoReturn:
         """Prints the usage and what is wrong, and exits."""
         # Of the two, the arguments of the script may be none.
@@ -48,7 +43,8 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{text!r} is one argument too many")
             word = name.lstrip("-").replace("_", "-")
             word = next((own for own, of in _OTHER_NAMES.items() if word in of.split()), word)
-            hint = suggestion(word, [flag[2:] for flag in self.flags], "--")
+            flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+            hint = suggestion(word, flags, "--")
             if not hint and "SCRIPT" in (self.usage or ""):
                 hint = " Options of the script come after the script."
             self.error(f"there is no option {name}.{hint}")

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, final
 
@@ -106,7 +107,7 @@ def compile_script(
     finally:
         watch_programs(None)
     if programs.step is None:
-        raise CompileError(_without_a_step(script, programs, step_name))
+        raise CompileError(_without_a_step(script, programs))
     if isinstance(programs.step, CompileError):
         raise programs.step
     report = programs.step
@@ -162,6 +163,7 @@ class ScriptEnded(BaseException):
 
 
 @final
+@dataclass(eq=False)
 class Programs:
     """The programs of one script.
 
@@ -177,14 +179,11 @@ class Programs:
         others: Names of the programs that ran here, and how often each of them ran.
     """
 
-    def __init__(
-        self, topology: Topology, step_name: str | None = None, *, is_trial: bool = False
-    ) -> None:
-        self._is_trial = is_trial
-        self._topology = topology
-        self._step_name = step_name
-        self.step: Report | CompileError | None = None
-        self.others: dict[str, int] = {}
+    topology: Topology
+    step_name: str | None = None
+    is_trial: bool = False
+    step: Report | CompileError | None = None
+    others: Counter[str] = field(default_factory=Counter)
 
     def wrap(self, call: Any, mesh: Mesh | None, kind: ProgramKind) -> Any:
         """Returns the function to call in place of a jitted function for `mesh`."""
@@ -194,12 +193,12 @@ class Programs:
         def lower(*args: Any) -> Any:
             return call.lower(*_avals(args, mesh))
 
-        if kind.is_step(self._step_name):
+        if kind.is_step(self.step_name):
             return StandIn(lambda *args: self._end_with(kind.name, call, mesh, args), lower)
         here = OneDeviceProgram(call, mesh_of_values(mesh))
 
         def run_here(*args: Any) -> Any:
-            self.others[kind.name] = self.others.get(kind.name, 0) + 1
+            self.others[kind.name] += 1
             return here(*args)
 
         return StandIn(run_here, lower)
@@ -215,7 +214,7 @@ class Programs:
             lowered = call.lower(*avals)
             lowered_at = time.perf_counter()
             state = _donated_bytes(lowered, avals)
-            if self._is_trial and sum(state) > self._topology.memory_bytes:
+            if self.is_trial and sum(state) > self.topology.memory_bytes:
                 return DoesNotFitError(
                     f"The state of {name} alone needs {sum(state) / 2**30:.2f} GiB per device.",
                     state_bytes=sum(state),
@@ -223,12 +222,12 @@ class Programs:
             executable = lowered.compile()
             compiled_at = time.perf_counter()
         except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-            explained = _explained(error, name, mesh.size, self._topology)
+            explained = _explained(error, name, mesh.size, self.topology)
             if explained is None:
                 raise
             return explained
         seconds = lowered_at - start, compiled_at - lowered_at
-        return report_of(self._topology, name, mesh, executable, state, *seconds)
+        return report_of(self.topology, name, mesh, executable, state, *seconds)
 
 
 @final
@@ -317,11 +316,11 @@ def _beginning(text: str) -> str:
     return "\n  ".join(lines[:12] if len(lines) <= 12 else [*lines[:12], "..."])
 
 
-def _without_a_step(script: str, programs: Programs, step_name: str | None) -> str:
+def _without_a_step(script: str, programs: Programs) -> str:
     others = ", ".join(f"{name} ({count} x)" for name, count in programs.others.items())
     ran = f"it ran {others}" if others else "it ran no program under a strategy"
-    if step_name is not None:
-        return f"{script} never called a step {step_name!r}; {ran}."
+    if programs.step_name is not None:
+        return f"{script} never called a step {programs.step_name!r}; {ran}."
     return (
         f"{script} ended without a training step, a program under a strategy that updates a"
         f" trainable variable; {ran}. Name another function with --step."
