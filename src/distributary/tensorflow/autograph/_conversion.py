@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from distributary.tensorflow.autograph import _operators
+from distributary.tensorflow.autograph import _operators, _recorded
 from distributary.tensorflow.autograph._reached import is_of_library
 from distributary.tracing import current_scope
 
@@ -166,7 +166,7 @@ def _operators_of_malt() -> types.ModuleType:
     from malt.operators import variables
 
     module = types.ModuleType("ag__")
-    vars(module).update(vars(_operators) | vars(variables))
+    vars(module).update(vars(_recorded) | vars(_operators) | vars(variables))
     vars(module).update(autograph_artifact=_artifact, converted_call=converted_call)
     return module
 

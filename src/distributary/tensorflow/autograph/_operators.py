@@ -11,6 +11,7 @@ Their names and arguments are those that diastatic-malt gives to the code it con
 """
 
 import builtins
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +30,6 @@ from distributary.tensorflow.autograph._loops import (
 )
 from distributary.tensorflow.autograph._reached import Reached
 from distributary.tensorflow.autograph._recorded import (
-    Context as Context,
     Recorded,
     check_advances,
     check_copies,
@@ -40,7 +40,6 @@ from distributary.tensorflow.autograph._recorded import (
     is_undefined,
     not_to_be_handled,
     plain,
-    raised as raised,
 )
 from distributary.tracing import current_feeding, current_scope, script_line
 
@@ -418,10 +417,7 @@ def _extreme(python: Callable[..., Any], of_two: Callable[..., Any]) -> Callable
             among = list(among) if among.ndim else [among]
         if options or not hasattr(among, "__len__") or not any(map(is_traced, among)):
             return python(*values, **options)
-        result = among[0]
-        for value in among[1:]:
-            result = of_two(result, value)
-        return result
+        return functools.reduce(of_two, among)
 
     return extreme
 
@@ -438,10 +434,7 @@ def _reduced(values: Any, python: Callable[..., Any], of_two: Callable[..., Any]
     values = list(values)
     if not any(map(is_traced, values)):
         return python(values)
-    result = truth(values[0], what)
-    for value in values[1:]:
-        result = of_two(result, truth(value, what))
-    return result
+    return functools.reduce(of_two, [truth(value, what) for value in values])
 
 
 def _sorted(values: Any, *, key: Any = None, reverse: bool = False) -> Any:

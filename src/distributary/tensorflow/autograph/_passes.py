@@ -168,8 +168,6 @@ class _Noted(ast.NodeTransformer):
 
 def _like(node: ast.AST, new: Any) -> Any:
     """Gives a new node the place of an old one in the user's code."""
-    from malt.pyct import origin_info
-
     origin_info.copy_origin(node, new)
     return ast.fix_missing_locations(ast.copy_location(new, node))
 
