@@ -56,6 +56,11 @@ def test_arguments_may_be_variables_and_lists_of_them():
     np.testing.assert_array_equal(variable * (2, 3), [6, 12])
 
 
+@pytest.mark.parametrize("fold", [tf.foldl, tf.foldr])
+def test_a_fold_of_no_elements_is_where_it_begins(fold):
+    assert float(fold(lambda total, x: total + x, tf.zeros([0]), 5.0)) == 5
+
+
 def test_wrong_arguments_are_named():
     with pytest.raises(TypeError, match=r"tf.reduce_sum\(input_tensor, axis=None.*'axes'"):
         tf.reduce_sum([1.0], axes=0)

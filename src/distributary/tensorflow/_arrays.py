@@ -342,13 +342,23 @@ def scan(
 @without_effect("parallel_iterations back_prop swap_memory")
 def foldl(fn: Callable[[Any, Any], Any], elems: Nest, initializer: Nest = None) -> Any:
     """`tf.foldl`: the result after the last element."""
-    return jax.tree.map(lambda x: x[-1], scan(fn, elems, initializer))
+    return _folded(fn, elems, initializer, False)
 
 
 @without_effect("parallel_iterations back_prop swap_memory")
 def foldr(fn: Callable[[Any, Any], Any], elems: Nest, initializer: Nest = None) -> Any:
     """`tf.foldr`: the result after the first element, from the last one on."""
-    return jax.tree.map(lambda x: x[0], scan(fn, elems, initializer, reverse=True))
+    return _folded(fn, elems, initializer, True)
+
+
+def _folded(fn: Callable[[Any, Any], Any], elems: Nest, initializer: Nest, reverse: bool) -> Any:
+    arrays = jax.tree.map(jnp.asarray, elems)
+    if initializer is None:
+        first, rest = (-1, slice(-1)) if reverse else (0, slice(1, None))
+        initializer = jax.tree.map(lambda x: x[first], arrays)
+        arrays = jax.tree.map(lambda x: x[rest], arrays)
+    step = lambda carry, element: (fn(carry, element), None)
+    return jax.lax.scan(step, jax.tree.map(jnp.asarray, initializer), arrays, reverse=reverse)[0]
 
 
 def ensure_shape(x: Array, shape: Sequence[int | None]) -> Array:
