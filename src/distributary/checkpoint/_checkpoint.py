@@ -27,9 +27,7 @@ from distributary.checkpoint._files import ArrayReader, Box
 from distributary.checkpoint._leaves import (
     Entry,
     Group,
-    Leaf,
     RemoteCopy,
-    VariableLeaf,
     by_store,
     enumerated,
     find_leaves,
@@ -102,8 +100,8 @@ class Deferred:
 
     def drop(self, ids: set[int]) -> None:
         """Forgets some objects."""
-        kept = {n: r for n, r in self._objects.items() if id(r()) not in ids}
-        self._objects = {n: r for n, r in kept.items() if r() is not None}
+        is_kept = lambda value: value is not None and id(value) not in ids
+        self._objects = {n: r for n, r in self._objects.items() if is_kept(r())}
 
     def settle(self, value: object, num_variables: int | None) -> None:
         """Restores what has come into being; `value` has, among others.
@@ -242,28 +240,28 @@ class Checkpoint(Group):
     Source: `tf.train.Checkpoint`.
     """
 
-    save_counter: int
-
     def __init__(self, root: object = None, **objects: Any) -> None:
         if root is not None:
             objects = {"root": root, **objects}
-        object.__setattr__(self, "_objects", {})
-        #: Saved with the checkpoint, but not compared when it is restored.
-        object.__setattr__(self, "_counters", {"save_counter": 0})
+        # The counters are saved with the checkpoint, but not compared when it is restored.
+        vars(self).update(_objects={}, _counters={"save_counter": 0})
         for name, value in objects.items():
             setattr(self, name, value)
         find_leaves(self._objects)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name.startswith("_") or hasattr(type(self), name) or name == "save_counter":
+        if name.startswith("_") or hasattr(type(self), name):
             raise InvalidValueError(
                 f"Checkpoint: {name!r} is a name of Checkpoint itself; choose another one."
             )
         self._objects[name] = value
 
+    @property
+    def save_counter(self) -> int:
+        """Number of checkpoints that `save` has written."""
+        return self._counters["save_counter"]
+
     def __getattr__(self, name: str) -> Any:
-        if name == "save_counter":
-            return self._counters["save_counter"]
         try:
             return self.__dict__["_objects"][name]
         except KeyError:
@@ -544,7 +542,7 @@ class _Plan:
         self._reader = stack.enter_context(ArrayReader(located(path)))
         # Read twice: variables get their values one by one, after everything was found to be whole.
         self._reader.check(
-            (_box(leaf, entries[name]) or whole_box(entries[name]), parts_of(name, saved))
+            (leaf.box(entries[name]) or whole_box(entries[name]), parts_of(name, saved))
             for name, leaf in self._leaves.items()
             if entries[name]["kind"] == "array"
         )
@@ -620,11 +618,6 @@ class _Plan:
         known = {*self._entries, *self._contents.leaves}
         objects, arrays = self._contents.waiting, self._waiting
         return Deferred(self._path, objects, entries, arrays, known, self._partial)
-
-
-def _box(leaf: Leaf, entry: Entry) -> Box | None:
-    """Returns what a leaf needs of an array; None for all of it."""
-    return leaf.box(entry) if isinstance(leaf, VariableLeaf) else None
 
 
 def _of_worker(entry: Entry, worker: int, num_workers: int) -> Entry:

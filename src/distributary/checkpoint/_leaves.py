@@ -1,5 +1,6 @@
 """The named leaves of a checkpoint, found in the objects that a user passes."""
 
+import abc
 import dataclasses
 import functools
 import json
@@ -86,15 +87,25 @@ _NUMBERS = (bool, int, float, str)
 _MAX_NAMES_SHOWN = 10
 
 
-class Leaf(Protocol):
+@dataclass(frozen=True)
+class Leaf(abc.ABC):
     """One named piece of state."""
 
+    name: str
+
+    @abc.abstractmethod
     def entry(self) -> Entry:
         """Returns the current description of the leaf. Its array, if any, is saved separately."""
 
+    @abc.abstractmethod
     def problem(self, entry: Entry) -> str | None:
         """Returns why the leaf cannot be restored from `entry`, or None if it can."""
 
+    def box(self, entry: Entry) -> Box | None:
+        """Returns what this process has of a saved array in parts; None if it needs all of it."""
+        return None
+
+    @abc.abstractmethod
     def restore(self, entry: Entry, read: Read) -> Any:
         """Restores the leaf; returns the object that takes its place from now on.
 
@@ -247,12 +258,10 @@ def _parts_of(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], An
 
     The function returns the object, or a new one if the object is immutable.
     """
-    if isinstance(value, Group):
-        return dict(value._objects), functools.partial(_put, value, value._objects.__setitem__)
-    if isinstance(value, dict):
-        return dict(value), functools.partial(_put, value, value.__setitem__)
-    if isinstance(value, list):
-        return dict(enumerate(value)), functools.partial(_put, value, value.__setitem__)
+    container = value._objects if isinstance(value, Group) else value
+    if isinstance(container, dict | list):
+        parts = dict(container if isinstance(container, dict) else enumerate(container))
+        return parts, functools.partial(_put, value, container.__setitem__)
     if isinstance(value, tuple):
         fields = getattr(value, "_fields", None)  # of a named tuple
         parts = dict(zip(fields or range(len(value)), value, strict=True))
@@ -285,10 +294,9 @@ def _put(value: Any, put: Callable[[Any, Any], object], changed: dict[Any, Any])
 
 @final
 @dataclass(frozen=True)
-class VariableLeaf:
+class VariableLeaf(Leaf):
     """A leaf that is a variable."""
 
-    name: str
     variable: SavedVariable
 
     @property
@@ -337,7 +345,6 @@ class VariableLeaf:
         return problem
 
     def box(self, entry: Entry) -> Box | None:
-        """Returns what this process has of a saved array in parts; None if it needs all of it."""
         variable, has_rows = self.variable, "rows" in entry or self.num_rows is not None
         if has_rows or isinstance(variable, ShardedVariable):
             return None
@@ -380,10 +387,9 @@ class VariableLeaf:
 
 @final
 @dataclass(frozen=True)
-class ArrayLeaf:
+class ArrayLeaf(Leaf):
     """A leaf that is a NumPy or JAX array."""
 
-    name: str
     value: jax.Array | np.ndarray | np.generic
 
     def array(self) -> jax.Array | np.ndarray:
@@ -457,8 +463,7 @@ def _array_problem(entry: Entry, shape: Sequence[int], dtype: object) -> str | N
 
 @final
 @dataclass(frozen=True)
-class _Number:
-    name: str
+class _Number(Leaf):
     value: bool | int | float | str
 
     def entry(self) -> Entry:
@@ -476,10 +481,9 @@ class _Number:
 
 @final
 @dataclass(frozen=True)
-class _State:
+class _State(Leaf):
     """A leaf whose state is saved as JSON text, which may differ between workers."""
 
-    name: str
     value: object
     get_state: Callable[[], Any]
     set_state: Callable[[Any], object]

@@ -5,7 +5,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Self, final
+from typing import Any, Final, final
 
 import jax
 import numpy as np
@@ -552,7 +552,7 @@ def _num_threads(what: str, num_parallel_calls: int | None) -> int | None:
 # Iterators, with a state that you can save and restore.
 
 
-class PassIterator(abc.ABC):
+class PassIterator(Iterator[Any]):
     """Base class of iterators over one pass of a dataset.
 
     Args:
@@ -566,12 +566,6 @@ class PassIterator(abc.ABC):
     @abc.abstractmethod
     def current_node(self) -> Node:
         """Returns the dataset of the pass."""
-
-    def __iter__(self) -> Self:
-        return self
-
-    @abc.abstractmethod
-    def __next__(self) -> Any: ...
 
     def get_next(self) -> Any:
         """Returns the next element.

@@ -125,14 +125,8 @@ class ChainedRows(Rows):
         return jax.tree.map(lambda array: array[places], join(blocks))
 
 
-class Stream(abc.ABC):
+class Stream(Iterator[Nest]):
     """An iterator over elements that can hand out several at once, and skip some."""
-
-    def __iter__(self) -> Iterator[Nest]:
-        return self
-
-    @abc.abstractmethod
-    def __next__(self) -> Nest: ...
 
     def block(self, count: int) -> Block | None:
         """Returns the next `count` elements, stacked; fewer at the end, None if none are left."""

@@ -229,7 +229,8 @@ def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., An
             )
 
     if all(kind == "array" for kind, _ in slots):
-        is_array = tree == jax.tree.structure(0)
+        one: Any = jax.tree.structure(0)
+        is_array = one == tree
 
         def rebuild_arrays(values: Sequence[Any], wrap: Callable[[Any], Any] | None = None) -> Any:
             if is_array:

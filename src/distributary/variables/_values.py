@@ -389,9 +389,9 @@ def flat_parts(
         ReplicaMismatchError: if the parts differ in structure.
     """
     flat = [jax.tree.flatten(part, is_leaf=is_leaf) for part in parts]
-    first = flat[0][1]
+    first: Any = flat[0][1]
     for i, (_, tree) in enumerate(flat):
-        if tree != first:
+        if first != tree:
             raise ReplicaMismatchError(
                 f"{what}: the value of replica {i} has structure {tree}, and that of replica 0"
                 f" {first}; the structures must agree."
