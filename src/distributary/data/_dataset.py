@@ -473,10 +473,7 @@ class Dataset:
         return transformation_func(self)
 
     def reduce(
-        self,
-        initial_state: Nest,
-        reduce_func: Callable[[Any, Any], Any],
-        name: str | None = None,
+        self, initial_state: Nest, reduce_func: Callable[[Any, Any], Any], name: str | None = None
     ) -> Nest:
         """Returns the state after `state = reduce_func(state, element)` for every element."""
         return functools.reduce(reduce_func, self, initial_state)

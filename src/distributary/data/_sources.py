@@ -273,7 +273,7 @@ def signature_of(types: Nest, shapes: Nest) -> Nest:
 
 
 @final
-class OneShot:
+class OneShot(Iterator[Nest]):
     """An iterator that cannot start over; elements that were read ahead are not lost.
 
     Attributes:
@@ -287,9 +287,6 @@ class OneShot:
         self._ahead: Prefetched | None = None
         self._peeked: deque[Nest] = deque()
         self._lock = threading.Lock()
-
-    def __iter__(self) -> Iterator[Nest]:
-        return self
 
     def __next__(self) -> Nest:
         with self._lock:

@@ -75,14 +75,10 @@ class WorkerShare:
         ends = self.ends(num_rows)
         return slice(ends[0], ends[-1])
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019 (a share is three numbers)
     def sizes(self, num_rows: int) -> tuple[int, ...]:
         """Returns the number of rows of a global batch that each replica of this worker gets."""
-        return _sizes(self, num_rows)
-
-
-@functools.lru_cache(maxsize=256)
-def _sizes(share: WorkerShare, num_rows: int) -> tuple[int, ...]:
-    return tuple(b - a for a, b in itertools.pairwise(share.ends(num_rows)))
+        return tuple([b - a for a, b in itertools.pairwise(self.ends(num_rows))])
 
 
 @final

@@ -514,9 +514,7 @@ class ReductionToOneDevice(_Summing):
     _pattern = "all-gather and addition in replica order on {platform}"
 
     def __init__(
-        self,
-        reduce_to_device: object = None,
-        accumulation_fn: reductions.Accumulate | None = None,
+        self, reduce_to_device: object = None, accumulation_fn: reductions.Accumulate | None = None
     ) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise InvalidTypeError(
