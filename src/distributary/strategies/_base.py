@@ -374,6 +374,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         Raises:
             ContextError: inside `run`; use `ReplicaContext.all_gather` there.
             InvalidValueError: for scalars, and for dims that are out of range.
+            ReplicaMismatchError: if the components differ in other dims, or in dtype.
             UnsupportedError: for `IndexedSlices`.
 
         Source: `tf.distribute.Strategy.gather`.
