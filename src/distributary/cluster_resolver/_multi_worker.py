@@ -154,11 +154,9 @@ def multi_worker(
                 f" {_name(job, spec.job_tasks(job).index(None))} is missing. Workers that compute"
                 " together must all be listed, numbered from 0."
             )
+    jobs = [job for job in _TASK_TYPES if job in spec.jobs]
     peers = tuple(
-        Peer(job, number, spec.task_address(job, number))
-        for job in _TASK_TYPES
-        if job in spec.jobs
-        for number in spec.task_indices(job)
+        Peer(job, n, spec.task_address(job, n)) for job in jobs for n in spec.task_indices(job)
     )
     workers = tuple(peer for peer in peers if peer.task_type in ("chief", "worker"))
     return MultiWorker(spec, task_type, number, workers, peers)

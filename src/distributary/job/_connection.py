@@ -49,9 +49,79 @@ from distributary.job._liveness import Liveness
 from distributary.job._programs import EventSequence
 from distributary.options import CommunicationOptions
 
-# The rendezvous.
-
 _log = logging.getLogger(__name__)
+
+_RENDEZVOUS_SECONDS = 120.0
+# Well before JAX would, `Liveness` notices a lost worker and lets all workers end together.
+_LATER_THAN_LIVENESS_SECONDS = 60
+_SHUTDOWN_SECONDS = 20
+_INITIALIZATION_SECONDS = 60
+
+
+def connect(place: MultiWorker, options: CommunicationOptions) -> None:
+    """Connects the processes of a job, once.
+
+    Raises:
+        ClusterError: if a worker does not come in time, its port is taken, or the workers do not
+            fit together.
+        BackendStartedError: if JAX has already computed something.
+    """
+    if jax.distributed.is_initialized():
+        if backends_started() and jax.process_count() != place.num_workers:
+            raise ClusterError(
+                f"JAX is already connected to {jax.process_count()} processes, but the cluster has"
+                f" {place.num_workers} workers. A process can be part of one job only, so start"
+                " another program for this cluster."
+            )
+        if consensus() is None and place.num_workers > 1:  # connected by the script itself
+            Liveness(place, connect_again(place, "liveness"), options).start()
+            _agree(place)
+        return
+    if backends_started():
+        if place.num_workers == 1:
+            return
+        raise BackendStartedError(
+            f"{place.name} cannot be connected to the other workers any more: JAX has started."
+            " Create the strategy, or call experimental_connect_to_cluster, at the beginning of the"
+            " program, before any array or device of JAX is used."
+        )
+    prepare_local_devices()
+    if place.num_workers == 1:
+        return
+    _log.info("%s: waiting for %s", place.name, ", ".join(map(str, place.other_workers)))
+    channels = connect_workers(place, options.timeout_seconds or _RENDEZVOUS_SECONDS)
+    Liveness(place, channels, options).start()
+    first = place.workers[0]
+    # Numeric, as JAX would try all addresses of a name, and another user may listen at one.
+    own_address = join_address(*resolved(first)[1][:2]) if place.worker_number == 0 else None
+    jax.distributed.initialize(
+        own_address or relay_to((called_host(first.host, first.port), first.port)),
+        num_processes=place.num_workers,
+        process_id=place.worker_number,
+        cluster_detection_method="deactivate",
+        initialization_timeout=_INITIALIZATION_SECONDS,
+        heartbeat_timeout_seconds=math.ceil(options.heartbeat_timeout_seconds)
+        + _LATER_THAN_LIVENESS_SECONDS,
+        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        coordinator_bind_address=own_address,
+    )
+    _agree(place)
+
+
+def _agree(place: MultiWorker) -> None:
+    """Lets the workers agree from now on on the programs that they run."""
+    agreement = start_consensus(place, connect_again(place, "consensus"))
+    sequence = EventSequence(agreement)
+
+    def restart() -> None:
+        sequence.forget()
+        copies.restart()
+
+    agreement.after_mismatch = restart
+    job_programs.enter = sequence.enter
+
+
+# The rendezvous
 
 # Time for an answer, after the first worker has heard from everybody or given up.
 _ANSWER_SECONDS = 10.0
@@ -355,76 +425,3 @@ def relay_to(address: tuple[str, int]) -> str:
         )
         _processes.append(process)
         return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-# The connection
-
-_RENDEZVOUS_SECONDS = 120.0
-# Well before JAX would, `Liveness` notices a lost worker and lets all workers end together.
-_LATER_THAN_LIVENESS_SECONDS = 60
-_SHUTDOWN_SECONDS = 20
-_INITIALIZATION_SECONDS = 60
-
-
-def connect(place: MultiWorker, options: CommunicationOptions) -> None:
-    """Connects the processes of a job, once.
-
-    Raises:
-        ClusterError: if a worker does not come in time, its port is taken, or the workers do not
-            fit together.
-        BackendStartedError: if JAX has already computed something.
-    """
-    if jax.distributed.is_initialized():
-        if backends_started() and jax.process_count() != place.num_workers:
-            raise ClusterError(
-                f"JAX is already connected to {jax.process_count()} processes, but the cluster has"
-                f" {place.num_workers} workers. A process can be part of one job only, so start"
-                " another program for this cluster."
-            )
-        if consensus() is None and place.num_workers > 1:  # connected by the script itself
-            Liveness(place, connect_again(place, "liveness"), options).start()
-            _agree(place)
-        return
-    if backends_started():
-        if place.num_workers == 1:
-            return
-        raise BackendStartedError(
-            f"{place.name} cannot be connected to the other workers any more: JAX has started."
-            " Create the strategy, or call experimental_connect_to_cluster, at the beginning of the"
-            " program, before any array or device of JAX is used."
-        )
-    prepare_local_devices()
-    if place.num_workers == 1:
-        return
-    _log.info("%s: waiting for %s", place.name, ", ".join(map(str, place.other_workers)))
-    channels = connect_workers(place, options.timeout_seconds or _RENDEZVOUS_SECONDS)
-    Liveness(place, channels, options).start()
-    is_first = place.worker_number == 0
-    first = place.workers[0]
-    # Numeric, as JAX would try all addresses of a name, and another user may listen at one.
-    own_address = join_address(*resolved(first)[1][:2]) if is_first else None
-    jax.distributed.initialize(
-        own_address or relay_to((called_host(first.host, first.port), first.port)),
-        num_processes=place.num_workers,
-        process_id=place.worker_number,
-        cluster_detection_method="deactivate",
-        initialization_timeout=_INITIALIZATION_SECONDS,
-        heartbeat_timeout_seconds=math.ceil(options.heartbeat_timeout_seconds)
-        + _LATER_THAN_LIVENESS_SECONDS,
-        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        coordinator_bind_address=own_address,
-    )
-    _agree(place)
-
-
-def _agree(place: MultiWorker) -> None:
-    """Lets the workers agree from now on on the programs that they run."""
-    agreement = start_consensus(place, connect_again(place, "consensus"))
-    sequence = EventSequence(agreement)
-
-    def restart() -> None:
-        sequence.forget()
-        copies.restart()
-
-    agreement.after_mismatch = restart
-    job_programs.enter = sequence.enter

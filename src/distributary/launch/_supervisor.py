@@ -29,77 +29,6 @@ from distributary.launch._worker import (
     worker_environ,
 )
 
-# Signals that the launcher gets.
-
-_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@final
-class Signals:
-    """A receiver of SIGINT, SIGTERM and SIGHUP inside its `with` block, in the main thread.
-
-    An ignored signal stays ignored, so `nohup distributary launch ...` survives its terminal.
-
-    Args:
-        patience_seconds: Seconds after the first signal in which the launcher may wait for others.
-
-    Attributes:
-        received: Numbers of all signals that have arrived, in this order.
-    """
-
-    def __init__(self, patience_seconds: float) -> None:
-        self.received: list[int] = []
-        self._patience_seconds = patience_seconds
-        self._first_at = 0.0
-        self._num_taken = 0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "Signals":
-        self._read_end, self._write_end = socket.socketpair()
-        self._read_end.setblocking(False)
-        self._write_end.setblocking(False)
-        self._previous_fd = signal.set_wakeup_fd(self._write_end.fileno())
-        for number in _NUMBERS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._previous_fd)
-        self._read_end.close()
-        self._write_end.close()
-
-    def fileno(self) -> int:
-        """Returns the descriptor that becomes readable when a signal has arrived."""
-        return self._read_end.fileno()
-
-    def take(self) -> list[tuple[int, bool]]:
-        """Returns the signals that have arrived since the last call, and whether each is the first.
-
-        Only one of all is the first.
-        """
-        with contextlib.suppress(BlockingIOError):
-            self._read_end.recv(4096)
-        first, self._num_taken = self._num_taken, len(self.received)
-        return [(self.received[i], i == 0) for i in range(first, self._num_taken)]
-
-    def want_end_now(self) -> bool:
-        """Returns whether there was a second signal, or the first was too long ago."""
-        if len(self.received) < 2:
-            is_late = time.monotonic() > self._first_at + self._patience_seconds
-            return bool(self.received) and is_late
-        return True
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if not self.received:
-            self._first_at = time.monotonic()
-        self.received.append(number)
-
-
-# The supervisor.
-
 # Time for the last lines of an ended worker to arrive. Processes that it has left behind may hold
 # its stderr open.
 _LAST_LINES_SECONDS = 0.3
@@ -200,7 +129,7 @@ class Supervisor:
     environ: Mapping[str, str]
     link: Link
     output: Output
-    signals: Signals
+    signals: "Signals"
 
     def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -395,6 +324,7 @@ class Supervisor:
     def _on_end(self, worker: Worker, ending: Ending) -> None:
         """Reports that a task has ended, which may mean that the job has failed, or is done."""
         task = worker.task
+        main = [one.ending for one in self._workers if one.task.task_type == self._main_type]
         if ending.returncode:
             worker.output.ended.wait(_LAST_LINES_SECONDS)
             text = f"{task} {ending} after {time.monotonic() - worker.started_at:.1f} s"
@@ -418,11 +348,7 @@ class Supervisor:
         elif task.task_type in ("worker", "ps") and self.options.num_servers:
             warn = partial(self._warn_of_early_end, task, self._generation)
             self._timers.enter(_CHIEF_ENDS_SECONDS, 0, warn)
-        elif all(
-            other.ending is not None and not other.ending.returncode
-            for other in self._workers
-            if other.task.task_type == self._main_type
-        ):
+        elif all(one is not None and not one.returncode for one in main):
             self.link.send(restarts.Finished(self._generation))
 
     def _warn_of_early_end(self, task: Task, generation: int) -> None:
@@ -476,3 +402,72 @@ def count_running(states: Sequence[restarts.TaskState]) -> str:
     if "ps" in all_tasks:
         parts = [f"{running[type_]} of {all_tasks[type_]} {noun}" for type_, noun in _NOUNS.items()]
     return f"{', '.join(parts)} running"
+
+
+# The signals that it gets
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@final
+class Signals:
+    """A receiver of SIGINT, SIGTERM and SIGHUP inside its `with` block, in the main thread.
+
+    An ignored signal stays ignored, so `nohup distributary launch ...` survives its terminal.
+
+    Args:
+        patience_seconds: Seconds after the first signal in which the launcher may wait for others.
+
+    Attributes:
+        received: Numbers of all signals that have arrived, in this order.
+    """
+
+    def __init__(self, patience_seconds: float) -> None:
+        self.received: list[int] = []
+        self._patience_seconds = patience_seconds
+        self._first_at = 0.0
+        self._num_taken = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        self._read_end, self._write_end = socket.socketpair()
+        self._read_end.setblocking(False)
+        self._write_end.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._write_end.fileno())
+        for number in _NUMBERS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._read_end.close()
+        self._write_end.close()
+
+    def fileno(self) -> int:
+        """Returns the descriptor that becomes readable when a signal has arrived."""
+        return self._read_end.fileno()
+
+    def take(self) -> list[tuple[int, bool]]:
+        """Returns the signals that have arrived since the last call, and whether each is the first.
+
+        Only one of all is the first.
+        """
+        with contextlib.suppress(BlockingIOError):
+            self._read_end.recv(4096)
+        first, self._num_taken = self._num_taken, len(self.received)
+        return [(self.received[i], i == 0) for i in range(first, self._num_taken)]
+
+    def want_end_now(self) -> bool:
+        """Returns whether there was a second signal, or the first was too long ago."""
+        if len(self.received) < 2:
+            is_late = time.monotonic() > self._first_at + self._patience_seconds
+            return bool(self.received) and is_late
+        return True
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self.received:
+            self._first_at = time.monotonic()
+        self.received.append(number)

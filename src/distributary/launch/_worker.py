@@ -81,12 +81,9 @@ def worker_environ(
     result.pop(TOKEN_VARIABLE, None)
     if token is not None and task.task_type in cluster:  # an evaluator gets none
         result[TOKEN_VARIABLE] = token
-    result["TF_CONFIG"] = json.dumps(
-        {
-            "cluster": {task_type: list(addresses) for task_type, addresses in cluster.items()},
-            "task": {"type": task.task_type, "index": task.task_id},
-        }
-    )
+    jobs = {task_type: list(addresses) for task_type, addresses in cluster.items()}
+    own = {"type": task.task_type, "index": task.task_id}
+    result["TF_CONFIG"] = json.dumps({"cluster": jobs, "task": own})
     result[RESTART_VARIABLE] = str(num_restarts)
     result.setdefault("PYTHONUNBUFFERED", "1")
     if options.num_servers:
@@ -139,7 +136,7 @@ def misspelled(environ: Mapping[str, str] | None = None) -> Iterator[str]:
             yield f"distributary does not read {name} of the environment. Did you mean {close[0]}?"
 
 
-# What the worker reports.
+# What the worker reports
 
 STATUS_VARIABLE: Final = "DISTRIBUTARY_STATUS_FD"
 #: Numbers of a run by name: the same on the page, in files and on the way to a launcher. Names have
@@ -184,7 +181,7 @@ class ReportedNumbers:
         return ", ".join(text.format(last[name]) for name, text in formats.items() if name in last)
 
 
-# Its process.
+# Its process
 
 # Below the ports that systems give out on request, so that no other program gets one meanwhile.
 _PORTS = range(10_000, 32_000)

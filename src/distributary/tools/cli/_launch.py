@@ -124,11 +124,8 @@ def options_of(namespace: argparse.Namespace, environ: Mapping[str, str]) -> Lau
 
 def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> HostOptions | None:
     min_hosts, num_hosts = namespace.nnodes or (None, 1)
-    names = [
-        name
-        for name in ("node_rank", "master", "token_file", "join_seconds", "address")
-        if getattr(namespace, name) not in (None, 0)
-    ]
+    all_names = ("node_rank", "master", "token_file", "join_seconds", "address")
+    names = [name for name in all_names if getattr(namespace, name) not in (None, 0)]
     if namespace.nnodes is None and names:
         raise InvalidValueError(
             f"launch: --{names[0].replace('_', '-')} is for a job on several hosts, but --nnodes,"
@@ -156,15 +153,9 @@ def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> 
             " rand -hex 16` makes one."
         )
     seconds = namespace.join_seconds
-    return HostOptions(
-        num_hosts,
-        namespace.node_rank,
-        namespace.master,
-        token,
-        HostOptions.join_seconds if seconds is None else seconds,
-        namespace.address,
-        min_hosts,
-    )
+    seconds = HostOptions.join_seconds if seconds is None else seconds
+    rank, master, address = namespace.node_rank, namespace.master, namespace.address
+    return HostOptions(num_hosts, rank, master, token, seconds, address, min_hosts)
 
 
 def _range(text: str) -> tuple[int | None, int]:

@@ -194,12 +194,8 @@ def _checks_of(report: Json) -> list[Check]:
 
 def _before_jax(parts: Sequence[str], place: MultiWorker | None) -> Iterator[Check]:
     if "machine" in parts:
-        yield machine.versions()
-        yield machine.keras(os.environ)
-        yield machine.cluster(place)
-        yield machine.ports(place)
-        yield machine.host_name(place)
-        yield machine.memory()
+        yield from (machine.versions(), machine.keras(os.environ), machine.cluster(place))
+        yield from (machine.ports(place), machine.host_name(place), machine.memory())
 
 
 def _with_jax(
@@ -218,8 +214,7 @@ def _with_jax(
         yield Check("devices", "problem", f"{type(error).__name__}: {error}", fix)
         return
     if "machine" in parts:
-        yield machine.devices(num_devices)
-        yield machine.thread_pool()
+        yield from (machine.devices(num_devices), machine.thread_pool())
         yield machine.allocator(os.environ)
     part = "all-reduce"
     try:
@@ -334,11 +329,8 @@ def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float],
         sums = jax.block_until_ready(call(arrays))
         seconds.append(time.perf_counter() - start)
     expected = mesh.size * (mesh.size + 1) / 2
-    right = all(
-        bool((np.asarray(shard.data) == expected).all())
-        for total in sums
-        for shard in total.addressable_shards
-    )
+    shards = [shard.data for total in sums for shard in total.addressable_shards]
+    right = all(bool((np.asarray(data) == expected).all()) for data in shards)
     return seconds[1:], right  # without the first run, which compiles
 
 

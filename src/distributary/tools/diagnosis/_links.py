@@ -358,12 +358,9 @@ def _apart(
 def _better(one: Link, other: Link) -> Link:
     if one.error is not None or other.error is not None:
         return one if other.error is not None else other
-    return Link(
-        one.source,
-        one.target,
-        min(one.round_trip_seconds, other.round_trip_seconds),
-        max(one.bytes_per_second, other.bytes_per_second),
-    )
+    round_trip = min(one.round_trip_seconds, other.round_trip_seconds)
+    rate = max(one.bytes_per_second, other.bytes_per_second)
+    return Link(one.source, one.target, round_trip, rate)
 
 
 def _reason(error: BaseException) -> str:

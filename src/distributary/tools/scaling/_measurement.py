@@ -257,12 +257,9 @@ def measure(
 
 
 def _timed(script: Script, num_replicas: int, seconds: float, environ: Mapping[str, str]) -> Timing:
+    environ = _environ(num_replicas, environ)
     timing, process = call_in_process(
-        time_script,
-        script,
-        seconds,
-        environ=_environ(num_replicas, environ),
-        stderr=subprocess.STDOUT,
+        time_script, script, seconds, environ=environ, stderr=subprocess.STDOUT
     )
     if not isinstance(timing, Timing):
         lines = process.stdout.splitlines()[-_NUM_LAST_LINES:]
@@ -348,16 +345,10 @@ def predict(timing: Timing, network: Network, hosts: Sequence[int]) -> list[Pred
         transfer = turns / num_hosts * timing.reduced_bytes / network.bytes_per_second
         latency = turns * network.latency_seconds * timing.num_reductions
         seconds = timing.seconds + transfer + latency
-        examples = timing.examples_per_step
-        predictions.append(
-            Prediction(
-                num_hosts,
-                num_hosts * timing.num_replicas,
-                seconds,
-                None if examples is None else num_hosts * examples / seconds,
-                timing.seconds / seconds,
-            )
-        )
+        num_replicas, examples = num_hosts * timing.num_replicas, timing.examples_per_step
+        rate = None if examples is None else num_hosts * examples / seconds
+        efficiency = timing.seconds / seconds
+        predictions.append(Prediction(num_hosts, num_replicas, seconds, rate, efficiency))
     return predictions
 
 
@@ -431,17 +422,10 @@ def report(namespace: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if namespace.plot is not None:
         on = f"{title} on {last.platform.upper()}"
         write_png(namespace.plot, on, timings, predictions)
+    derived = ("seconds", "examples_per_second", "communication")
     content = {
         "program": title,
-        "measured": [
-            {
-                **asdict(timing),
-                "seconds": timing.seconds,
-                "examples_per_second": timing.examples_per_second,
-                "communication": timing.communication,
-            }
-            for timing in timings
-        ],
+        "measured": [asdict(t) | {name: getattr(t, name) for name in derived} for t in timings],
         "network": asdict(network),
         "predicted": [asdict(prediction) for prediction in predictions],
     }
