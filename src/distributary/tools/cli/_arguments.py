@@ -1,6 +1,7 @@
 """The arguments that several commands have, and what is said about wrong ones."""
 
 import argparse
+import contextlib
 import difflib
 import json
 import math
@@ -9,7 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeVar, final
+
+_T = TypeVar("_T")
 
 _STDOUT = Path("-")
 # What `compilation.known_topologies()` returns, which imports JAX.
@@ -60,19 +63,8 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
 def whole(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
     """Returns the type of an option that is a whole number."""
     up_to = "" if largest == math.inf else f" to {largest:.0f}"
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = smallest - 1
-        if not smallest <= value <= largest:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number from {smallest}{up_to}, found {text!r}"
-            )
-        return value
-
-    return parse
+    expected = f"a whole number from {smallest}{up_to}"
+    return _checked(int, lambda value: smallest <= value <= largest, expected)
 
 
 def wholes(text: str) -> list[int]:
@@ -87,16 +79,19 @@ def wholes(text: str) -> list[int]:
 
 def number(*, above_zero: bool = False) -> Callable[[str], float]:
     """Returns the type of an option that is a finite number, not below zero."""
+    expected = f"a number{' above 0' if above_zero else ', 0 or more'}"
+    least = math.ulp(0.0) if above_zero else 0.0
+    return _checked(float, lambda value: least <= value < math.inf, expected)
 
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value < math.inf or (above_zero and not value):
-            more = " above 0" if above_zero else ", 0 or more"
-            raise argparse.ArgumentTypeError(f"expected a number{more}, found {text!r}")
-        return value
+
+def _checked(
+    convert: Callable[[str], _T], is_right: Callable[[_T], bool], expected: str
+) -> Callable[[str], _T]:
+    def parse(text: str) -> _T:
+        with contextlib.suppress(ValueError):
+            if is_right(value := convert(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
 
     return parse
 

@@ -394,8 +394,8 @@ def write_png(
             line = zip(known[-1], *more, strict=True)
             efficiencies.plot(*line, "x--", label="predicted for more hosts")
         efficiencies.legend()
-    efficiencies.set(xlabel="replicas", ylabel="examples/s per replica, relative")
-    efficiencies.set_title("measured, and predicted for more hosts" if predictions else "measured")
+    what = "measured, and predicted for more hosts" if predictions else "measured"
+    efficiencies.set(xlabel="replicas", ylabel="examples/s per replica, relative", title=what)
     efficiencies.set_xscale("log", base=2)
     efficiencies.xaxis.set_major_formatter("{x:.0f}")
     efficiencies.axhline(1, color="grey", linewidth=0.5)
