@@ -462,10 +462,8 @@ class Signals:
 
     def want_end_now(self) -> bool:
         """Returns whether there was a second signal, or the first was too long ago."""
-        if len(self.received) < 2:
-            is_late = time.monotonic() > self._first_at + self._patience_seconds
-            return bool(self.received) and is_late
-        return True
+        is_late = time.monotonic() > self._first_at + self._patience_seconds
+        return len(self.received) > 1 or (bool(self.received) and is_late)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
