@@ -8,6 +8,7 @@ which HDF5 ignores.
 import dataclasses
 import functools
 import inspect
+import io
 import itertools
 import json
 import logging
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any, final
 
 import h5py  # type: ignore[import-untyped]
-import jax
 import keras
 import numpy as np
 
@@ -34,7 +34,7 @@ from distributary.checkpoint import (
     seal,
 )
 from distributary.context import get_strategy
-from distributary.devices import Fit, JobEvent, job_programs, progress
+from distributary.devices import Fit, JobEvent, job_programs, local_copy, progress
 from distributary.errors import CheckpointError, InvalidTypeError, InvalidValueError, shown
 from distributary.job import consensus, copies
 from distributary.keras_bridge._data import Position, current_call
@@ -66,8 +66,13 @@ class Backup(keras.callbacks.BackupAndRestore):
 
     @classmethod
     def of(cls, callback: Any) -> Any:
-        """Returns the form of a callback in which Keras' methods are those of this class."""
+        """Returns the form of a callback in which Keras' methods are those of this class.
+
+        Keras' own write to a bucket, to which all workers have access.
+        """
         kind = type(callback)
+        if not is_backup(callback) or file_utils.is_remote_path(callback.backup_dir):
+            return callback
         # Methods of a user's own class come first.
         is_own = kind is not keras.callbacks.BackupAndRestore
         backup: Any = object.__new__(type(kind.__name__, (kind, cls), {}) if is_own else cls)
@@ -78,9 +83,6 @@ class Backup(keras.callbacks.BackupAndRestore):
         """Makes the first worker write a backup, which includes the state of the random numbers."""
         model, strategy = self.model, get_strategy()
         call: Any = current_call.get()
-        if file_utils.is_remote_path(self.backup_dir):
-            super()._save_model()
-            return
         steps = 0
         in_epoch = self._current_epoch == call.epoch
         if in_epoch and call.order_is_known and strategy.extended.remote_steps is None:
@@ -95,29 +97,25 @@ class Backup(keras.callbacks.BackupAndRestore):
             "position": dataclasses.asdict(call.position(steps)),
             "metrics": [np.asarray(v).tolist() for v in model.metrics_variables if steps],
         }
-
-        def write() -> None:
-            with by_itself(strategy):
-                self._write(reached)
-
-        take_turn(0, model, strategy, write)
+        take_turn(0, model, strategy, lambda: self._write(reached))
 
     def _write(self, reached: dict[str, Any]) -> None:
-        self._take_folder()
-        if self.double_checkpoint and os.path.exists(self._weights_path):
-            file_utils.copy(self._weights_path, self._prev_weights_path)
-            file_utils.copy(self._training_metadata_path, self._prev_training_metadata_path)
-        seeds = [np.asarray(state.value).tolist() for state in _seed_states(self.model)]
-        described = json.dumps({**reached, "model_seeds": seeds}).encode()
-        with complete_file(Path(self._weights_path)) as path:
-            inspect.unwrap(saving_lib.save_weights_only)(self.model, str(path))
-            with h5py.File(path, "r+") as file:
-                file[_PROGRESS] = np.frombuffer(described, np.uint8)
-                file[_CALLBACKS] = np.frombuffer(_packed_callbacks(), np.uint8)
-            seal(path)
-        of_keras = {"epoch": self._current_epoch, "batch": self._last_batch_seen}
-        with complete_file(Path(self._training_metadata_path)) as path:
-            path.write_text(json.dumps(of_keras))  # for Keras without a strategy
+        with by_itself(get_strategy()):
+            self._take_folder()
+            if self.double_checkpoint and os.path.exists(self._weights_path):
+                file_utils.copy(self._weights_path, self._prev_weights_path)
+                file_utils.copy(self._training_metadata_path, self._prev_training_metadata_path)
+            seeds = [np.asarray(state.value).tolist() for state in _seed_states(self.model)]
+            described = json.dumps({**reached, "model_seeds": seeds}).encode()
+            with complete_file(Path(self._weights_path)) as path:
+                inspect.unwrap(saving_lib.save_weights_only)(self.model, str(path))
+                with h5py.File(path, "r+") as file:
+                    file[_PROGRESS] = np.frombuffer(described, np.uint8)
+                    file[_CALLBACKS] = np.frombuffer(_packed_callbacks(), np.uint8)
+                seal(path)
+            of_keras = {"epoch": self._current_epoch, "batch": self._last_batch_seen}
+            with complete_file(Path(self._training_metadata_path)) as path:
+                path.write_text(json.dumps(of_keras))  # for Keras without a strategy
 
     def _take_folder(self) -> None:
         """Checks that the folder belongs to this job, and that nothing else uses its file names.
@@ -148,8 +146,7 @@ class Backup(keras.callbacks.BackupAndRestore):
     def on_train_begin(self, logs: object = None) -> None:
         """Makes all workers continue training from the first worker's backup."""
         model, strategy = self.model, get_strategy()
-        if not file_utils.is_remote_path(self.backup_dir):
-            keep_programs(Path(self.backup_dir).absolute())
+        keep_programs(Path(self.backup_dir).absolute())
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         self._found = b""
@@ -178,27 +175,21 @@ class Backup(keras.callbacks.BackupAndRestore):
             The progress of training, as a line of JSON, then the state of the callbacks. Empty
             without a backup.
         """
-        path = self._weights_path
-        is_local = not file_utils.is_remote_path(path)
-        if is_local:
-            self._take_folder()
-        if not file_utils.exists(path):
+        path, metadata = Path(self._weights_path), Path(self._training_metadata_path)
+        self._take_folder()
+        if not path.exists():
             return b""
-        if is_local and is_damaged(Path(path)):
+        if is_damaged(path):
             raise CheckpointError(
                 f"BackupAndRestore: {path} is damaged: its checksum is not right. Remove it to"
                 " begin anew; double_checkpoint=True keeps the backup before."
             )
-        inspect.unwrap(saving_api.load_weights)(self.model, path)
-        if is_local:
-            with h5py.File(path, "r") as file:
-                if _PROGRESS in file:
-                    return b"\n".join(file[name][:].tobytes() for name in (_PROGRESS, _CALLBACKS))
+        inspect.unwrap(saving_api.load_weights)(self.model, str(path))
+        with h5py.File(path, "r") as file:
+            if _PROGRESS in file:
+                return b"\n".join(file[name][:].tobytes() for name in (_PROGRESS, _CALLBACKS))
         # Keras made it without a strategy.
-        if not file_utils.exists(self._training_metadata_path):
-            return b'{"epoch": 0}'
-        with file_utils.File(self._training_metadata_path, "r") as file:
-            return json.dumps({"epoch": int(json.loads(file.read())["epoch"])}).encode()
+        return metadata.read_bytes() if metadata.exists() else b'{"epoch": 0}'
 
     def _go_on(self, reached: dict[str, Any]) -> None:
         """Lets training go on from there."""
@@ -229,9 +220,6 @@ class Backup(keras.callbacks.BackupAndRestore):
 
     def on_train_end(self, logs: object = None) -> None:
         """Makes the first worker remove its backups at the end of training, and no other file."""
-        if file_utils.is_remote_path(self.backup_dir):
-            super().on_train_end(logs)
-            return
         folder = Path(self.backup_dir).absolute()
         if self.delete_checkpoint:
             remove_programs(folder)
@@ -262,33 +250,33 @@ def _resume_metrics(model: Any, values: list[Any]) -> None:
 
 def _callbacks() -> list[tuple[Any, list[str]]]:
     """Returns the other callbacks of this call with a state, and the attributes that have it."""
-    call = current_call.get()
+    call: Any = current_call.get()
     states = []
-    for callback in call.callbacks if call else ():
+    for callback in call.callbacks:
         names = [name for cls, names in _STATES if isinstance(callback, cls) for name in names]
-        states.append((callback, [name for name in names if hasattr(callback, name)]))
-    return [(callback, names) for callback, names in states if names]
+        if names := [name for name in names if hasattr(callback, name)]:
+            states.append((callback, names))
+    return states
 
 
 def _packed_callbacks() -> bytes:
     """Returns the state of the other callbacks: a line of JSON, and the bytes of its arrays."""
-    states, data = [], []
-    for callback, names in _callbacks():
-        state: dict[str, Any] = {}
-        for name in names:
-            value = state[name] = getattr(callback, name)
-            if isinstance(value, list):
-                arrays = [np.asarray(one) for one in value]
-                state[name] = [[array.dtype.name, array.shape] for array in arrays]
-                data += [array.tobytes() for array in arrays]
-        states.append([type(callback).__name__, state])
-    return b"".join([json.dumps(states, default=float).encode(), b"\n", *data])
+    data: list[bytes] = []
+
+    def described(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return float(value)
+        data.append(value.tobytes())
+        return value.dtype.name, value.shape
+
+    states = [[type(c).__name__, {n: getattr(c, n) for n in names}] for c, names in _callbacks()]
+    return b"\n".join([json.dumps(states, default=described).encode(), b"".join(data)])
 
 
 def _unpack_callbacks(packed: bytes) -> None:
     """Gives the other callbacks the state that `_packed_callbacks` has returned."""
     line, _, data = packed.partition(b"\n")
-    states, callbacks, start = json.loads(line or b"[]"), _callbacks(), 0
+    states, callbacks, left = json.loads(line or b"[]"), _callbacks(), io.BytesIO(data)
     names = [name for name, _ in states]
     callback_names = [type(callback).__name__ for callback, _ in callbacks]
     if names != callback_names:
@@ -302,11 +290,9 @@ def _unpack_callbacks(packed: bytes) -> None:
     for (callback, _), (_, state) in zip(callbacks, states, strict=True):
         for name, value in state.items():
             if isinstance(value, list):
-                arrays = []
-                for dtype, shape in value:
-                    arrays.append(np.ndarray(shape, dtype, data, start).copy())
-                    start += arrays[-1].nbytes
-                value = arrays
+                value = [np.empty(shape, dtype) for dtype, shape in value]
+                for array in value:
+                    left.readinto(array.reshape(-1).view(np.uint8))
             setattr(callback, name, value)
 
 
@@ -331,14 +317,8 @@ _PACKAGES_OF_CHIEF = {"mlflow", "wandb"}
 
 def compare_copies(model: Any, what: str) -> None:
     """Compares the workers' copies of a model and its optimizer."""
-    optimizer = getattr(model, "optimizer", None)
-    held = [
-        variable
-        for variable in (*model.variables, *getattr(optimizer, "variables", ()))
-        if isinstance(variable._value, jax.Array)
-        and variable._value.is_fully_replicated
-        and not variable._value.is_fully_addressable
-    ]
+    variables = (*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ()))
+    held = [v for v in variables if local_copy(v._value) is not v._value]
     copies.compare(what, [v.path for v in held], [v._value for v in held])
 
 
@@ -391,7 +371,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
             if isinstance(callback, keras.callbacks.TensorBoard) and not has_tensorflow():
                 callback._summary_module = Summaries()
                 callback.write_graph = False  # TensorBoard shows those of TensorFlow
-        callbacks = [Backup.of(c) if is_backup(c) else c for c in callbacks]
+        callbacks = [Backup.of(callback) for callback in callbacks]
         super().__init__(callbacks, add_history, add_progbar, **kw)
 
     def on_train_begin(self, logs: object = None) -> None:

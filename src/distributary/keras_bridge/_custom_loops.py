@@ -47,10 +47,9 @@ def _mode() -> Mode | None:
 
 def replica_context() -> ReplicaContext | None:
     """Returns the context of the replica that is being traced, if there are several replicas."""
-    mode = _mode()
-    if mode is None or mode.strategy.extended.num_replicas == 1:
-        return None
-    return mode.replica_context
+    mode: Any = _mode()
+    is_alone = mode is None or mode.strategy.extended.num_replicas == 1
+    return None if is_alone else mode.replica_context
 
 
 def refuse_in_step(model: Any, what: str) -> None:

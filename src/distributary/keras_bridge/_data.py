@@ -228,13 +228,9 @@ def get_data_adapter(original: Callable[..., Any], x: object, **arguments: Any) 
             options = Options()
             options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
             x = x.with_options(options)
-        x = DistributedDataset(
-            Batches(x, share, "fit, evaluate or predict: x is", extended.coworkers),
-            None,
-            share,
-            InputOptions().experimental_per_replica_buffer_size,
-            extended.step_counts,
-        )
+        batches = Batches(x, share, "fit, evaluate or predict: x is", extended.coworkers)
+        depth = InputOptions().experimental_per_replica_buffer_size
+        x = DistributedDataset(batches, None, share, depth, extended.step_counts)
     if isinstance(x, DistributedDataset):
         check_given("dataset", arguments, "y", "sample_weight")
         if x.cardinality == INFINITE_CARDINALITY and not arguments.get("steps_per_epoch"):
@@ -272,8 +268,7 @@ def _check_arrays(x: object, y: object, batch_size: Any) -> None:
             )
     if isinstance(x, DistributedIterator):
         raise InvalidTypeError(f"{what}: x is an iterator. Pass the distributed dataset itself.")
-    if hasattr(x, "shape") or isinstance(x, (list, tuple, dict)):
-        check_count(what, "batch_size", batch_size)
+    check_count(what, "batch_size", batch_size)
 
 
 def check_count(what: str, name: str, value: Any, least: int = 1) -> None:
@@ -453,10 +448,10 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
         return iterator
     of_keras = (keras_private.ArrayDataAdapter, keras_private.GeneratorDataAdapter)
     if not isinstance(adapter, of_keras):
-        iterator = map(kept, iterator)
+        iterator = (kept(batch) for batch in iterator)
     if extended.num_replicas > 1:
         # Arrays of nonzero elements do not have rows that could be split over the replicas.
-        iterator = map(_with_dense, iterator)
+        iterator = (_with_dense(batch) for batch in iterator)
     if extended.num_workers > 1:
         iterator = _same_everywhere(iterator)
     return ReadAhead(lambda skip: iterator) if adapter.num_batches is None else iterator
@@ -554,10 +549,9 @@ def adjust_input_rank(original: Callable[..., Any], self: Any, flat_inputs: list
 def require_numbers(what: str, data: object) -> None:
     """Raises an error if arrays in memory hold text."""
     for leaf in keras.tree.flatten(data):
-        # DataFrames and Series of pandas have several
-        dtypes = getattr(leaf, "dtypes", getattr(leaf, "dtype", ()))
-        dtypes = dtypes if isinstance(dtypes, Iterable) else [dtypes]
-        columns = zip(getattr(leaf, "columns", [getattr(leaf, "name", None)]), dtypes, strict=False)
+        dtypes: Any = getattr(leaf, "dtypes", getattr(leaf, "dtype", None))
+        is_frame = hasattr(dtypes, "items")  # of pandas, whose columns have a dtype each
+        columns = dtypes.items() if is_frame else [(getattr(leaf, "name", None), dtypes)]
         text = [name for name, dtype in columns if getattr(dtype, "kind", "-") in "USO"]
         if text:
             where = "" if text[0] is None else f" in column {text[0]!r}"
@@ -666,8 +660,7 @@ def check_columns(loss: Any, y_true: Any, y_pred: Any) -> None:
     shapes: Any = [getattr(y, "shape", ()) for y in (y_true, y_pred)]
     columns = {shape[1] for shape in shapes if len(shape) == 2}
     if len(columns) == 2 and 1 in columns:
-        of_y, of_output = shapes
         warn(
-            f"{loss.name}: y has shape {of_y}, and the output {of_output}: the one column is"
+            f"{loss.name}: y has shape {shapes[0]}, and the output {shapes[1]}: the one column is"
             " repeated. Give both as many columns, such as by the units of the last layer."
         )

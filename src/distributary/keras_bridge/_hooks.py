@@ -6,15 +6,16 @@ the functions in `HOOKS`, once per process. All do as Keras does unless a strate
 models without a strategy work as they do without distributary.
 """
 
-import functools
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import keras
 
 from distributary.devices import warn_of_untested
+from distributary.errors import WorkerMismatchError
 from distributary.keras_bridge import _callbacks, _data, _models, _replica_view, _saving, _variables
 from distributary.keras_bridge._keras_private import find
 from distributary.keras_bridge._step_function import PARTS
@@ -62,10 +63,7 @@ METHODS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     *(("Trainer", name, _models.in_scope) for name in ("fit", "evaluate", "predict")),
     *(("Trainer", f"{kind}_on_batch", _models.in_scope) for kind in PARTS),
     ("BaseTrainer", "_symbolic_build", _models.symbolic_build),
-    *(
-        ("Trainer", f"make_{kind}_function", functools.partial(_models.make_function, kind))
-        for kind in PARTS
-    ),
+    *(("Trainer", f"make_{kind}_function", partial(_models.make_function, kind)) for kind in PARTS),
     ("Trainer", "_get_jax_state", _models.get_jax_state),
     ("BaseTrainer", "get_metrics_result", _models.get_metrics_result),
 )
@@ -95,9 +93,7 @@ def install() -> bool:
         # All are found before the first is replaced.
         targets = [(find(owner, name), name, function) for owner, name, function in hooks]
         extra = METHODS if uses_jax else ()
-        methods = {
-            name: _hook(find(owner, name), name, function) for owner, name, function in extra
-        }
+        methods = {name: _hook(find(owner, name), name, run) for owner, name, run in extra}
         for owner, name, function in targets:
             setattr(owner, name, _hook(owner, name, function))
         if uses_jax:
@@ -115,9 +111,12 @@ def _hook(owner: object, name: str, function: Callable[..., Any]) -> Any:
     if isinstance(original, property):
         return function(original)
 
-    @functools.wraps(original)
+    @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
+        try:
+            return function(original, *args, **kwargs)
+        except WorkerMismatchError as error:  # its frames tell nothing to users
+            raise error.with_traceback(None) from None
 
     # Keras reads the arguments of layers from their signature.
     replacement.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]

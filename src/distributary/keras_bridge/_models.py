@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from distributary._threads import bound
-from distributary.context import check_same_strategy, entered, get_strategy, has_strategy
+from distributary.context import entered, get_strategy, has_strategy
 from distributary.devices import JobEvent, job_programs
 from distributary.engine import mode_of
 from distributary.errors import ContextError, InvalidTypeError, shown, warn
@@ -62,21 +62,18 @@ def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -
         kwargs: Keyword arguments of the call.
 
     Raises:
+        TypeError: if the method has no such arguments.
         WorkerMismatchError: if they do not.
     """
     if job_programs.enter is None:
         return
-    try:
-        call = inspect.signature(method).bind(model, *args, **kwargs)
-    except TypeError:
-        return  # Keras reports the error
+    call = inspect.signature(method).bind(model, *args, **kwargs)
     call.apply_defaults()
 
     values = call.arguments
     lines = [f"{name}={values[name]!r}" for name in _NUMBERS if name in values]
     lines += [f"{'no' if values.get(name) is None else 'a'} {name}" for name in _PRESENCE]
-    config = getattr(model, "_compile_config", None)
-    compiled = {} if config is None else config.config
+    compiled = getattr(getattr(model, "_compile_config", None), "config", {})
     lines += [f"compiled with {name}={_text(value)}" for name, value in compiled.items()]
     event = JobEvent(f"{method.__name__} of {model.name}", lambda: [(line, "") for line in lines])
     job_programs.begin(event)
@@ -239,7 +236,6 @@ def in_scope(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
             with ExitStack() as late, bound(_late, late):
                 return original(self, *args, **kwargs)
         strategy = _give_one_device(self)
-    check_same_strategy(strategy, f"{self.name}.{what}")
     args = tuple(map(_native, args))
     kwargs = {key: _native(value) if key in _DATA else value for key, value in kwargs.items()}
     x, y = (kwargs.get(key, [*args, None, None][i]) for i, key in enumerate("xy"))

@@ -271,17 +271,13 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
 
 def _combined(gradients: Sequence[Any]) -> list[Any]:
     """Sums the gradients of all replicas of `Strategy.run`."""
-    present = [gradient for gradient in gradients if gradient is not None]
     _tell_that_gradients_are_summed()
     if is_for_servers() and current_mode().role != "replica":
-        reduced = list(map(push, present))
-    elif is_away_from_variables():
+        return [None if gradient is None else push(gradient) for gradient in gradients]
+    if is_away_from_variables():
         # Everything after a collective is computed where the variables lie.
-        reduced = lax.psum(present, REPLICA_AXIS)
-    else:
-        reduced = get_strategy().extended.reduce_gradients(ReduceOp.SUM, present)
-    left = iter(reduced)
-    return [None if gradient is None else next(left) for gradient in gradients]
+        return list(lax.psum(list(gradients), REPLICA_AXIS))
+    return list(get_strategy().extended.reduce_gradients(ReduceOp.SUM, gradients))
 
 
 def _tell_that_gradients_are_summed() -> None:
@@ -342,10 +338,8 @@ class _View(keras.Variable):
         self._ndim = variable.ndim
         self._dtype = variable.dtype.name
         self._trainable = variable.trainable
-        self._autocast = False
-        self._initializer = self._layout = None
-        self._regularizer = self._constraint = None
-        self._overwrite_with_gradient = False
+        self._autocast = self._overwrite_with_gradient = False
+        self._initializer = self._layout = self._regularizer = self._constraint = None
 
     @property
     def value(self) -> Any:
@@ -363,10 +357,6 @@ class _View(keras.Variable):
             )
         self._variable.assign(jnp.asarray(value, self._variable.dtype))
         return value
-
-    def numpy(self) -> Any:
-        """Returns the value as a NumPy array."""
-        return self._variable.numpy()
 
 
 _views: weakref.WeakValueDictionary[int, _View] = weakref.WeakValueDictionary()

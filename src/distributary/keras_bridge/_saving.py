@@ -6,6 +6,7 @@ model is loaded, all workers get the values of the first one, so the others do n
 """
 
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -40,13 +41,14 @@ from distributary.keras_bridge._variables import keeps_on_servers
 
 def save(
     original: Callable[..., Any], model: Any, filepath: object, *args: Any, **kwargs: Any
-) -> Any:
+) -> None:
     """Makes saved files of a strategy's models appear complete, written by one worker."""
     strategy = strategy_of(model)
     refuse_in_step(model, "save")
     if strategy is None or not isinstance(filepath, (str, os.PathLike)):
         with by_itself(strategy):
-            return original(model, filepath, *args, **kwargs)
+            original(model, filepath, *args, **kwargs)
+        return
     options = inspect.signature(original).bind(model, filepath, *args, **kwargs).arguments
     several_files = not options.get("zipped", True) or options.get("max_shard_size") is not None
 
@@ -60,20 +62,19 @@ def save(
     with progress.doing("saving"), by_itself(strategy):
         sync_state(model)
         _once(model, strategy, os.fspath(filepath), write)
-    return None
 
 
-def load_weights(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def load_weights(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
     """Makes the first worker read weights for all workers."""
     strategy = strategy_of(model)
-    if strategy is None:
-        with by_itself(None):
-            return original(model, *args, **kwargs)
 
     def load() -> None:
         with by_itself(strategy):
             original(model, *args, **kwargs)
 
+    if strategy is None:
+        load()
+        return
     path = os.fspath(args[0] if args else kwargs.get("filepath", ""))
     refuse_in_step(model, "load_weights")
     other = not_of_keras(Path(path)) if path else None
@@ -84,7 +85,6 @@ def load_weights(original: Callable[..., Any], model: Any, *args: Any, **kwargs:
         take_turn(0, model, strategy, load)
     finally:  # before an error, the first worker may have assigned some
         take_over(model, strategy)
-    return None
 
 
 def load_state(original: Callable[..., Any], saveable: object, *args: Any, **kwargs: Any) -> Any:
@@ -100,11 +100,10 @@ def load_state(original: Callable[..., Any], saveable: object, *args: Any, **kwa
 
 def load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Does the same as `load_state` for files in the old format."""
-    if not has_strategy() or get_strategy().extended.num_workers == 1:
-        return original(*args, **kwargs)
-    with loading_together(get_strategy()):
+    strategy = get_strategy()
+    with loading_together(strategy):
         model = original(*args, **kwargs)
-    take_over(model, get_strategy())
+    take_over(model, strategy)
     return model
 
 
@@ -210,8 +209,7 @@ def post_build(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _of_layer(layer: Any) -> dict[str, Any]:
-    if isinstance(layer, keras.Model):
-        sync_state(layer)
+    sync_state(layer)
     variables = [*layer._trainable_variables, *layer._non_trainable_variables]
     variables += [generator.state for generator in layer._seed_generators]
     parts = [(_name(part), part) for part in (*variables, *layer._layers)]
@@ -253,9 +251,6 @@ def _numbered(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the parts by name; the second `dense` becomes `dense_1`."""
     result: dict[str, Any] = {}
     for name, part in parts:
-        unique, number = name, 0
-        while unique in result:
-            number += 1
-            unique = f"{name}_{number}"
-        result[unique] = part
+        names = (f"{name}_{number}" if number else name for number in itertools.count())
+        result[next(one for one in names if one not in result)] = part
     return result

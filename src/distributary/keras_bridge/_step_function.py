@@ -128,10 +128,7 @@ def values_of_variables(results: Nest) -> Nest:
 
 def takes_only_data(trainer: object, kind: Kind) -> bool:
     """Returns whether a model's step has one parameter, the batch, and none for the state."""
-    try:
-        parameters = inspect.signature(getattr(trainer, f"{kind}_step")).parameters.values()
-    except (TypeError, ValueError):
-        return False
+    parameters = inspect.signature(getattr(trainer, f"{kind}_step")).parameters.values()
     return [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
@@ -166,7 +163,6 @@ class StepFunction:
         extended = strategy.extended
         self._engine = extended.engine
         self._placement = extended.placement
-        self._num_replicas = extended.num_replicas
         self._share = extended.worker_share()
         self._counts = extended.step_counts
         self._loop: Loop | None = None  # over the data, unless the data counts its own
@@ -176,22 +172,19 @@ class StepFunction:
         self._eager = bool(trainer.run_eagerly)
         # Workers need all predictions, and so do loops, which return those of the last dim.
         keeps_rows = kind == "predict" and self._share.num_workers == 1 and self._steps == 1
-        self._kind_of_step = StepKind(
-            "global",
-            "per replica" if keeps_rows else "shared",
-            f"{trainer.name}.{_METHODS[kind]}",
-            trainer.name,
-        )
+        results: Any = "per replica" if keeps_rows else "shared"
+        title = f"{trainer.name}.{_METHODS[kind]}"
+        self._kind_of_step = StepKind("global", results, title, trainer.name)
         self._programs: dict[int, Programs] = {}  # by number of steps
         self._variables: list[list[Any]] | None = None  # that the programs use, see `_parts`
         self._fusible: bool | None = None
         self._limits: Sequence[Limit] = ()  # of the batches that are looked at
-        if kind == "train" and self._num_replicas > 1 and self._step.stateful is not None:
+        if kind == "train" and self._placement.num_replicas > 1 and self._step.stateful is not None:
             _log.warning(
                 "%s.train_step sees the whole batch, as the only replica of %d: in it,"
                 " strategy.num_replicas_in_sync is 1, so do not divide by the number of replicas.",
                 trainer.name,
-                self._num_replicas,
+                self._placement.num_replicas,
             )
 
     def __call__(self, state: object, iterator: Any) -> tuple[Any, Any]:
@@ -218,10 +211,8 @@ class StepFunction:
                     outputs.append(self._run(jax.tree.map(lambda x, i=i: x[i], stacked)))
         if not outputs:
             raise StopIteration
-        if self._kind != "predict":
+        if self._kind != "predict" or len(outputs) == 1:
             return outputs[-1], state
-        if len(outputs) == 1:
-            return outputs[0], state
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs), state
 
     def _begin_loop(self, iterator: Any) -> None:
@@ -231,10 +222,7 @@ class StepFunction:
         call = current_call.get()  # in its first pass, as it takes time; only `fit` counts them
         self._limits = [*limits_of(self._trainer)] if call is not None and call.passes <= 1 else ()
         self._loop = None if isinstance(iterator, DatasetBatches) else Loop(self._counts)
-        try:
-            self._loops_over = weakref.ref(iterator)
-        except TypeError:
-            self._loops_over = lambda: iterator
+        self._loops_over = weakref.ref(iterator)
 
     def _parts(self) -> list[list[Any]]:
         """Returns what identifies the variables, by their part in the step."""
@@ -292,7 +280,7 @@ class StepFunction:
         if trial is not None and self._kind == "train":
             rows = trial.prepare(self._trainer, rows, dim)
         num_examples = count * num_rows(rows, dim)
-        if self._num_replicas == 1:
+        if self._placement.num_replicas == 1:
             return rows, num_examples
         if not is_own and self._share.num_workers > 1:
             num_examples = -(-num_examples // self._share.num_workers)
@@ -300,7 +288,7 @@ class StepFunction:
 
     def _run_eagerly(self, batch: Nest) -> Nest:
         # Operations of a single worker need arrays of its own. All workers compute the same.
-        if self._num_replicas > 1 and self._share.num_workers == 1:
+        if self._placement.num_replicas > 1 and self._share.num_workers == 1:
             batch = jax.device_put(batch, self._placement.home or self._placement.of_variables)
         with entered(mode_of(self._strategy, "global")):
             return self._step(batch)

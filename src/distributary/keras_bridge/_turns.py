@@ -5,7 +5,7 @@ hold the whole model. So the worker whose turn it is says which variable it is a
 assign, and the others do that with it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -36,14 +36,13 @@ def saved_variables(model: Any) -> list[Any]:
         seen.add(id(value))
         if isinstance(value, (keras.Layer, keras.optimizers.Optimizer)):
             by_id.update((id(variable), variable) for variable in value.variables)
-            for _, part in sorted(vars(value).items(), key=lambda item: item[0]):
-                search(part)
-        elif isinstance(value, (list, tuple)):
-            for part in value:
-                search(part)
+            parts: Iterable[Any] = [vars(value)[name] for name in sorted(vars(value))]
         elif isinstance(value, dict):
-            for part in value.values():
-                search(part)
+            parts = value.values()
+        else:
+            parts = value if isinstance(value, (list, tuple)) else ()
+        for part in parts:
+            search(part)
 
     search(model)
     return list(by_id.values())

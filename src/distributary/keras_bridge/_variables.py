@@ -36,7 +36,7 @@ from distributary.devices import (
     stored_shards,
     without_memory,
 )
-from distributary.errors import UnsupportedError, WorkerMismatchError
+from distributary.errors import UnsupportedError
 from distributary.keras_bridge import _keras_private as keras_private
 from distributary.keras_bridge._turns import before_assign, before_read
 from distributary.tracing import current_scope, describe_value, gathered, noted_read
@@ -65,27 +65,23 @@ class _Seed(keras.random.SeedGenerator):
 
 
 @jax.disable_jit(False)  # for debugging; what is compiled below has no other form
-def first_value(
-    initializer: Any,
-    shape: tuple[int, ...],
-    dtype: str,
-    layout: NamedSharding | None,
-    agreed: Callable[[list[np.ndarray]], list[np.ndarray]],
-) -> Any:
-    """Returns the value of an initializer of Keras; None for other initializers.
+def first_value(variable: Any, initializer: Any, strategy: Any) -> Any:
+    """Returns the value of an initializer of Keras for a variable; None for other initializers.
 
     Those of Keras give the same value in every process, and leave nothing behind. Others may draw
     from generators of their own, so they run as they are. A normal distribution around another
     number than 0 can differ in the last bit from what Keras computes operation by operation.
 
-    Args:
-        initializer: A callable of a shape and dtype.
-        shape: Shape of the variable.
-        dtype: Dtype of the variable.
-        layout: Sharding of a value that is stored in parts; each device computes its part. None
-            gives a value of one device, or of NumPy.
-        agreed: Returns the seeds that all workers use, for those of this one.
+    Each device computes its part of a value that is stored in parts, from the chief's seed. Other
+    values are on one device, or NumPy's.
     """
+    shape, dtype = tuple(variable._shape), variable._dtype
+    layout = variable._layout if is_divided(variable._layout) else None
+
+    def agreed(seeds: list[np.ndarray]) -> list[Any]:
+        what = f"the creation of {_description(variable)}"
+        return seeds if layout is None else strategy.extended.from_chief(seeds, what)
+
     constant = _CONSTANTS.get(type(initializer))
     if constant is not None:
         agreed([])
@@ -99,7 +95,7 @@ def first_value(
     try:
         config: Any = jax.config
         bits = config.jax_threefry_partitionable, config.jax_default_prng_impl
-        program = _program(kind, settings, tuple(shape), dtype, layout, bits)
+        program = _program(kind, settings, shape, dtype, layout, bits)
     except TypeError:  # a setting is an array
         return None
     # What Keras makes of a number that is a seed.
@@ -172,9 +168,8 @@ def sharding_of(strategy: Any, variable: Any) -> Any:
         if parts is not None:
             return parts
     sharding = strategy.extended.variable_layout().replicated
-    if sharding is None or isinstance(sharding, NamedSharding):
-        return sharding
-    return _with_mesh(sharding)
+    has_mesh = sharding is None or isinstance(sharding, NamedSharding)
+    return sharding if has_mesh else _with_mesh(sharding)
 
 
 @functools.lru_cache(maxsize=32)
@@ -219,11 +214,12 @@ def init(
     optimizers are built.
     """
     scope = current_scope() if keras_private.in_stateless_scope() else None
-    if scope is not None and not callable(initializer) and not isinstance(initializer, str):
+    is_value = not callable(initializer) and not isinstance(initializer, str)
+    if scope is not None and is_value:
         with jax.ensure_compile_time_eval():
             value = keras.ops.convert_to_tensor(initializer, dtype)
         if not isinstance(value, jax.core.Tracer):
-            initializer = lambda shape, dtype: jnp.asarray(value, dtype)
+            initializer, is_value = (lambda shape, dtype: jnp.asarray(value, dtype)), False
             shape, dtype = value.shape, value.dtype
     if isinstance(keras_private.current_layer(), keras.optimizers.Optimizer):
         # Keras hands on the layout of the variable to which it belongs. Without one, Keras
@@ -232,11 +228,7 @@ def init(
         if has_strategy() or isinstance(beside, ON_SERVERS):
             kw["layout"] = None
     _note_dim(self, kw.get("name"), shape)
-    try:
-        original(self, initializer, shape, dtype, *args, **kw)
-    except WorkerMismatchError as error:
-        raise error.with_traceback(None) from None  # whose frames tell nothing to users
-    is_value = not callable(initializer) and not isinstance(initializer, str)
+    original(self, initializer, shape, dtype, *args, **kw)
     if is_value and is_divided(getattr(self, "_layout", None)):
         self._shape = tuple(np.shape(initializer))  # Keras has that of the stored array
     if scope is not None:
@@ -245,10 +237,9 @@ def init(
 
 def _note_dim(variable: Any, name: object, shape: Any) -> None:
     """Notes along which dim the layer that creates a variable divides it, if layers decide it."""
+    rules, layer = get_strategy().extended.layout_rules, keras_private.current_layer()
     if shape is None or not has_strategy():
         return
-    rules = get_strategy().extended.layout_rules
-    layer = keras_private.current_layer()
     if rules.is_auto and rules.num_devices > 1 and isinstance(layer, keras.Layer):
         dim = _divided_dim(rules, layer, name, tuple(shape))
         if dim is not None and shape[dim] % rules.num_devices == 0:
@@ -282,17 +273,15 @@ def initialize(original: Callable[..., Any], self: Any, initializer: Any) -> Non
         return
     if not keeps_on_servers(strategy):
         _lay_out(self, strategy)
-    layout = self._layout if is_divided(self._layout) else None
-    what = f"the creation of {_description(self)}"
-    agreed = lambda seeds: seeds if layout is None else strategy.extended.from_chief(seeds, what)
-    value = first_value(initializer, self._shape, self._dtype, layout, agreed)
+    value = first_value(self, initializer, strategy)
     if value is None:
         original(self, initializer)
-    elif layout is None:
-        self._initialize(value)
-        self._shared = False
+        return
+    if is_divided(self._layout):
+        self._value = put_sharded(value, self._layout)
     else:
-        self._value, self._shared = put_sharded(value, layout), False
+        self._initialize(value)
+    self._shared = False
 
 
 def direct_assign(original: Callable[..., Any], self: Any, value: Any) -> None:
@@ -301,13 +290,6 @@ def direct_assign(original: Callable[..., Any], self: Any, value: Any) -> None:
     Values always get their layout. If the layout has only one device, Keras leaves a value that is
     already there as it is. But `jax.jit` sees another type then, and compiles the step once more.
     """
-    try:
-        _assign(original, self, value)
-    except WorkerMismatchError as error:
-        raise error.with_traceback(None) from None  # as in `init`
-
-
-def _assign(original: Callable[..., Any], self: Any, value: Any) -> None:
     strategy = _strategy_of_new(self)
     argument = value
     if not isinstance(value, jax.core.Tracer):
