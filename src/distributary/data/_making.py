@@ -269,10 +269,7 @@ class Filter(SameElements):
     input: Node
     predicate: Callable[..., Any]
     in_memory = False
-
-    def cardinality(self) -> int:
-        size = self.input.cardinality()
-        return size if size == 0 else UNKNOWN_CARDINALITY
+    cardinality = Node.cardinality
 
     def elements(self, path: Path) -> Stream:
         return IteratedStream(filter(partial(call, self.predicate), self.input.stream(path)))
@@ -522,10 +519,6 @@ class Interleave(Random):
     in_memory = False
     pattern = "interleave({cycle_length}, {block_length})"
 
-    def cardinality(self) -> int:
-        size = self.input.cardinality()
-        return size if size == 0 else UNKNOWN_CARDINALITY
-
     def elements(self, path: Path) -> Stream:
         return IteratedStream(self._in_turns(self._streams(path)))
 
@@ -582,10 +575,9 @@ class Generated(Node):
     pattern = "{text}"
 
     def cardinality(self) -> int:
-        sizes = [part.cardinality() for part in self.parts]
         if self.count is None:
-            return sizes[0] if sizes[0] == 0 else UNKNOWN_CARDINALITY
-        return self.count(*sizes)
+            return super().cardinality()
+        return self.count(*[part.cardinality() for part in self.parts])
 
     def elements(self, path: Path) -> Stream:
         return IteratedStream(self.generate(*(part.stream(path) for part in self.parts)))

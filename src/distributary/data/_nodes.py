@@ -326,7 +326,7 @@ MAX_SEED = 2**63
 Trait: TypeAlias = Literal["batched", "own_arrays", "in_memory"]
 
 
-class Node(abc.ABC):
+class Node:
     """An operation; its fields hold the nodes that it reads from.
 
     Attributes:
@@ -343,9 +343,13 @@ class Node(abc.ABC):
     in_memory: bool | None = None
     pattern: ClassVar[str]
 
-    @abc.abstractmethod
     def cardinality(self) -> int:
-        """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
+        """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY.
+
+        By default it is unknown, unless the first input is empty.
+        """
+        sizes = [node.cardinality() for node in self.inputs()[:1]]
+        return 0 if sizes == [0] else UNKNOWN_CARDINALITY
 
     def label(self) -> str:
         """Returns the operation and its arguments, by which a pipeline is recognized."""

@@ -14,7 +14,7 @@ from typing import IO, Any, final
 from google_crc32c import value as crc32c
 
 from distributary.data._dataset import Dataset
-from distributary.data._nodes import UNKNOWN_CARDINALITY, FileSource, IteratedStream, Path, Stream
+from distributary.data._nodes import FileSource, IteratedStream, Path, Stream
 from distributary.data._sources import FilePaths, file_names
 from distributary.data._structure import TensorSpec
 from distributary.devices import Nest
@@ -140,9 +140,6 @@ class RecordFiles(FileSource):
     read: Callable[[str], Iterator[bytes]]
     name: str
     batched = False
-
-    def cardinality(self) -> int:
-        return UNKNOWN_CARDINALITY
 
     def elements(self, path: Path) -> Stream:
         return IteratedStream(itertools.chain.from_iterable(map(self.read, self.files)))

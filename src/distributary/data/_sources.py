@@ -219,6 +219,7 @@ class Iterated(Node):
     signature: Nest = None
     batched: bool | None = None
     own_arrays = True
+    pattern = "{name}"
 
     def cardinality(self) -> int:
         return self.count
@@ -228,9 +229,6 @@ class Iterated(Node):
 
     def spec(self) -> Nest:
         return super().spec() if self.signature is None else self.signature
-
-    def label(self) -> str:
-        return self.name
 
 
 def generated(generator: Callable[..., Any], signature: Nest, args: Sequence[Any]) -> Node:
@@ -318,9 +316,6 @@ class Once(Node):
 
     items: OneShot
     own_arrays = True
-
-    def cardinality(self) -> int:
-        return UNKNOWN_CARDINALITY
 
     def elements(self, path: Path) -> Stream:
         if is_peek(path):
