@@ -113,8 +113,7 @@ class DistributedVariable(Variable, DistributedValues):
 
     def __repr__(self) -> str:
         if current_scope() is not None:
-            kind = type(self).__name__
-            return f"<{kind} '{self.name}' shape={self._shape} dtype={self._dtype.name}>"
+            return self._text_of(self.name, None, type(self).__name__)
         return DistributedValues.__repr__(self)
 
     __str__ = __repr__
@@ -265,9 +264,7 @@ class VariableComponent(ArrayOperators):
         return np.array(self._array)
 
     def __repr__(self) -> str:
-        if isinstance(self._array, jax.core.Tracer):
-            return f"<dist.Variable '{self.name}' shape={self.shape} dtype={self.dtype.name}>"
-        return self.variable._component_text(self.name, self._array)
+        return self.variable._text_of(self.name, self._array)
 
 
 def across_replicas(value: _Change, aggregation: VariableAggregation, scope: TraceScope) -> _Change:

@@ -674,17 +674,17 @@ class Variable(Assignable):
             f" {shown(self._layout.strategy)}. Pickle v.numpy(), and assign it to a new variable."
         )
 
-    def _component_text(self, name: str, value: ArrayLike) -> str:
+    def _text_of(self, name: str, value: ArrayLike | None, kind: str = "dist.Variable") -> str:
+        """Returns the text of a copy; without its numbers if they are not known in a trace."""
+        text = f"<{kind} '{name}' shape={self._shape} dtype={self._dtype.name}"
+        if value is None or isinstance(value, jax.core.Tracer):
+            return f"{text}>"
         array = np.asarray(value)
-        text = np.array2string(array, separator=", ") if self._shape else repr(array.item())
-        return (
-            f"<dist.Variable '{name}' shape={self._shape} dtype={self._dtype.name}, numpy={text}>"
-        )
+        numbers = np.array2string(array, separator=", ") if self._shape else repr(array.item())
+        return f"{text}, numpy={numbers}>"
 
     def __repr__(self) -> str:
-        if current_scope() is not None:
-            return f"<dist.Variable '{self.name}' shape={self._shape} dtype={self._dtype.name}>"
-        return self._component_text(self.name, self._peek())
+        return self._text_of(self.name, None if current_scope() is not None else self._peek())
 
     __str__ = __repr__
 
