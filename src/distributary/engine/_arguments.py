@@ -229,8 +229,7 @@ def split_result(result: object, what: str) -> tuple[list[Any], Callable[..., An
             )
 
     if all(kind == "array" for kind, _ in slots):
-        one: Any = jax.tree.structure(0)
-        is_array = one == tree
+        is_array = bool(arrays) and jax.tree_util.treedef_is_leaf(tree)
 
         def rebuild_arrays(values: Sequence[Any], wrap: Callable[[Any], Any] | None = None) -> Any:
             if is_array:

@@ -347,8 +347,7 @@ def _check_gathered(parts: list[Any], axis: int) -> None:
         if others(part) != others(parts[0]):
             raise ReplicaMismatchError(
                 f"gather: the component of replica {i} is {part.dtype}{[*part.shape]}, that of"
-                f" replica 0 {parts[0].dtype}{[*parts[0].shape]}; they may differ in the size of"
-                f" dim {axis} only."
+                f" replica 0 {parts[0].dtype}{[*parts[0].shape]}; only dim {axis} may differ."
             )
 
 

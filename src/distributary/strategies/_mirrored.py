@@ -72,9 +72,8 @@ class MirroredStrategy(Strategy):
         sharded = Sharded.of(experimental_shard_optimizer_state, experimental_shard_parameters)
         if cross_device_ops is not None and sharded:
             raise InvalidValueError(
-                f"{what} is {shown(cross_device_ops)}, but with {sharded.value} in parts, gradients"
-                " are not combined on every device: XLA scatters their sums. Leave out one of the"
-                " two."
+                f"{what} is {shown(cross_device_ops)}, but with {sharded.value} in parts, XLA"
+                " scatters sums of gradients to the devices itself. Leave out one of the two."
             )
         rules = LayoutRules(
             "MirroredStrategy", experimental_layout_map, experimental_model_parallel
