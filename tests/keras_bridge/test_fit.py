@@ -100,7 +100,7 @@ def test_arguments_of_fit_mean_the_same_as_on_one_device(kwargs, strategy_of):
     assert int(model.optimizer.iterations) == int(reference.optimizer.iterations)
 
 
-def test_jit_compile_false_warns_and_is_right(strategy):
+def test_a_model_that_is_not_to_be_compiled_is_right(strategy):
     def make(**options):
         keras.utils.set_random_seed(0)
         # Of few operations: without jit, each of them is compiled.
@@ -108,16 +108,12 @@ def test_jit_compile_false_warns_and_is_right(strategy):
         model.compile("sgd", "mse", **options)
         return model
 
-    with (
-        pytest.warns(DistributaryWarning, match=r"small\.compile: jit_compile=False") as caught,
-        strategy.scope(),
-    ):
+    with strategy.scope():
         model = make(jit_compile=False)
     reference, batch = make(), small.data(4)
 
     loss = model.train_on_batch(*batch)
 
-    assert [w.filename for w in caught] == [__file__]
     np.testing.assert_allclose(loss, reference.train_on_batch(*batch), **small.CLOSE)
     small.assert_equal_weights(model, reference)
     _assert_one_copy_on_each_device(model.variables, 2)
