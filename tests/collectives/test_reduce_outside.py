@@ -210,6 +210,15 @@ def test_parts_that_would_broadcast_are_refused(components, axis, strategy):
             strategy.reduce(op, value, axis=axis)
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3)])
+def test_parts_of_several_dtypes_are_refused(sizes, strategy):
+    parts = [np.ones(sizes[0], np.float16), np.full(sizes[1], 7e4, np.float32)]
+
+    for components in (parts, parts[::-1]):  # the mean would have the first one's dtype
+        with pytest.raises(ReplicaMismatchError, match=r"components are \['float.* axis=\(0,\)"):
+            strategy.reduce("MEAN", dist.PerReplica(components), axis=0)
+
+
 def test_rows_of_a_table_reduced_over_a_dim_are_those_of_the_table(strategy):
     def rows(context):
         number = context.replica_id_in_sync_group

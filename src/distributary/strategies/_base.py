@@ -341,7 +341,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
             ContextError: inside `run`.
             InvalidValueError: for unknown operations, and for a SUM of values that are the same on
                 all replicas.
-            ReplicaMismatchError: if shapes differ and `axis` is None.
+            ReplicaMismatchError: if dtypes differ, or shapes in dims other than `axis`.
 
         Source: `tf.distribute.Strategy.reduce`.
         """

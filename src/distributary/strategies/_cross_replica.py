@@ -233,7 +233,7 @@ class CrossReplica:
 
         def total(*leaves: Any) -> Any:
             sums, counts, dtypes = zip(*(_summed(op, axes, leaf) for leaf in leaves), strict=True)
-            if len({part.shape for part in sums}) > 1:
+            if len({part.shape for part in sums}) > 1 or len({*dtypes}) > 1:
                 raise ReplicaMismatchError(
                     f"reduce: the components are {texts}; they may differ in the dims of axis="
                     f"{axes} only. Give the axis of the examples, or (0, 1) for both."
