@@ -284,6 +284,8 @@ with dist.MirroredStrategy(devices, experimental_shard_parameters=True).scope():
     for variable in variables:
         np.asarray(variable.value)
         variable.assign(np.ones((2048, 2048), "float32"))
+    for variable in variables:  # whoever reads one does not leave it whole in memory
+        np.asarray(variable.value), variable.numpy()
     is_over.set()
     thread.join()
 print(largest - before, sum(v._value.nbytes for v in variables))
@@ -296,5 +298,5 @@ def test_only_one_variable_at_a_time_is_whole_in_memory():
 
     most, of_parts = map(int, small.python(_MEASURED, **allocator).split())
 
-    # Two variables: on the host, and on each of the devices, which are in the same memory.
-    assert most < of_parts * (1 + 10 / 16)
+    # Of one variable: on the host, and what each device makes its first value from.
+    assert most < of_parts * (1 + 5 / 16)

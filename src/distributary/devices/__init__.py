@@ -49,6 +49,7 @@ from distributary.devices._jax_private import (
 )
 from distributary.devices._placement import (
     HOST_MEMORY,
+    array_of_parts,
     fetch_whole,
     has_host_memory,
     in_device_memory,

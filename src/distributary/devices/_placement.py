@@ -14,7 +14,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec as P,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from distributary.devices._discovery import LOCAL_AXIS, REPLICA_AXIS, num_logical_devices
 from distributary.devices._dispatcher import JobEvent, Nest, dispatcher_for, job_programs
@@ -270,17 +276,27 @@ def put_sharded(
     sizes = array.shape if shape is None else shape
     begin = [0] * array.ndim if box is None else [part.start for part in box]
     stored_as = stored_shape(sizes, sharding)
+    part_shape = sharding.shard_shape(stored_as)
 
-    def stored(part: tuple[slice, ...] | None) -> np.ndarray:
-        # A copy: JAX may keep the memory of the array it gets, and with it the whole value.
-        copy = np.zeros(sharding.shard_shape(stored_as), array.dtype)
-        places = zip(part or (), begin, strict=False)
-        values = array[tuple([slice((place.start or 0) - b, None) for place, b in places])]
-        values = values[tuple([slice(size) for size in copy.shape])]
-        copy[tuple([slice(size) for size in values.shape])] = values
-        return copy
+    def part_at(place: tuple[slice, ...] | None) -> np.ndarray:
+        starts = zip(place or (), begin, strict=False)
+        values = array[tuple([slice((dim.start or 0) - b, None) for dim, b in starts])]
+        values = values[tuple([slice(size) for size in part_shape])]
+        if values.shape == part_shape:
+            return values
+        part = np.zeros(part_shape, array.dtype)
+        part[tuple([slice(size) for size in values.shape])] = values
+        return part
 
-    return jax.make_array_from_callback(stored_as, sharding, stored)
+    places = sharding.addressable_devices_indices_map(stored_as)
+    kind = sharding.memory_kind
+    # Copies: JAX may keep the memory of the array it gets, and with it the whole value.
+    parts = jax.device_put(
+        [part_at(place) for place in places.values()],
+        [SingleDeviceSharding(device, memory_kind=kind) for device in places],
+        may_alias=False,
+    )
+    return jax.make_array_from_single_device_arrays(stored_as, sharding, parts)
 
 
 def unpadded(stored: _Array, shape: Sequence[int]) -> _Array:
@@ -303,11 +319,17 @@ def fetch_whole(stored: jax.Array, shape: Sequence[int]) -> np.ndarray:
         job_programs.begin(JobEvent(f"reading an array in parts, {stored.dtype}{list(shape)}"))
         dispatcher = dispatcher_for(tuple(mesh.devices.flat))
         stored = dispatcher.run(_gather_on(mesh), lambda out: out, stored)
-    # Of another array of the same parts, because JAX keeps what NumPy gets as long as the array.
-    parts = [shard.data for shard in stored.addressable_shards]
-    again = jax.make_array_from_single_device_arrays(stored.shape, stored.sharding, parts)
-    whole: np.ndarray = unpadded(np.asarray(local_copy(again)), shape)
+    whole: np.ndarray = unpadded(np.asarray(local_copy(array_of_parts(stored))), shape)
     return whole
+
+
+def array_of_parts(stored: jax.Array) -> jax.Array:
+    """Returns another array of the same parts, to read as a whole.
+
+    JAX keeps what NumPy gets, the whole value, as long as the array from which NumPy got it.
+    """
+    parts = [shard.data for shard in stored.addressable_shards]
+    return jax.make_array_from_single_device_arrays(stored.shape, stored.sharding, parts)
 
 
 @functools.lru_cache(maxsize=32)

@@ -18,6 +18,7 @@ from distributary.checkpoint import settle
 from distributary.context import get_strategy, has_strategy, in_global_view
 from distributary.devices import (
     JobEvent,
+    array_of_parts,
     current_trial,
     dispatcher_for,
     fetch_whole,
@@ -514,7 +515,7 @@ def whole_value(variable: Any, value: Any) -> Any:
     if not in_parts or isinstance(value, jax.core.Tracer) or value.is_fully_replicated:
         return in_device_memory(local_copy(value))
     if value.is_fully_addressable and value.shape == tuple(variable.shape):
-        return value  # JAX computes with its parts
+        return array_of_parts(value)  # JAX computes with them
     with jax.ensure_compile_time_eval():
         if not layout.is_fully_addressable:
             before_read(variable)
