@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -266,3 +267,19 @@ _SET_BY_OTHERS = {
 
 def _environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_OTHERS}
+
+
+@pytest.fixture
+def full_disk():
+    """A block in which files are not larger than a number of bytes."""
+
+    @contextmanager
+    def full_disk(num_bytes=0):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return full_disk

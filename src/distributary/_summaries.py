@@ -1,6 +1,11 @@
 """Summaries for TensorBoard, with the functions of `tf.summary`, written by tensorboardX."""
 
 import importlib.util
+import itertools
+import os
+import platform
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, final
@@ -19,6 +24,58 @@ def has_tensorflow() -> bool:
         return importlib.util.find_spec("tensorflow") is not None
     except ValueError:  # something else has its name
         return False
+
+
+_num_files = itertools.count()
+_SECONDS_BETWEEN_FLUSHES = 120.0  # as TensorFlow's
+
+
+@final
+class EventFile:
+    """An event file of TensorBoard in a folder, which is created.
+
+    It is written where `write` is called. The thread of tensorboardX's `SummaryWriter` ends when a
+    disk is full, and those that write wait for it forever.
+
+    Args:
+        folder: TensorBoard's `--logdir`, or a folder below it; also `s3://` and `gs://`.
+        suffix: End of the file's name.
+
+    Raises:
+        ImportError: without tensorboardX.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], suffix: str = "") -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.record_writer import RecordWriter, directory_check
+
+        folder = os.fspath(folder)
+        directory_check(folder)
+        # Files of one second need different names.
+        place = f"{platform.node()}.{os.getpid()}.{next(_num_files)}"
+        name = f"events.out.tfevents.{time.time():.0f}.{place}{suffix}"
+        self._writer, self._event = RecordWriter(f"{folder}/{name}"), Event
+        self._next_flush = 0.0
+        #: Writes the rest and closes the file; at the end of the process, too.
+        self.close = weakref.finalize(self, self._writer.close)
+        self.write(file_version="brain.Event:2")
+
+    def write(self, **fields: Any) -> None:
+        """Writes an event with these fields, and flushes now and then.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        event = self._event(**{"wall_time": time.time(), **fields})
+        self._writer.write(event.SerializeToString())
+        if time.monotonic() >= self._next_flush:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes everything to the file."""
+        if self.close.alive:
+            self._writer.flush()
+        self._next_flush = time.monotonic() + _SECONDS_BETWEEN_FLUSHES
 
 
 @final
@@ -71,7 +128,7 @@ class Summaries:
         description: object = None,
     ) -> None:
         """Writes the first clip of `[number, frames, channels]`, with values from -1 to 1."""
-        self._write("add_audio", name, data[0], step, sample_rate=sample_rate)
+        self._write("audio", name, data[0], step, sample_rate=sample_rate)
 
     def set_step(self, step: object) -> None:
         """Sets the step of what is written without one: a number or a variable."""
@@ -103,18 +160,18 @@ class Summaries:
         self, name: str, data: ArrayLike, step: object = None, description: object = None
     ) -> None:
         """Writes a number."""
-        self._write("add_scalar", name, data, step, float)
+        self._write("scalar", name, data, step, float)
 
     def histogram(
         self,
         name: str,
         data: Any,
         step: object = None,
-        buckets: object = None,
+        buckets: int | None = None,
         description: object = None,
     ) -> None:
-        """Writes the distribution of an array."""
-        self._write("add_histogram", name, data, step)
+        """Writes the distribution of the finite numbers of an array, over 30 or more `buckets`."""
+        self._write("histogram", name, data, step, _finite, bins=buckets or 30)
 
     def image(
         self,
@@ -125,17 +182,17 @@ class Summaries:
         description: object = None,
     ) -> None:
         """Writes images `[number, height, width, channels]` with values from 0 to 1."""
-        self._write("add_images", name, data[:max_outputs], step, dataformats="NHWC")
+        self._write("image", name, data[:max_outputs], step, dataformats="NHWC")
 
     def text(
         self, name: str, data: ArrayLike, step: object = None, description: object = None
     ) -> None:
         """Writes text."""
-        self._write("add_text", name, np.asarray(data), step, lambda text: str(text.item()))
+        self._write("text", name, np.asarray(data), step, lambda text: str(text.item()))
 
     def _write(
         self,
-        method: str,
+        kind: str,
         name: str,
         data: ArrayLike,
         step: object,
@@ -154,8 +211,12 @@ class Summaries:
             )
 
         def write(number: int, data: np.ndarray, replica: int = 0) -> None:
-            if replica == 0:
-                getattr(writer.events, method)(name, convert(data), int(number), **options)
+            values = convert(data)
+            if replica == 0 and writer.events is not None and np.size(values):
+                from tensorboardX import summary
+
+                made = getattr(summary, kind)(name, values, **options)
+                writer.events.write(step=int(number), summary=made)
 
         values = [number, _value(data)]
         if any(isinstance(value, jax.core.Tracer) for value in values):
@@ -167,6 +228,12 @@ class Summaries:
 def _value(value: object) -> Any:
     """Returns the array of a variable, and anything else unchanged."""
     return value.__jax_array__() if hasattr(value, "__jax_array__") else value
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    """Returns the finite numbers of an array, `[n]`."""
+    numbers = np.asarray(values, np.float64)
+    return numbers[np.isfinite(numbers)]
 
 
 def _replica() -> Any:
@@ -184,9 +251,7 @@ class SummaryWriter:
     def __init__(
         self, folder: str | None, current: list[tuple["SummaryWriter", Any]], suffix: str
     ) -> None:
-        from tensorboardX import SummaryWriter as Events
-
-        self.events = Events(folder, filename_suffix=suffix, write_to_disk=folder is not None)
+        self.events = None if folder is None else EventFile(folder, suffix)
         self._current = current
 
     @contextmanager
@@ -205,9 +270,11 @@ class SummaryWriter:
     def flush(self) -> None:
         """Writes everything to the file."""
         jax.effects_barrier()  # what steps have still to write
-        self.events.flush()
+        if self.events is not None:
+            self.events.flush()
 
     def close(self) -> None:
         """Writes everything to the file and closes it."""
         jax.effects_barrier()
-        self.events.close()
+        if self.events is not None:
+            self.events.close()

@@ -227,6 +227,39 @@ def test_tensorboard_writes_for_a_model_without_a_strategy(tmp_path, monkeypatch
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
+def test_summaries_on_a_full_disk_raise(tmp_path, full_disk, monkeypatch):
+    monkeypatch.setenv("CRC32C_SW_MODE", "auto")  # which importing tensorboardX sets
+    writer = tf.summary.create_file_writer(str(tmp_path))
+    num_events = 10_000  # more than buffers hold
+
+    with writer.as_default(), full_disk(), pytest.raises(OSError, match="large"):
+        for step in range(num_events):
+            tf.summary.scalar("loss", 0.5, step=step)
+        writer.close()
+
+
+def test_two_files_of_one_second_have_all_summaries(tmp_path, monkeypatch):
+    monkeypatch.setenv("CRC32C_SW_MODE", "auto")
+    from tensorboardX.proto.event_pb2 import Event
+
+    for number in range(2):
+        writer = tf.summary.create_file_writer(str(tmp_path))
+        with writer.as_default(step=3):
+            tf.summary.scalar("loss", number)
+            values = [0, 1, 2, 3, np.nan, np.inf]
+            tf.summary.histogram("weights", np.array(values, np.float32), buckets=3)
+            tf.summary.histogram("none", np.array([np.nan]))
+        writer.close()
+        writer.flush()  # nothing is left
+
+    records = dist.data.TFRecordDataset(sorted(map(str, tmp_path.iterdir())))
+    events = [Event.FromString(bytes(record)) for record in records]
+    found = [(e.step, value) for e in events for value in e.summary.value]
+    assert [(step, v.simple_value) for step, v in found if v.tag == "loss"] == [(3, 0), (3, 1)]
+    histograms = [value.histo for _, value in found if value.HasField("histo")]
+    assert [(h.num, list(h.bucket)) for h in histograms] == [(4, [0, 1, 1, 2])] * 2
+
+
 def test_traces_of_summaries_are_profiles(tmp_path):
     tf.summary.trace_on(graph=True)
     tf.summary.trace_export("nothing")

@@ -1,11 +1,9 @@
 """Numbers of a run in files, and profiles of its steps."""
 
-import contextlib
 import gzip
 import json
 import math
 import re
-import resource
 
 import numpy as np
 import pytest
@@ -19,22 +17,6 @@ from distributary.launch import report
 @pytest.fixture(autouse=True)
 def _own_values(monkeypatch):
     monkeypatch.setattr(progress, "values", {})
-
-
-@pytest.fixture
-def full_disk():
-    """A block in which files are not larger than a number of bytes."""
-
-    @contextlib.contextmanager
-    def full_disk(num_bytes=0):
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    return full_disk
 
 
 def _step(x):

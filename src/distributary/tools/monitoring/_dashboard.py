@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import jax
 
+from distributary._summaries import EventFile
 from distributary.devices import latest_program, progress, short_name
 from distributary.errors import (
     ContextError,
@@ -175,34 +175,24 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         try:
-            from tensorboardX.proto.event_pb2 import Event
-            from tensorboardX.record_writer import RecordWriter
             from tensorboardX.summary import scalar
         except ImportError as error:
             raise MissingPackageError(
                 "StatisticsLogger: tensorboard= needs tensorboardX. Install it with"
                 f" `{pip_install('tensorboard')}`."
             ) from error
-        folder.mkdir(parents=True, exist_ok=True)
-        # Not `SummaryWriter`, which waits forever if its thread has ended because a disk is full.
-        name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}"
-        self._writer = RecordWriter(str(folder / name))
-        self._event, self._scalar = Event, scalar
-        self._add(wall_time=time.time(), file_version="brain.Event:2")
+        self._file, self._scalar = EventFile(folder), scalar
 
     def write(self, when: float, numbers: Numbers) -> None:
         """Adds a scalar for every number of a process at a time, in seconds since 1970."""
         step = int(numbers["num_steps"])
         for name, value in numbers.items():
-            self._add(wall_time=when, step=step, summary=self._scalar(name, value))
-        self._writer.flush()
+            self._file.write(wall_time=when, step=step, summary=self._scalar(name, value))
+        self._file.flush()
 
     def close(self) -> None:
         """Writes the rest, and closes the file."""
-        self._writer.close()
-
-    def _add(self, **fields: Any) -> None:
-        self._writer.write(self._event(**fields).SerializeToString())
+        self._file.close()
 
 
 # Profiles of some steps, for Perfetto and TensorBoard.
