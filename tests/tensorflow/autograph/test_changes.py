@@ -241,6 +241,24 @@ def try_with_else_and_finally(x):
 
 
 @numbers
+def try_with_names_of_errors(x):
+    y = x
+    try:
+        for i in range(2):
+            y = y + i if x > 0 else y - i
+        raise RuntimeError("expected")
+    except ValueError as error:
+        y = error
+    except Exception as error:
+        y = y * len(str(error)) if x > 1 else y
+        try:
+            raise KeyError(1, 2) from error
+        except KeyError as other:
+            y = y + len(other.args)
+    return y
+
+
+@numbers
 def return_inside_of_with(x):
     with contextlib.nullcontext():
         if x > 0:

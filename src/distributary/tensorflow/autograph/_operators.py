@@ -305,9 +305,11 @@ def assert_stmt(
     check_when_run(holds, text, values())
 
 
-def handled() -> None:
-    """Begins the handler of an exception."""
-    check_handler(sys.exception())
+def handled() -> BaseException | None:
+    """Begins the handler of an exception, and returns it."""
+    error = sys.exception()
+    check_handler(error)
+    return error
 
 
 def contains(values: Any, item: Any) -> Any:

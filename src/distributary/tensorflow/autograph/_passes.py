@@ -46,7 +46,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 @final
 class Simplified(ast.NodeTransformer):
-    """Rewrites `else` of loops, `match`, `x: int = 1`, and `:=` in the condition of `while`.
+    """Rewrites `except`, `else` of loops, `match`, `x: int = 1`, and `:=` in a `while` condition.
 
     Raises:
         NotImplementedError: for what stays unknown.
@@ -67,6 +67,16 @@ class Simplified(ast.NodeTransformer):
         # Of a block's variable, Python refuses the annotation: the block declares it nonlocal.
         plain = ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
         return _like(node, plain)
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> Any:
+        self.generic_visit(node)
+        handled = ast.Attribute(ast.Name("ag__", ast.Load()), "handled", ast.Load())
+        begin: Any = ast.Expr(ast.Call(handled, [], []))
+        if node.name is not None:  # malt does not know that this assigns a variable
+            begin = ast.Assign([ast.Name(node.name, ast.Store())], begin.value)
+            node.name = None
+        node.body.insert(0, _like(node, begin))
+        return node
 
     def visit_For(self, node: ast.For) -> Any:
         self.generic_visit(node)
@@ -525,7 +535,7 @@ class _ControlFlow(control_flow.ControlFlowTransformer):
 
 @final
 class _Statements(ast.NodeTransformer):
-    """Rewrites `assert`, `except`, `with`, `in` and `raise`.
+    """Rewrites `assert`, `with`, `in` and `raise`.
 
     malt's own pass for `assert` takes constant messages only.
     """
@@ -551,11 +561,6 @@ class _Statements(ast.NodeTransformer):
             values=ast.Tuple(values, ast.Load()),
             shown=shown,
         )
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> Any:
-        self.generic_visit(node)
-        node.body[:0] = self._parsed("ag__.handled()", node)
-        return node
 
     def visit_With(self, node: ast.With) -> Any:
         self.generic_visit(node)
