@@ -241,6 +241,30 @@ def try_with_else_and_finally(x):
 
 
 @numbers
+def try_with_conditions_in_else(x):
+    y = steps = 0
+    for i in range(4):
+        try:
+            y = y + (x if i < 3 else [x][i])
+        except IndexError:
+            y = y * 2
+        else:
+            if x > 1:
+                break
+            y = y + i
+        finally:
+            steps = steps + 1
+    try:
+        y = y + 1
+    except ValueError:
+        y = 0
+    else:
+        if x > 0:
+            return y, steps
+    return y + 1, steps
+
+
+@numbers
 def try_with_names_of_errors(x):
     y = x
     try:

@@ -5,6 +5,7 @@ Most are those of diastatic-malt. Importing this module imports malt.
 
 import ast
 import builtins
+import copy
 import inspect
 import itertools
 import types
@@ -46,7 +47,9 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 @final
 class Simplified(ast.NodeTransformer):
-    """Rewrites `except`, `else` of loops, `match`, `x: int = 1`, and `:=` in a `while` condition.
+    """Rewrites what malt does not know, or takes wrongly.
+
+    These are `except`, `else` of `try` and of loops, `match`, annotations, and `:=` in `while`.
 
     Raises:
         NotImplementedError: for what stays unknown.
@@ -77,6 +80,16 @@ class Simplified(ast.NodeTransformer):
             node.name = None
         node.body.insert(0, _like(node, begin))
         return node
+
+    def visit_Try(self, node: ast.Try) -> Any:
+        self.generic_visit(node)
+        if not node.orelse:
+            return node
+        rest, final, node.orelse, node.finalbody = node.orelse, node.finalbody, [], []
+        begin, note, has_ended = self._flag(node, "tried")
+        node.body.append(note)
+        parts = [begin, node, _like(node, ast.If(has_ended, rest, []))]
+        return [_like(node, ast.Try(parts, [], [], final))] if final else parts
 
     def visit_For(self, node: ast.For) -> Any:
         self.generic_visit(node)
@@ -145,19 +158,26 @@ class Simplified(ast.NodeTransformer):
         if not node.orelse:
             return node
         rest, node.orelse = node.orelse, []
-        name = f"broke_{next(self._numbers)}"
-        _Noted(name).visit_all(node.body)
-        start, ended = ast.Name(name, ast.Store()), ast.Name(name, ast.Load())
-        begin = ast.Assign([start], ast.Constant(False))
-        after = ast.If(ast.UnaryOp(ast.Not(), ended), rest, [])
-        return [_like(node, begin), node, _like(node, after)]
+        begin, note, has_ended = self._flag(node, "broke")
+        _Noted(note).visit_all(node.body)
+        after = ast.If(ast.UnaryOp(ast.Not(), has_ended), rest, [])
+        return [begin, node, _like(node, after)]
+
+    def _flag(self, node: ast.stmt, name: str) -> tuple[ast.stmt, ast.stmt, ast.expr]:
+        """Returns what begins as False, what makes it True, and what reads it."""
+        name = f"{name}_{next(self._numbers)}"
+        begin, note = (
+            _like(node, ast.Assign([ast.Name(name, ast.Store())], ast.Constant(value)))
+            for value in (False, True)
+        )
+        return begin, note, ast.Name(name, ast.Load())
 
 
 class _Noted(ast.NodeTransformer):
-    """Sets a variable before each `break` of a loop."""
+    """Puts a statement before each `break` of a loop."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, statement: ast.stmt) -> None:
+        self._statement = statement
 
     def visit_all(self, body: list[ast.stmt]) -> None:
         """Visits the statements of the loop."""
@@ -172,8 +192,7 @@ class _Noted(ast.NodeTransformer):
         return super().visit(node)
 
     def visit_Break(self, node: ast.Break) -> Any:
-        noted = ast.Assign([ast.Name(self._name, ast.Store())], ast.Constant(True))
-        return [_like(node, noted), node]
+        return [_like(node, copy.deepcopy(self._statement)), node]
 
 
 def _like(node: ast.AST, new: Any) -> Any:
