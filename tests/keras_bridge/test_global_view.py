@@ -97,25 +97,28 @@ class _SortedWeights(keras.layers.Layer):
         return keras.ops.mean(x, axis=1, keepdims=True) * keras.ops.sort(self.weight, axis=0)[2]
 
 
-_WITHOUT_SIGN = {  # ids in gradients
+_UNDIVIDED = {  # the first ones have ids without a sign, in gradients
     "sorted": lambda y, p: jnp.square(jnp.sort(p, -1) - y),
     "median": lambda y, p: jnp.square(y - jnp.median(p, -1, keepdims=True)),
     "bytes": lambda y, p: jnp.square(
         y - jnp.take_along_axis(p, jnp.argsort(y, -1).astype(jnp.uint8), -1)
     ),
     "weights": "mse",
+    "cut and padded": lambda y, p: jnp.square(
+        y - jax.lax.pad(p, jnp.float32(0.5), [(-1, 2, 1), (0, 0, 0)])[: y.shape[0]]
+    ),
 }
 
 
-@pytest.mark.parametrize("case", _WITHOUT_SIGN)
-def test_ids_that_the_partitioner_cannot_divide(case):
+@pytest.mark.parametrize("case", _UNDIVIDED)
+def test_what_the_partitioner_cannot_divide(case):
     strategy = dist.MirroredStrategy(["cpu:0", "cpu:1"], experimental_shard_parameters=True)
 
     def train():
         keras.utils.set_random_seed(0)
         last = _SortedWeights() if case == "weights" else keras.layers.Dense(3)
         model = keras.Sequential([keras.Input((72,)), keras.layers.Dense(3), last])
-        model.compile(keras.optimizers.SGD(0.1), _WITHOUT_SIGN[case])
+        model.compile(keras.optimizers.SGD(0.1), _UNDIVIDED[case])
         x = X.reshape(22, -1)
         return model.fit(x, Y, batch_size=7, epochs=2, shuffle=False, verbose=0).history["loss"]
 

@@ -43,6 +43,8 @@ def divisible(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
             return _whole_convolution(eqn, mesh)
         if eqn.primitive is lax.select_and_scatter_add_p:
             return _with_whole_windows(eqn, mesh)
+        if eqn.primitive is lax.pad_p:
+            return _cut_after_padding(eqn)
         return None
 
     return rewritten(closed, rule)
@@ -86,6 +88,24 @@ def _with_whole_windows(eqn: Equation, mesh: Mesh) -> Version:
     of_dims = [eqn.params[name] for name in ("window_dimensions", "window_strides", "padding")]
     in_one_row = [values == (1, 1, (0, 0)) for values in zip(*of_dims, strict=True)]
     return _laid_out_as(eqn, mesh, P(*[P.UNCONSTRAINED if one else None for one in in_one_row]))
+
+
+def _cut_after_padding(eqn: Equation) -> Version | None:
+    """Returns a pad that cuts off rows at the beginning of a dim after it has put rows between.
+
+    The partitioner (jaxlib 0.10.2 to 0.12) aborts at one that does both.
+    """
+    config = eqn.params["padding_config"]
+    if not any(low < 0 < between for low, _, between in config):
+        return None
+    wider = tuple([(max(low, 0), max(high, 0), between) for low, high, between in config])
+
+    def bind(x: Array, value: Array) -> Array:
+        wide: Array = lax.pad_p.bind(x, value, padding_config=wider)
+        cuts = zip(wide.shape, config, strict=True)
+        return wide[tuple([slice(max(-low, 0), n + min(high, 0)) for n, (low, high, _) in cuts])]
+
+    return bind
 
 
 def _laid_out_as(eqn: Equation, mesh: Mesh, spec: P) -> Version:
