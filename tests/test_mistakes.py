@@ -813,8 +813,8 @@ told_each(
             lambda s: dist.MirroredStrategy(experimental_layout_map={"a": (None, "model")}),
         ),
         "shards_by_a_number": (
-            "experimental_shard_parameters is 2, expected True, False",
-            lambda s: dist.MirroredStrategy(experimental_shard_parameters=2),
+            "experimental_shard_parameters is 1, expected True, False",
+            lambda s: dist.MirroredStrategy(experimental_shard_parameters=1),
         ),
         "shards_of_hosts_for_the_optimizer": (
             "experimental_shard_optimizer_state is 'host', expected True or False",

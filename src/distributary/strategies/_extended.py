@@ -118,14 +118,15 @@ class Sharded(enum.Enum):
         Raises:
             InvalidValueError: if one is neither a bool nor, for the parameters, "host".
         """
-        if isinstance(optimizer_state, str):
+        bools = (bool, np.bool_, type(None))
+        if not isinstance(optimizer_state, bools):
             raise InvalidValueError(
                 f"experimental_shard_optimizer_state is {optimizer_state!r}, expected True or"
                 ' False. Only experimental_shard_parameters takes "host".'
             )
         if parameters == "host":
             return cls.IN_HOST
-        if isinstance(parameters, str) or parameters not in (False, True, None):
+        if not isinstance(parameters, bools):
             raise InvalidValueError(
                 f"experimental_shard_parameters is {parameters!r}, expected True, False or"
                 ' "host", which divides variables over the devices of each host.'
