@@ -2,22 +2,21 @@
 
 from distributary.options import RecoveryOptions
 from distributary.servers._cluster import local_cluster
-from distributary.servers._cluster_coordinator import ClusterCoordinator
-from distributary.servers._per_worker import (
+from distributary.servers._processes import Server
+from distributary.servers._queue import RemoteValue
+from distributary.servers._ray import ray, ray_cluster
+from distributary.servers._sources import (
     PerWorkerDataset,
     PerWorkerIterator,
     PerWorkerValues,
     experimental_get_current_worker_index,
 )
-from distributary.servers._processes import Server
-from distributary.servers._queue import RemoteValue
-from distributary.servers._ray import ray, ray_cluster
 from distributary.servers._statistics import (
     CoordinatorStatistics,
     ServerStatistics,
     WorkerStatistics,
 )
-from distributary.servers._strategy import ParameterServerStrategy
+from distributary.servers._strategy import ClusterCoordinator, ParameterServerStrategy
 
 __all__ = [
     "ClusterCoordinator",

@@ -33,7 +33,7 @@ def folders(certificates, tmp_path_factory):
 @pytest.fixture
 def environment(folders, monkeypatch):
     """A function that sets the credentials of the tasks that are started next."""
-    monkeypatch.setattr("distributary.servers._certificates._secrets", [])
+    monkeypatch.setattr("distributary.servers._grpc._secrets", [])
 
     def use(certificates=None, secret=None):
         values = certificates and str(folders[certificates]), secret, "{}"

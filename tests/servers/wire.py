@@ -6,8 +6,7 @@ import random
 import ml_dtypes
 import numpy as np
 
-from distributary.servers._certificates import ROLES, Credentials, make_certificates
-from distributary.servers._grpc import GrpcLink, GrpcServer
+from distributary.servers._grpc import ROLES, Credentials, GrpcLink, GrpcServer, make_certificates
 from distributary.servers._links import InProcessLink
 from distributary.servers._messages import Assembly, Message, WireError, decode, encode, split
 from distributary.servers._plans import (

@@ -1,6 +1,6 @@
 """Rules for how many shards `ParameterServerStrategy` divides a variable into."""
 
-from distributary.servers._partitioners import (
+from distributary.servers._variables import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

@@ -24,15 +24,18 @@ from distributary.devices import (
     requested_cpu_devices,
     set_logical_cpu_devices,
 )
-from distributary.errors import CancelledError, DeviceError, InvalidValueError, UnavailableError
+from distributary.errors import (
+    CancelledError,
+    DeviceError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnavailableError,
+)
 from distributary.options import RecoveryOptions
-from distributary.servers._copies import CopyOnServers
-from distributary.servers._links import InProcessLink, Link
-from distributary.servers._messages import JSON, Message
-from distributary.servers._partitioners import Shard, check_positive
-from distributary.servers._plans import Program, Update
-from distributary.servers._sessions import (
+from distributary.servers._links import (
     Heartbeat,
+    InProcessLink,
+    Link,
     SessionId,
     SessionLink,
     SessionService,
@@ -40,8 +43,12 @@ from distributary.servers._sessions import (
     call_all,
     new_session,
 )
+from distributary.servers._messages import JSON, Message
+from distributary.servers._plans import Program, Update
 from distributary.servers._sources import as_maker
+from distributary.servers._split import Shard
 from distributary.servers._statistics import ServerStatistics
+from distributary.servers._store import CopyOnServers
 from distributary.servers._worker import new_service
 from distributary.tracing import Handle
 
@@ -449,3 +456,19 @@ def _devices_of_workers(num_workers: int, num_devices: int) -> list[Sequence[jax
     if len(devices) < wanted:
         return [devices[:num_devices]] * num_workers
     return [devices[i : i + num_devices] for i in range(0, wanted, num_devices)]
+
+
+def check_positive(caller: str, **numbers: int) -> None:
+    """Checks numbers that are arguments.
+
+    Raises:
+        InvalidTypeError: if a number is not an int.
+        InvalidValueError: if a number is not positive.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise InvalidTypeError(
+                f"{caller}: {name} is {number!r} ({type(number).__name__}), expected an int."
+            )
+        if number < 1:
+            raise InvalidValueError(f"{caller}: {name} is {number}, expected 1 or more.")

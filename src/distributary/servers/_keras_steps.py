@@ -12,10 +12,10 @@ import numpy as np
 from distributary.devices import progress
 from distributary.errors import InvalidValueError, UnsupportedError, shown
 from distributary.keras_bridge import ModelStep, UnknownSizes, check_given, current_call, num_rows
-from distributary.servers._closures import share_rows
-from distributary.servers._cluster_coordinator import ClusterCoordinator
-from distributary.servers._per_worker import PerWorkerIterator
+from distributary.servers._plans import share_rows
 from distributary.servers._queue import RemoteValue
+from distributary.servers._sources import PerWorkerIterator
+from distributary.servers._strategy import ClusterCoordinator
 from distributary.variables import PerReplica, map_leaves
 
 _MAX_AHEAD_PER_WORKER = 32

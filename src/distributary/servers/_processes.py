@@ -20,16 +20,22 @@ from distributary.cluster_resolver import ClusterResolver, ClusterSpec, Peer, mu
 from distributary.devices import backends_started, prepare_local_devices
 from distributary.errors import ClusterError, ContextError, InvalidTypeError, InvalidValueError
 from distributary.job import package_versions
-from distributary.servers._certificates import (
+from distributary.servers._cluster import Cluster
+from distributary.servers._grpc import (
     Credentials,
+    GrpcLink,
+    GrpcServer,
     credentials_of,
     credentials_of_this_process,
 )
-from distributary.servers._cluster import Cluster
-from distributary.servers._grpc import GrpcLink, GrpcServer
-from distributary.servers._links import IDENTIFY, ConnectionLostError, Link, UnauthenticatedError
+from distributary.servers._links import (
+    IDENTIFY,
+    ConnectionLostError,
+    Link,
+    Task,
+    UnauthenticatedError,
+)
 from distributary.servers._messages import JSON, Message
-from distributary.servers._sessions import Task
 from distributary.servers._sources import ScriptEndError, describe, find, is_reimporting
 from distributary.servers._statistics import lines_of, serve_metrics
 from distributary.servers._worker import new_service

@@ -16,10 +16,9 @@ from distributary.cluster_resolver import TOKEN_VARIABLE, ClusterSpec
 from distributary.errors import ClusterError, InvalidValueError, WorkerLostError
 from distributary.launch import RESTART_VARIABLE, free_addresses
 from distributary.options import RecoveryOptions
-from distributary.servers._certificates import CERTIFICATES_VARIABLE, import_extra
-from distributary.servers._cluster import Cluster, Session
+from distributary.servers._cluster import Cluster, Session, check_positive
+from distributary.servers._grpc import CERTIFICATES_VARIABLE, import_extra
 from distributary.servers._messages import JSON
-from distributary.servers._partitioners import check_positive
 from distributary.servers._processes import (
     CONNECT_VARIABLE,
     Server,

@@ -30,20 +30,99 @@ The stages of `split_over_servers` decide
    server 0 for those of d and e;
 4. what every server is given (`_server_part`): `w`, which it has, and `c`, which is pushed;
 5. what the worker has to compute (`_worker_part`): the results and everything that is pushed.
+
+Before, `in_parts` divides the variables of a program into parts, each a state of its own. With a
+variable of 4 rows in two parts, the update
+
+    { lambda ; a:f32[4,2] b:f32[4,2]. let
+        c:f32[4,2] = mul 0.1 b
+        d:f32[4,2] = push c
+        e:f32[4,2] = sub a d
+      in (e,) }
+
+becomes an update of each part
+
+    { lambda ; a:f32[2,2] b:f32[2,2] c:f32[4,2]. let
+        e:f32[4,2] = mul 0.1 c
+        g:f32[2,2] = slice[start=(0, 0) limit=(2, 2)] e
+        h:f32[2,2] = push g
+        i:f32[2,2] = sub a h
+        j:f32[2,2] = slice[start=(2, 0) limit=(4, 2)] e
+        k:f32[2,2] = push j
+        l:f32[2,2] = sub b k
+      in (i, l) }
+
+so parts of one variable can lie on several parameter servers.
+
+And before that, `per_device` turns a function whose replicas run on several devices into the
+program of one device.
+
+Values outside of the replicas are the same on all devices, and each device computes them. So
+
+    { lambda ; w:f32[] x:f32[4]. let
+        c:f32[] = mul w 2.0
+        d:f32[] = shard_map[in_specs=(P(), P("replica")) out_specs=(P(),)
+          jaxpr={ lambda ; e:f32[] f:f32[2]. let
+              g:f32[2] = mul f e
+              h:f32[] = reduce_sum g
+              i:f32[] = psum[replica] h
+            in (i,) }
+        ] c x
+      in (d,) }
+
+becomes one flat program with collectives, of which every device runs a copy:
+
+    { lambda ; w:f32[] x:f32[4]. let
+        c:f32[] = mul w 2.0
+        d:i32[] = axis_index[replica]
+        e:i32[] = mul d 2
+        f:f32[2] = dynamic_slice[slice_sizes=(2,)] x e
+        g:f32[2] = mul f c
+        h:f32[] = reduce_sum g
+        i:f32[] = psum[replica] h
+      in (i,) }
+
+The other stages then see the equations of the replicas.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias, final
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias, final
 
+import jax
+import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
+from distributary.devices import REPLICA_AXIS, shard_dim
 from distributary.errors import UnsupportedError
-from distributary.jaxprs import Array, Atom, Equation, jaxpr_of, leading_to, variables_of
-from distributary.programs import closed_part, is_in_first_stage
-from distributary.servers._partitioners import Shard
+from distributary.jaxprs import (
+    AnyJaxpr,
+    Array,
+    Atom,
+    Equation,
+    aval_of,
+    call_of,
+    evaluate_one,
+    has_replicas,
+    interpret_with,
+    jaxpr_of,
+    leading_to,
+    open_jaxpr,
+    opened,
+    shape_of,
+    variables_of,
+)
+from distributary.programs import (
+    closed_part,
+    is_in_first_stage,
+    row_operands,
+    with_rows,
+    without_calls,
+)
 from distributary.tracing import Handle, is_of_devices, is_sum_of_replicas, start_p
 
 # Stands in for the number of a server, for values that the worker returns or computes with.
@@ -52,6 +131,20 @@ _DATA = ("data", "replicas", "argument")
 
 #: The origin of an input of a program: a kind and a number; see `WorkerPlan.inputs`.
 Origin: TypeAlias = tuple[str, int]
+
+
+class Shard(NamedTuple):
+    """A variable on a server, or some rows of one.
+
+    Attributes:
+        server: Number of the server.
+        number: Number of the variable on the server.
+        num_rows: Size of dim 0; 1 for a scalar.
+    """
+
+    server: int
+    number: int
+    num_rows: int
 
 
 @final
@@ -411,3 +504,254 @@ def needed_part(
 
 def _hashable(atom: Atom) -> Var | None:
     return None if isinstance(atom, Literal) else atom
+
+
+def in_parts(
+    jaxpr: Jaxpr, inputs: Mapping[int, Sequence[int]], outputs: Mapping[int, Sequence[int]]
+) -> tuple[Jaxpr, dict[Var, Array]]:
+    """Returns a program with parts in the place of whole variables.
+
+    A value that is computed row by row from parts, or from pushed values, has parts, too: each part
+    is computed from the same rows of the operands. So every part has an update of its own, and the
+    value pushed for it is a part.
+
+    Args:
+        jaxpr: The program.
+        inputs: By position of an input, the sizes along dim 0 of the parts that take its place.
+        outputs: The same for outputs.
+
+    Returns:
+        The program without calls of functions, and the values of constants, which are its last
+        inputs.
+    """
+    jaxpr, constants = without_calls(jaxpr, {})
+    invars: list[Var] = []
+    joined: list[Equation] = []
+    for i, v in enumerate(jaxpr.invars):
+        if i not in inputs:
+            invars.append(v)
+            continue
+        parts = [_rows_like(v, num_rows) for num_rows in inputs[i]]
+        invars += parts
+        joined.append(_equation(lambda *arrays: lax.concatenate(arrays, 0), parts, v))
+    parting = _Parting(invars)
+    for eqn in (*joined, *jaxpr.eqns):
+        parting.add(eqn)
+    outvars: list[Atom] = []
+    for i, atom in enumerate(jaxpr.outvars):
+        whole = parting.renamed(atom)
+        if i in outputs and isinstance(whole, Var):
+            outvars += [parting.part(whole, *rows) for rows in _ranges(outputs[i])]
+        else:
+            outvars.append(whole)
+    return jaxpr_of(invars, outvars, parting.eqns), constants
+
+
+@final
+class _Parting:
+    """A program that is being put together, in which parts are computed from parts.
+
+    Args:
+        inputs: Its inputs.
+
+    Attributes:
+        eqns: Its equations.
+    """
+
+    def __init__(self, inputs: Sequence[Var]) -> None:
+        self.eqns: list[Equation] = []
+        self._inputs = set(inputs)
+        self._makers: dict[Var, Equation] = {}
+        self._names: dict[Var, Var] = {}
+        self._parts: dict[tuple[Var, int, int], Var] = {}
+        # Variables that are computed row by row from pushes or parts.
+        self._divisible: set[Var] = set()
+
+    def add(self, eqn: Equation) -> None:
+        """Adds the next equation of the program."""
+        eqn = eqn.replace(invars=[self.renamed(v) for v in eqn.invars])
+        if eqn.primitive.name == "split" and eqn.params["axis"] == 0:  # gradient of a concatenation
+            for v, taken in zip(eqn.outvars, _ranges(eqn.params["sizes"]), strict=True):
+                self.add(_slice(eqn.invars[0], *taken, v))
+            return
+        rows = rows_between(eqn)
+        if rows is not None and eqn.invars[0] in self._divisible:
+            self._names[eqn.outvars[0]] = self.part(eqn.invars[0], *rows)
+            return
+        operands = row_operands(eqn)
+        if (
+            (_is_joined(eqn) and all(v in self._inputs or v in self._divisible for v in eqn.invars))
+            or (operands is not None and eqn.primitive.name == "push")
+            or (operands and not self._divisible.isdisjoint(operands))
+        ):
+            self._divisible.update(eqn.outvars)
+        self._append(eqn)
+
+    def renamed(self, atom: Atom) -> Atom:
+        """Returns the variable that has taken the place of one."""
+        return atom if isinstance(atom, Literal) else self._names.get(atom, atom)
+
+    def part(self, v: Var, start: int, end: int) -> Var:
+        """Returns a variable with the rows of `v` from `start` to `end`."""
+        key = v, start, end
+        if key not in self._parts:
+            self._parts[key] = self._part(v, start, end)
+        return self._parts[key]
+
+    def _part(self, v: Var, start: int, end: int) -> Var:
+        eqn = self._makers.get(v)
+        new = _rows_like(v, end - start)
+        operands = None if eqn is None or len(eqn.outvars) > 1 else row_operands(eqn)
+        if eqn is not None and _is_joined(eqn):
+            ranges = _ranges([aval_of(atom).shape[0] for atom in eqn.invars])
+            for atom, rows in zip(eqn.invars, ranges, strict=True):
+                if rows == (start, end) and isinstance(atom, Var):
+                    return atom
+        elif eqn is not None and operands is not None and (not operands or v in self._divisible):
+            # These rows can be computed without the others.
+            invars = [
+                self.part(atom, start, end) if isinstance(atom, Var) and atom in operands else atom
+                for atom in eqn.invars
+            ]
+            params = with_rows(eqn, end - start)
+            self._append(eqn.replace(invars=invars, outvars=[new], params=params))
+            return new
+        self._append(_slice(v, start, end, new))
+        return new
+
+    def _append(self, eqn: Equation) -> None:
+        self.eqns.append(eqn)
+        self._makers.update((v, eqn) for v in eqn.outvars)
+
+
+def _is_joined(eqn: Equation) -> bool:
+    return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0
+
+
+def _ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the first row, and the one after the last, of parts of these sizes."""
+    return pairwise([0, *np.cumsum(sizes).tolist()])
+
+
+def _rows_like(v: Var, num_rows: int) -> Var:
+    """Returns a new variable like `v`, with another number of rows."""
+    aval = aval_of(v)
+    return Var(aval.update(shape=(num_rows, *aval.shape[1:])))
+
+
+def _slice(v: Atom, start: int, end: int, outvar: Var) -> Equation:
+    return _equation(lambda whole: lax.slice_in_dim(whole, start, end), [v], outvar)
+
+
+def _equation(function: Callable[..., Array], invars: Sequence[Atom], outvar: Var) -> Equation:
+    """Returns the only equation of a function, with the given variables."""
+    avals = map(aval_of, invars)
+    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    (eqn,) = closed.jaxpr.eqns
+    return eqn.replace(invars=list(invars), outvars=[outvar])
+
+
+def rows_between(eqn: Equation) -> tuple[int, int] | None:
+    """Returns the start and end of the rows that a slice takes; None for other equations."""
+    params = eqn.params
+    if (
+        eqn.primitive.name != "slice"
+        or set(params["strides"] or (1,)) != {1}
+        or shape_of(eqn.outvars[0])[1:] != shape_of(eqn.invars[0])[1:]
+    ):
+        return None
+    return params["start_indices"][0], params["limit_indices"][0]
+
+
+def per_device(
+    jaxpr: Jaxpr, is_split: Sequence[bool], num_replicas: int
+) -> tuple[Jaxpr, list[Array]]:
+    """Returns the program that each of the devices runs, over the axis `"replica"`.
+
+    Args:
+        jaxpr: The function, without markers and constants.
+        is_split: For every input `[replica, *shape]`, whether a device has only its row of it,
+            `[*shape]`.
+        num_replicas: Number of devices.
+
+    Returns:
+        The program, whose outputs are the same on all devices, and values of its first inputs,
+        which come before those of the function.
+
+    Raises:
+        UnsupportedError: for replicas inside `jax.lax.scan`, `cond` and `while_loop`.
+    """
+    avals = [
+        jax.ShapeDtypeStruct(shape_of(v)[1:] if split else shape_of(v), aval_of(v).dtype)
+        for v, split in zip(jaxpr.invars, is_split, strict=True)
+    ]
+
+    def run(*args: Array) -> list[Array]:
+        values = [
+            _Value(array[None], 0) if split else _Value(array)
+            for array, split in zip(args, is_split, strict=True)
+        ]
+        return _evaluated(jaxpr, values)
+
+    closed = jax.make_jaxpr(run, axis_env=[(REPLICA_AXIS, num_replicas)])(*avals)
+    return opened(closed), closed.consts
+
+
+@final
+class _Value:
+    """A value on every device.
+
+    Args:
+        array: The array that this device has.
+        dim: The dim of which this device has a part; None if it has the whole.
+    """
+
+    def __init__(self, array: Array, dim: int | None = None) -> None:
+        self._array = array
+        self._dim = dim
+        self._whole = array if dim is None else None
+
+    def whole(self) -> Array:
+        """Returns the whole value, gathered if need be."""
+        if self._whole is None:
+            self._whole = lax.all_gather(self._array, REPLICA_AXIS, axis=self._dim, tiled=True)
+        return self._whole
+
+    def part(self, dim: int, num_replicas: int) -> Array:
+        """Returns this device's part of the value along a dim."""
+        if dim == self._dim:
+            return self._array
+        size = self.whole().shape[dim] // num_replicas
+        start = lax.axis_index(REPLICA_AXIS) * size
+        return lax.dynamic_slice_in_dim(self.whole(), start, size, dim)
+
+
+def _evaluated(jaxpr: AnyJaxpr, args: Sequence[_Value]) -> list[Array]:
+    return [value.whole() for value in interpret_with(jaxpr, args, _Value, _results)[0]]
+
+
+def _results(eqn: Equation, operands: Sequence[_Value]) -> Iterable[_Value]:
+    if eqn.primitive.name == "shard_map":
+        return _of_replica(eqn, operands)
+    if not has_replicas([eqn]):
+        return map(_Value, evaluate_one(eqn, [operand.whole() for operand in operands]))
+    call = call_of(eqn)
+    if call is None:
+        raise UnsupportedError(
+            f"Strategy.run inside jax.lax.{eqn.primitive.name} in a function that is scheduled on"
+            " workers with several devices is not supported. Call it outside of the loop or branch."
+        )
+    return map(_Value, _evaluated(call, operands))
+
+
+def _of_replica(eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
+    num_replicas = eqn.params["mesh"].size
+    inputs = []
+    for operand, spec in zip(operands, eqn.params["in_specs"], strict=True):
+        dim = shard_dim(spec)
+        inputs.append(operand.whole() if dim is None else operand.part(dim, num_replicas))
+    outs = jax.core.eval_jaxpr(*open_jaxpr(eqn.params["jaxpr"]), *inputs)
+    return [
+        _Value(out, shard_dim(spec))
+        for out, spec in zip(outs, eqn.params["out_specs"], strict=True)
+    ]

@@ -11,7 +11,14 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from distributary.servers._links import error_reply
+from distributary.servers._links import (
+    SessionId,
+    SessionLink,
+    SessionService,
+    Task,
+    Tenant,
+    error_reply,
+)
 from distributary.servers._messages import (
     JSON,
     Message,
@@ -21,10 +28,8 @@ from distributary.servers._messages import (
     nest_of,
     shapes_of,
 )
-from distributary.servers._per_worker import Peekable
 from distributary.servers._plans import FoundRows, ProgramCache, Push, WorkerPlan
-from distributary.servers._sessions import SessionId, SessionLink, SessionService, Task, Tenant
-from distributary.servers._sources import UnknownMakerError
+from distributary.servers._sources import Peekable, UnknownMakerError
 from distributary.servers._split import Origin
 from distributary.servers._statistics import new_tally, timed
 from distributary.servers._store import ParameterServer

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from distributary.servers import _http
-from distributary.servers._http import Answer, HttpServer
+from distributary.servers import _statistics
+from distributary.servers._statistics import Answer, HttpServer
 
 _SECONDS = 60.0  # more than anything takes
 
@@ -43,7 +43,7 @@ def _connected(server, count, stack):
 
 
 def test_clients_that_never_end_a_request_delay_nobody_and_are_cut_off(monkeypatch):
-    monkeypatch.setattr(_http, "_REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(_statistics, "_REQUEST_SECONDS", 0.5)
     with _server_of_paths() as server, contextlib.ExitStack() as stack:
         clients = _connected(server, 50, stack)
         for client in clients[10:]:
@@ -54,7 +54,7 @@ def test_clients_that_never_end_a_request_delay_nobody_and_are_cut_off(monkeypat
 
 
 def test_more_clients_than_there_is_room_for_are_hung_up_on(monkeypatch):
-    monkeypatch.setattr(_http, "_MAX_CLIENTS", 3)
+    monkeypatch.setattr(_statistics, "_MAX_CLIENTS", 3)
     with _server_of_paths() as server, contextlib.ExitStack() as stack:
         clients = _connected(server, 4, stack)
         assert _read(clients.pop()) == b""  # while the others have not been answered

@@ -179,7 +179,7 @@ def run_certs(namespace: argparse.Namespace) -> int:
     and ps. The tasks use them to encrypt their connections and to prove who they are. Set
     DISTRIBUTARY_CERTS=DIR for all tasks.
     """
-    from distributary.servers._certificates import make_certificates
+    from distributary.servers._grpc import make_certificates
 
     try:
         files = make_certificates(namespace.out, namespace.hosts or [], namespace.days)

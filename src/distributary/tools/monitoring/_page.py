@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 from distributary._threads import start_thread
 from distributary.errors import InvalidValueError
 from distributary.launch import LaunchOptions, Numbers, Tasks, count_running
-from distributary.servers._http import Answer, HttpServer
+from distributary.servers._statistics import Answer, HttpServer
 
 _log = logging.getLogger(__name__)
 

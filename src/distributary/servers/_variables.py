@@ -1,29 +1,29 @@
-"""The division of variables into shards, and partitioners, which choose the number of shards."""
+"""Variables on servers, their division into shards, and partitioners, which choose how many."""
 
 import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
-from distributary.errors import InvalidTypeError, InvalidValueError
-
-
-class Shard(NamedTuple):
-    """A variable on a server, or some rows of one.
-
-    Attributes:
-        server: Number of the server.
-        number: Number of the variable on the server.
-        num_rows: Size of dim 0; 1 for a scalar.
-    """
-
-    server: int
-    number: int
-    num_rows: int
+from distributary.checkpoint import RemoteStore
+from distributary.context import current_mode
+from distributary.errors import InvalidValueError
+from distributary.servers._cluster import check_positive
+from distributary.servers._split import Shard
+from distributary.variables import (
+    AggregatedVariable,
+    ShardedVariable,
+    Variable,
+    colocated_with,
+    initial_array,
+    neighbor,
+)
 
 
 class Partitioner:
@@ -166,22 +166,6 @@ def _element_bytes(dtype: DTypeLike, bytes_per_string: int) -> int:
     return bytes_per_string if numpy_dtype.kind in "OSTU" else numpy_dtype.itemsize
 
 
-def check_positive(caller: str, **numbers: int) -> None:
-    """Checks numbers that are arguments.
-
-    Raises:
-        InvalidTypeError: if a number is not an int.
-        InvalidValueError: if a number is not positive.
-    """
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise InvalidTypeError(
-                f"{caller}: {name} is {number!r} ({type(number).__name__}), expected an int."
-            )
-        if number < 1:
-            raise InvalidValueError(f"{caller}: {name} is {number}, expected 1 or more.")
-
-
 def num_shards_of(partitioner: Callable[..., Any], shape: Sequence[int], dtype: DTypeLike) -> int:
     """Returns the number of shards that a partitioner chooses for a variable.
 
@@ -243,3 +227,85 @@ def _takes_part(initial: Callable[..., Any]) -> bool:
         return False
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return takes_any or {"partition_shape", "partition_offset"} <= parameters.keys()
+
+
+class ServerVariable(AggregatedVariable):
+    """A variable on a parameter server."""
+
+    _stores_array = False
+    _place: Shard
+    _first: Any = None  # the initial value, if it was computed to know the shape
+
+    @classmethod
+    def _new(cls, *args: Any, **kwargs: Any) -> Any:
+        """Creates the result of `Variable(...)`: a `ShardedVariable` if it is to be divided."""
+        options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        strategy = current_mode().strategy
+        beside, partitioner = neighbor(), strategy._variable_partitioner
+        if isinstance(beside, Variable) or (beside is None and partitioner is None):
+            return object.__new__(cls)
+        name = options.pop("name", None) or "Variable"
+        first, shape = options.pop("initial_value", None), options.pop("shape", None)
+        dtype = options.get("dtype")
+        whole = object.__new__(cls)
+        if not callable(first) or shape is None or dtype is None:
+            first = whole._first = initial_array(first, f"Variable {name!r}")
+            shape, dtype = first.shape, first.dtype if dtype is None else dtype
+        shape = tuple(shape)
+        if beside is None:
+            sizes = sizes_of(shape, num_shards_of(partitioner, shape, dtype))
+            places: list[Any] = [None] * len(sizes)
+        else:
+            places, sizes = beside.variables, [shard.shape[0] for shard in beside]
+            if shape[:1] != beside.shape[:1]:
+                return whole
+        if len(sizes) == 1:
+            return whole
+        shards = []
+        for i, value in enumerate(initial_shards(first, shape, sizes)):
+            with colocated_with(places[i]):
+                shard = object.__new__(cls)
+                cls.__init__(shard, value, name=f"{name}/part_{i}", **options)
+            shards.append(shard)
+        return ShardedVariable(shards, name)
+
+    def __init__(self, initial_value: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(initial_value if self._first is None else self._first, *args, **kwargs)
+        self._first = None
+
+    @property
+    def device(self) -> str:
+        """Name of the device of the server that keeps the variable."""
+        return f"/job:ps/replica:0/task:{self._place.server}/device:CPU:0"
+
+    @property
+    def _shards(self) -> list["ServerVariable"]:
+        return [self]
+
+    @property
+    def _remote_store(self) -> RemoteStore:
+        store: RemoteStore = self._layout.strategy._cluster
+        return store
+
+    def _initial_state(self, initial: ArrayLike) -> Any:
+        cluster = self._layout.strategy._cluster
+        beside = getattr(neighbor(), "_place", None)
+        self._place = cluster.create(np.asarray(initial, self._dtype), beside)
+        return None
+
+    @property
+    def _value(self) -> Any:
+        cluster = self._layout.strategy._cluster
+        return jnp.asarray(cluster.read(self._place, self._shape, self._dtype))
+
+    @_value.setter
+    def _value(self, value: object) -> None:
+        if value is not None:
+            self._layout.strategy._cluster.assign(self._place, "assign", np.asarray(value))
+
+    def _change_eager(self, kind: str, value: ArrayLike) -> None:
+        self._layout.strategy._cluster.assign(self._place, kind, np.asarray(value, self._dtype))
+
+
+# The arguments of `Variable`, in order.
+_ARGUMENTS = tuple(inspect.signature(Variable.__init__).parameters)[1:]
