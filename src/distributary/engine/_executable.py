@@ -209,10 +209,13 @@ class Executable:
                 self._compiling = None
 
     def collective_bytes(self) -> int:
-        """Returns the size of the arrays that one run sends through collectives."""
+        """Returns the size of the arrays that one run sends; 0 if its variables are gone."""
         if not self._has_collectives:
             return 0
-        hlo = self.lowered(self._avals).compile().as_text()
+        try:
+            hlo = self.lowered(self._avals).compile().as_text()
+        except VariableGoneError:
+            return 0
         return total_bytes(Program(hlo).collectives.values())
 
     def __call__(self, args: Sequence[Any]) -> Any:

@@ -64,6 +64,21 @@ def test_programs_that_have_gone_still_count_and_are_not_kept():
     assert len(counts._programs) < 20
 
 
+def test_programs_whose_variables_have_gone_send_an_unknown_number_of_bytes(strategy_of):
+    strategy, held = strategy_of(2), []
+    with strategy.scope():
+        held.append(dist.Variable(np.zeros(_FEATURES, np.float32)))
+
+    def step(x):
+        held[0].assign_add(dist.get_replica_context().all_reduce("SUM", x.sum(axis=0)))
+
+    strategy.run(step, (np.ones((2, _FEATURES), np.float32),))
+    held.clear()
+
+    found = strategy.step_statistics
+    assert (found.collective_bytes, found.num_runs) == (0, 1)
+
+
 def test_traces_for_other_arguments_count_as_retraces(strategy_of):
     strategy = strategy_of(2)
     step = _trainer(strategy)
