@@ -273,19 +273,23 @@ def shown(value: Any) -> str:
         return f"{kind.__name__} of {count} replica{'s' * (count != 1)}"
     is_scalar = kind.__module__ == "numpy" and kind.__name__ != "ndarray"
     if hasattr(value, "shape") and hasattr(value, "dtype") and not is_scalar:
-        is_array = kind.__module__.partition(".")[0] in ("jax", "jaxlib", "numpy")
         named = f" {value.name!r}" if isinstance(getattr(value, "name", None), str) else ""
-        what = "an array" if is_array else f"{a_kind(kind)}{named}"
+        what = "an array" if _is_array(value) else f"{a_kind(kind)}{named}"
         return f"{what} {value.dtype}{[*value.shape]}"
     if isinstance(value, (list, tuple, dict)):
         parts = value.values() if isinstance(value, dict) else value
         if any(hasattr(part, "dtype") for part in parts) or len(repr(value)) > _MAX_SHOWN:
-            kinds = sorted({type(part).__name__ for part in parts})
-            return f"{a_kind(kind)} of {', '.join(kinds)}"
+            kinds = sorted({"array" if _is_array(p) else type(p).__name__ for p in parts})
+            return f"{a_kind(kind)} of {len(value)} ({', '.join(kinds)})"
     text = repr(value)
     if "\n" in text or " at 0x" in text or len(text) > _MAX_SHOWN:
         return a_kind(kind)
     return text
+
+
+def _is_array(value: object) -> bool:
+    is_of_library = type(value).__module__.partition(".")[0] in ("jax", "jaxlib", "numpy")
+    return is_of_library and hasattr(value, "shape")
 
 
 def described(value: object) -> str:

@@ -57,7 +57,11 @@ def test_a_list_starts_over_and_a_generator_does_not(strategy_of):
             TypeError,
             r"float32\[2, 3, 4\], not .* counts batches, list\(data\)",
         ),
-        ({"x": np.zeros((2, 3)), "y": np.zeros(2)}, TypeError, "a dict of ndarray, not batches"),
+        (
+            {"x": np.zeros((2, 3)), "y": np.zeros(2)},
+            TypeError,
+            r"a dict of 2 \(array\), not batches",
+        ),
     ],
 )
 def test_unusable_datasets_are_refused(strategy_of, dataset, error, message):
