@@ -1,5 +1,7 @@
 """Variables in shards on several servers, against whole ones."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -107,6 +109,22 @@ def test_initial_values_may_know_their_part(strategy):
     assert parts == [((17, 4), (0, 0)), ((17, 4), (17, 0)), ((16, 4), (34, 0))]
     with strategy.scope(), pytest.raises(InvalidValueError, match="initial_value is missing"):
         dist.Variable()
+
+
+@pytest.mark.parametrize(
+    ("initial", "found", "expected"),
+    [
+        (TABLE, "(50, 4)", "(60, 4)"),
+        (lambda: TABLE, "(50, 4)", "(60, 4)"),
+        (lambda **partition: TABLE, "(50, 4)", "(20, 4)"),
+        (lambda partition_shape, partition_offset: TABLE[:2], "(2, 4)", "(20, 4)"),
+    ],
+)
+def test_shards_have_together_the_shape_of_the_variable(strategy, initial, found, expected):
+    match = re.escape(f"Variable 'x': initial_value has shape {found}, expected {expected}")
+
+    with strategy.scope(), pytest.raises(InvalidValueError, match=match):
+        dist.Variable(initial, name="x", shape=(60, 4), dtype="float32")
 
 
 @pytest.mark.parametrize("wrong", [[1, 2], [0, 1], [2], None, 3])

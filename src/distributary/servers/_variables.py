@@ -93,8 +93,8 @@ class MinSizePartitioner(Partitioner):
     def __init__(
         self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
     ) -> None:
-        check_positive("MinSizePartitioner", min_shard_bytes=min_shard_bytes, max_shards=max_shards)
-        check_positive("MinSizePartitioner", bytes_per_string=bytes_per_string)
+        limits = {"min_shard_bytes": min_shard_bytes, "max_shards": max_shards}
+        check_positive("MinSizePartitioner", **limits, bytes_per_string=bytes_per_string)
         self._min_shard_bytes = min_shard_bytes
         self._max_shards = max_shards
         self._bytes_per_string = bytes_per_string
@@ -128,8 +128,8 @@ class MaxSizePartitioner(Partitioner):
         self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
     ) -> None:
         limit = {} if max_shards is None else {"max_shards": max_shards}
-        check_positive("MaxSizePartitioner", max_shard_bytes=max_shard_bytes, **limit)
-        check_positive("MaxSizePartitioner", bytes_per_string=bytes_per_string)
+        limit |= {"max_shard_bytes": max_shard_bytes, "bytes_per_string": bytes_per_string}
+        check_positive("MaxSizePartitioner", **limit)
         self._max_shard_bytes = max_shard_bytes
         self._max_shards = max_shards
         self._bytes_per_string = bytes_per_string
@@ -166,14 +166,16 @@ def _element_bytes(dtype: DTypeLike, bytes_per_string: int) -> int:
     return bytes_per_string if numpy_dtype.kind in "OSTU" else numpy_dtype.itemsize
 
 
-def num_shards_of(partitioner: Callable[..., Any], shape: Sequence[int], dtype: DTypeLike) -> int:
-    """Returns the number of shards that a partitioner chooses for a variable.
+def _sizes_of(partitioner: Callable[..., Any], shape: Sequence[int], dtype: DTypeLike) -> list[int]:
+    """Returns the number of rows of every shard that a partitioner chooses for a variable.
+
+    If they differ, the first shards have one row more.
 
     Raises:
         InvalidValueError: if the partitioner divides a dim other than 0.
     """
     if not shape:
-        return 1
+        return [1]
     partitions = partitioner(shape=tuple(shape), dtype=dtype)
     try:
         first, *others = map(operator.index, partitions)
@@ -184,18 +186,14 @@ def num_shards_of(partitioner: Callable[..., Any], shape: Sequence[int], dtype: 
             f"variable_partitioner returned {partitions!r} for a variable of shape {tuple(shape)},"
             " expected one number for every dim: 1 or more for dim 0, and 1 for the others."
         )
-    return max(1, min(first, shape[0]))
-
-
-def sizes_of(shape: Sequence[int], num_shards: int) -> list[int]:
-    """Returns the number of rows of every shard. If they differ, the first shards have one more."""
-    if num_shards == 1:
-        return [0]
+    num_shards = max(1, min(first, shape[0]))
     size, num_larger = divmod(shape[0], num_shards)
     return [size + (i < num_larger) for i in range(num_shards)]
 
 
-def initial_shards(initial: Any, shape: Sequence[int], sizes: Sequence[int]) -> Iterator[Any]:
+def _initial_shards(
+    initial: Any, shape: tuple[int, ...], sizes: Sequence[int], what: str
+) -> Iterator[Any]:
     """Yields the initial values of the shards.
 
     Args:
@@ -204,19 +202,27 @@ def initial_shards(initial: Any, shape: Sequence[int], sizes: Sequence[int]) -> 
             without arguments, and returns the whole value.
         shape: Shape of the whole value.
         sizes: Number of rows of each shard.
+        what: The variable, for messages.
+
+    Raises:
+        InvalidValueError: if a value has another shape.
     """
     takes_part = callable(initial) and _takes_part(initial)
-    whole = initial() if callable(initial) and not takes_part else initial
+    whole = None if takes_part else initial() if callable(initial) else initial
     start = 0
     for size in sizes:
-        yield (
-            initial(
-                partition_shape=(size, *shape[1:]),
-                partition_offset=(start, *[0] * (len(shape) - 1)),
+        part = size, *shape[1:]
+        if takes_part:
+            value = initial(partition_shape=part, partition_offset=(start, *[0] * len(part[1:])))
+        else:
+            value = whole[start : start + size]
+        found, wanted = (value, part) if takes_part else (whole, shape)
+        if np.shape(found) != wanted:
+            raise InvalidValueError(
+                f"{what}: initial_value has shape {np.shape(found)}, expected {wanted}, which is"
+                f" {'its partition_shape' if takes_part else 'the shape of the variable'}."
             )
-            if takes_part
-            else whole[start : start + size]
-        )
+        yield value
         start += size
 
 
@@ -250,10 +256,11 @@ class ServerVariable(AggregatedVariable):
         whole = object.__new__(cls)
         if not callable(first) or shape is None or dtype is None:
             first = whole._first = initial_array(first, f"Variable {name!r}")
-            shape, dtype = first.shape, first.dtype if dtype is None else dtype
+            shape = first.shape if shape is None else shape
+            dtype = first.dtype if dtype is None else dtype
         shape = tuple(shape)
         if beside is None:
-            sizes = sizes_of(shape, num_shards_of(partitioner, shape, dtype))
+            sizes = _sizes_of(partitioner, shape, dtype)
             places: list[Any] = [None] * len(sizes)
         else:
             places, sizes = beside.variables, [shard.shape[0] for shard in beside]
@@ -262,7 +269,7 @@ class ServerVariable(AggregatedVariable):
         if len(sizes) == 1:
             return whole
         shards = []
-        for i, value in enumerate(initial_shards(first, shape, sizes)):
+        for i, value in enumerate(_initial_shards(first, shape, sizes, f"Variable {name!r}")):
             with colocated_with(places[i]):
                 shard = object.__new__(cls)
                 cls.__init__(shard, value, name=f"{name}/part_{i}", **options)
