@@ -419,8 +419,6 @@ SENDERS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
         "read": _CHIEF | _WORKER,
     },
 }
-# A message with this field is handled once. A task keeps one last number, that of the chief.
-_ONCE: Final = "request"
 _MAX_CHARACTERS = 40
 
 
@@ -442,8 +440,9 @@ def check_sender(task: str, message: Message, peer: Peer) -> None:
         rule = f"which nobody may send to a {task_type}"
     elif peer.role not in roles:
         rule = f"which only the {' and the '.join(sorted(roles - {_LOCAL}))} may send"
-    elif _ONCE in message.fields and peer.role not in _CHIEF:
-        rule, part = "which only the chief may send", f" with the field {_ONCE!r}"
+    elif "request" in message.fields and peer.role not in _CHIEF:
+        # A message with this field is handled once, and a task keeps one number, the chief's.
+        rule, part = "which only the chief may send", " with the field 'request'"
     if rule:
         kind = message.kind[:_MAX_CHARACTERS]
         raise PermissionError(f"{task} got {kind!r}{part} from {peer.identity}, {rule}.")
@@ -470,19 +469,17 @@ class Tenant(ABC):
     Args:
         session: The session.
         name: Name of the task, for messages.
-        part: Another object with such methods.
 
     Attributes:
         incarnation: A text that no other tenant has.
         ended: Set when the session has ended.
     """
 
-    def __init__(self, session: SessionId, name: str, part: object = None) -> None:
+    def __init__(self, session: SessionId, name: str) -> None:
         self.session = session
         self.name = name
         self.incarnation = secrets.token_hex(8)
         self.ended = threading.Event()
-        self._part = part
         self._once = threading.Lock()
         self._request = 0
         self._reply = Message("ok")
@@ -500,9 +497,7 @@ class Tenant(ABC):
 
     def handle(self, message: Message) -> Message:
         """Handles a message of a kind that `check_sender` allows, and returns the reply."""
-        name = f"_on_{message.kind}"
-        owner = self if hasattr(self, name) else self._part
-        reply: Message | None = getattr(owner, name)(message)
+        reply: Message | None = getattr(self, f"_on_{message.kind}")(message)
         return reply or Message("ok")
 
     def end(self) -> None:

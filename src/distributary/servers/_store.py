@@ -40,7 +40,7 @@ class ParameterServer(Tenant):
     replaced and never changed, except for tables, whose rows change in place. A read always returns
     the state between two pushes.
 
-    It handles these messages, with numbers of variables in `id` or `ids`, and those of `Copies`:
+    It handles these messages, with numbers of variables in `id` or `ids`:
 
         create   id, arrays                     creates a variable
                  id, zeros, arrays              creates a table of zeros of the shape `zeros`; an
@@ -58,6 +58,17 @@ class ParameterServer(Tenant):
                                                 then the numbers of the rows to read
         statistics                              -> fields of `ServerStatistics`
 
+    The following have the number of a copy of variables in `copy`, and can be sent again:
+
+        copy     ids                        copies the current values of variables
+        load     ids, path, parts           reads values from a checkpoint, given for each
+                                            variable where it begins and a list of `SavedPart`
+        save     path, token -> file        writes the copy to a new file `ps-<number>.safetensors`
+                                            in a folder that has a file `token` with this text; the
+                                            reply has a `WrittenFile`
+        adopt                               assigns the copy to the variables
+        drop                                forgets the copy
+
     All closures with numbers below `finished` have ended. A push for one of them is refused as a
     repetition.
     """
@@ -67,8 +78,11 @@ class ParameterServer(Tenant):
         self._programs = ProgramCache()
         self._updates: dict[str, Update] = {}
         self._lock = threading.Lock()
-        self._copies = Copies(number, self._state, self._lock)
-        super().__init__(session, f"ps {number}", self._copies)
+        self._number = number
+        self._copies: dict[int, dict[int, Any]] = {}
+        self._files: dict[int, WrittenFile] = {}  # of the copies that have been written
+        self._writing = threading.Lock()
+        super().__init__(session, f"ps {number}")
         self._finished = 0
         self._applied: set[int] = set()
         names = ("num_pushes", "num_repeated", "staleness_sum", "max_staleness")
@@ -76,7 +90,7 @@ class ParameterServer(Tenant):
 
     def close(self) -> None:
         """Forgets the variables and their copies."""
-        self._copies.close()
+        self._copies.clear()
         with self._lock:
             self._state.clear()
 
@@ -103,7 +117,7 @@ class ParameterServer(Tenant):
         """Returns the values of variables; of the last ones, only the given rows."""
         num_whole = len(ids) - len(rows)
         arrays = self._arrays(ids)
-        whole = [frozen(array) for array in arrays[:num_whole]]
+        whole = [_frozen(array) for array in arrays[:num_whole]]
         taken = map(take_rows, arrays[num_whole:], rows)
         return Message("ok", {"version": self._counts["num_pushes"]}, [*whole, *taken])
 
@@ -215,6 +229,70 @@ class ParameterServer(Tenant):
             array = self._state[number] = np.array(array)
         return array
 
+    def _on_copy(self, message: Message) -> None:
+        ids = message.fields["ids"]
+        with self._lock:
+            arrays = [_frozen(array) for array in self._arrays(ids)]
+        self._copies[message.fields["copy"]] = dict(zip(ids, arrays, strict=True))
+
+    def _on_load(self, message: Message) -> None:
+        path = Path(message.fields["path"])
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{self.name} does not see the checkpoint {path}. Servers read and write"
+                " their variables themselves, so all tasks need the same folder."
+            )
+        ids = message.fields["ids"]
+        with self._lock:
+            arrays = [np.empty(array.shape, array.dtype) for array in self._arrays(ids)]
+        with ArrayReader(path) as reader:
+            for array, (begin, saved) in zip(arrays, message.fields["parts"], strict=True):
+                parts = [SavedPart(*part) for part in saved]
+                reader.fill(array, box_of(array.shape, begin), parts)
+        self._copies[message.fields["copy"]] = dict(zip(ids, arrays, strict=True))
+
+    def _on_save(self, message: Message) -> Message:
+        path, token = Path(message.fields["path"]), message.fields["token"]
+        copy, arrays = message.fields["copy"], self._copy(message)
+        with self._writing:  # a repeated message waits until the first one is done
+            if copy not in self._files:
+                self._check_token(path, token)
+                named = {str(number): np.asarray(array) for number, array in arrays.items()}
+                self._files[copy] = write_arrays(path / _file(self._number), named)
+        return Message("ok", {"file": astuple(self._files[copy])})
+
+    def _check_token(self, path: Path, token: str) -> None:
+        """Checks by a token that the coordinator itself has written to the folder."""
+        try:
+            text = (path / _TOKEN).read_text(encoding="utf-8")
+        except OSError as error:
+            text = str(error)
+        if text != token:
+            raise CheckpointError(
+                f"{self.name} does not see what the coordinator has written to {path}"
+                f" ({text[:200]}). Servers read and write their variables themselves, so all tasks"
+                " need the same folder."
+            )
+
+    def _on_adopt(self, message: Message) -> None:
+        arrays = self._copy(message)
+        with self._lock:
+            for number, array in arrays.items():
+                is_table = isinstance(self._state[number], np.ndarray)
+                self._state[number] = array if is_table else jnp.asarray(array)
+
+    def _on_drop(self, message: Message) -> None:
+        for kept in (self._copies, self._files):
+            kept.pop(message.fields["copy"], None)
+
+    def _copy(self, message: Message) -> dict[int, Any]:
+        copy = self._copies.get(message.fields["copy"])
+        if copy is None:
+            raise InvalidValueError(
+                f"{self.name} has no copy {message.fields['copy']} of variables."
+            )
+        return copy
+
     def _on_finish(self, message: Message) -> None:
         with self._lock:
             self._finished = max(self._finished, message.fields["finished"])
@@ -278,106 +356,6 @@ def rows_in_zeros(rows: np.ndarray, numbers: np.ndarray, size: int) -> np.ndarra
 
 
 _TOKEN = "token"
-
-
-@final
-class Copies:
-    """The copies on one server, a part of a `Tenant`.
-
-    It handles these messages. Each has the number of the copy in `copy`, and can be sent again:
-
-        copy    ids                        copies the current values of variables
-        load    ids, path, parts           reads values from a checkpoint, given for each
-                                           variable where it begins and a list of `SavedPart`
-        save    path, token -> file        writes the copy to a new file `ps-<number>.safetensors`
-                                           in a folder that has a file `token` with this text; the
-                                           reply has a `WrittenFile`
-        adopt                              assigns the copy to the variables
-        drop                               forgets the copy
-
-    Args:
-        number: Number of the server.
-        state: Variables of the server.
-        lock: Lock to hold while reading or changing the state.
-    """
-
-    def __init__(self, number: int, state: dict[int, Any], lock: threading.Lock) -> None:
-        self._number = number
-        self._state = state
-        self._lock = lock
-        self._copies: dict[int, dict[int, Any]] = {}
-        self._files: dict[int, WrittenFile] = {}  # of the copies that have been written
-        self._writing = threading.Lock()
-
-    def close(self) -> None:
-        """Drops all copies."""
-        self._copies.clear()
-
-    def _on_copy(self, message: Message) -> None:
-        with self._lock:
-            arrays = {number: frozen(array) for number, array in self._variables(message).items()}
-        self._copies[message.fields["copy"]] = arrays
-
-    def _on_load(self, message: Message) -> None:
-        path = Path(message.fields["path"])
-        if not path.is_dir():
-            raise CheckpointError(
-                f"ps {self._number} does not see the checkpoint {path}. Servers read and write"
-                " their variables themselves, so all tasks need the same folder."
-            )
-        with self._lock:
-            variables = self._variables(message)
-        arrays = {number: np.empty(old.shape, old.dtype) for number, old in variables.items()}
-        with ArrayReader(path) as reader:
-            for array, (begin, saved) in zip(arrays.values(), message.fields["parts"], strict=True):
-                parts = [SavedPart(*part) for part in saved]
-                reader.fill(array, box_of(array.shape, begin), parts)
-        self._copies[message.fields["copy"]] = arrays
-
-    def _on_save(self, message: Message) -> Message:
-        path, token = Path(message.fields["path"]), message.fields["token"]
-        copy, arrays = message.fields["copy"], self._copy(message)
-        with self._writing:  # a repeated message waits until the first one is done
-            if copy not in self._files:
-                self._check_token(path, token)
-                named = {str(number): np.asarray(array) for number, array in arrays.items()}
-                self._files[copy] = write_arrays(path / _file(self._number), named)
-        return Message("ok", {"file": astuple(self._files[copy])})
-
-    def _check_token(self, path: Path, token: str) -> None:
-        """Checks by a token that the coordinator itself has written to the folder."""
-        try:
-            text = (path / _TOKEN).read_text(encoding="utf-8")
-        except OSError as error:
-            text = str(error)
-        if text != token:
-            raise CheckpointError(
-                f"ps {self._number} does not see what the coordinator has written to {path}"
-                f" ({text[:200]}). Servers read and write their variables themselves, so all tasks"
-                " need the same folder."
-            )
-
-    def _on_adopt(self, message: Message) -> None:
-        arrays = self._copy(message)
-        with self._lock:
-            for number, array in arrays.items():
-                is_table = isinstance(self._state[number], np.ndarray)
-                self._state[number] = array if is_table else jnp.asarray(array)
-
-    def _on_drop(self, message: Message) -> None:
-        for kept in (self._copies, self._files):
-            kept.pop(message.fields["copy"], None)
-
-    def _variables(self, message: Message) -> dict[int, Any]:
-        return {number: self._state[number] for number in message.fields["ids"]}
-
-    def _copy(self, message: Message) -> dict[int, Any]:
-        copy = self._copies.get(message.fields["copy"])
-        if copy is None:
-            raise InvalidValueError(
-                f"ps {self._number} has no copy {message.fields['copy']} of variables."
-            )
-        return copy
 
 
 @final
@@ -497,6 +475,6 @@ def _file(server: int) -> str:
     return f"ps-{server}.safetensors"
 
 
-def frozen(array: Any) -> Any:
+def _frozen(array: Any) -> Any:
     """Returns an array that will not change. On a server, only tables change in place."""
     return array.copy() if isinstance(array, np.ndarray) else array
