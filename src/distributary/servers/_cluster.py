@@ -416,11 +416,7 @@ def _close_all(links: Iterable[Link]) -> None:
         link.close()
 
 
-def local_cluster(
-    workers: int = 2,
-    ps: int = 1,
-    devices_per_worker: int = 1,
-) -> LocalCluster:
+def local_cluster(workers: int = 2, ps: int = 1, devices_per_worker: int = 1) -> LocalCluster:
     """Starts workers and parameter servers in this process, for `ParameterServerStrategy`.
 
     Args:

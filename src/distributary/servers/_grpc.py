@@ -21,17 +21,15 @@ import os
 import re
 import secrets
 import threading
-import urllib.parse
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, final
 
-from distributary.cluster_resolver import TOKEN_VARIABLE, join_address
+from distributary.cluster_resolver import TOKEN_VARIABLE, join_address, split_port
 from distributary.errors import ClusterError, InvalidValueError, MissingPackageError, pip_install
 from distributary.job import bound_address
 from distributary.servers._links import (
@@ -297,9 +295,7 @@ def _key_content(key: "ec.EllipticCurvePrivateKey") -> bytes:
     from cryptography.hazmat.primitives import serialization
 
     return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
@@ -474,7 +470,12 @@ class GrpcServer:
         self._service = service
         self._is_insecure = credentials is None
         try:
-            host, ip_address, port = _resolve(address)
+            host, text = split_port(address)
+            if not host or text is None:
+                raise ValueError("it is not host:port")
+            # The task listens at the IP address that is checked below.
+            _, (bound, port, *_) = bound_address(host, int(text))
+            ip_address = ipaddress.ip_address(bound)
         except (OSError, ValueError) as error:
             raise ClusterError(
                 f"Cannot listen at {address}: {error}. Give the address under which the other tasks"
@@ -495,8 +496,9 @@ class GrpcServer:
                 " `openssl rand -hex 16` makes; insecure=True does without."
             )
         self._threads = _Threads()
-        self._server = self._grpc.server(self._threads, options=_SERVER_OPTIONS)
-        self._places = threading.BoundedSemaphore(max_links)
+        self._server = self._grpc.server(
+            self._threads, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=max_links
+        )
         methods = {_TALK: self._grpc.stream_stream_rpc_method_handler(self._talk)}
         self._server.add_generic_rpc_handlers(
             (self._grpc.method_handlers_generic_handler(_SERVICE, methods),)
@@ -531,15 +533,11 @@ class GrpcServer:
     def _talk(self, chunks: Iterator[bytes], context: "grpc.ServicerContext") -> Iterator[bytes]:
         """Serves one link, in a thread of its own."""
         peer = self._peer(context)  # checked before anything from the caller is read
-        if not self._places.acquire(blocking=False):  # only tasks of the job take places
-            context.abort(self._grpc.StatusCode.RESOURCE_EXHAUSTED, "All links are in use.")
         try:
             for number, request in _messages(chunks):
                 yield from split(number, self._reply(request, peer))
         except WireError as error:
             context.abort(self._grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        finally:
-            self._places.release()
 
     def _reply(self, request: Message, peer: Peer) -> list[Buffer]:
         try:
@@ -583,18 +581,3 @@ class _Threads(Executor):
     def join(self, seconds: float | None) -> None:
         """Waits until all functions have returned, or for at most `seconds`."""
         wait(list(self._futures), seconds)
-
-
-def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:
-    """Returns host, IP address and port; the task listens at this IP address, which was checked.
-
-    Raises:
-        OSError: if the host is unknown.
-        ValueError: if it is not an address.
-    """
-    parts = urllib.parse.urlsplit(f"//{address}")
-    host, port = parts.hostname, parts.port
-    if host is None or port is None or parts.netloc != address:
-        raise ValueError("it is not host:port")
-    _, sockaddr = bound_address(host, port)
-    return host, ipaddress.ip_address(sockaddr[0]), port
