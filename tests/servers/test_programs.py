@@ -13,7 +13,7 @@ from tests.servers.wire import ProgramCache, export_divided, export_per_device
 
 def _sort():
     closed = jax.make_jaxpr(lambda x: [jnp.sort(x)])(np.zeros(4, np.float32))
-    return export_per_device(closed, [False], num_devices=1)
+    return export_per_device(closed, [("data", 0)], num_devices=1)
 
 
 def test_a_program_runs_on_the_first_cpu_whatever_the_default_device_is():

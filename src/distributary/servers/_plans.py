@@ -92,19 +92,21 @@ class Program:
 
 
 def export_per_device(
-    closed: ClosedJaxpr, is_split: Sequence[bool], num_devices: int, split_outputs: bool = False
+    closed: ClosedJaxpr, origins: Sequence[Origin], num_devices: int, split_outputs: bool = False
 ) -> Program:
     """Exports a jaxpr as a program in which each device runs it, along the axis `"replica"`.
 
     Args:
         closed: The closed jaxpr that each device runs.
-        is_split: For every input, whether each device has its own, a row of `[device, *shape]`.
-        num_devices: Number of devices. With one, `is_split` is ignored.
+        origins: The origins of its inputs, as in `WorkerPlan`. Each device has its own "replicas"
+            and "position", a row of `[device, *shape]`.
+        num_devices: Number of devices. With one, `origins` are ignored.
         split_outputs: Whether each device has its own outputs, which become such rows.
     """
     of_one: Callable[..., list[Any]] = jaxpr_as_fun(rewritten_for_cpus(closed))
     if num_devices == 1:
         return export_function(of_one, closed.in_avals, [None] * len(closed.in_avals))
+    is_split = [kind in ("replicas", "position") for kind, _ in origins]
     mesh = make_abstract_mesh(num_devices)
     specs = tuple([P(REPLICA_AXIS) if split else P() for split in is_split])
 
@@ -696,7 +698,11 @@ def _traced(
         is_split = [handle is not None and handle.per_replica for handle in of_inputs]
         jaxpr, consts = per_device(jaxpr, is_split, num_devices)
         captures = [*consts, *captures]
-    data = _inputs_of_data(closure.sources)
+    data: dict[Handle, Origin] = {}
+    leaf = 0
+    for handle in [handle for source in closure.sources for handle in source.handles]:
+        data[handle] = "replicas" if handle.per_replica else "data", leaf
+        leaf += handle.num_copies or 1
     inputs: list[Origin] = [("constant", i) for i in range(len(captures))]
     shards: dict[int, Shard] = {}
     handles: dict[int, Handle] = {}
@@ -731,16 +737,6 @@ def _traced(
     return step, captures, rebuilds[0]
 
 
-def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, Origin]:
-    """Returns the input that each handle of the sources stands for."""
-    inputs: dict[Handle, Origin] = {}
-    leaf = 0
-    for handle in [handle for source in sources for handle in source.handles]:
-        inputs[handle] = "replicas" if handle.per_replica else "data", leaf
-        leaf += handle.num_copies or 1
-    return inputs
-
-
 def _update_of(
     part: ServerPart, rows: RowSplit, sparse_update: SparseUpdate
 ) -> tuple[Update, Program]:
@@ -768,7 +764,7 @@ def _worker_plan(
         origins += [("rows", i) for i in range(len(rows.buffers))]
         origins += [("position", i) for i in range(num_lookups)]
         of_ids = [step.inputs[i] for i in rows.ids_inputs]
-        programs.append(_for_devices(rows.ids, of_ids, step, split_outputs=True))
+        programs.append(export_per_device(rows.ids, of_ids, step.num_devices, split_outputs=True))
         row_plan = RowPlan(programs[0].name, of_ids, rows.spaces, rows.buffers)
     if step.num_shares > 1:
         has_rows = [
@@ -777,7 +773,7 @@ def _worker_plan(
         ]
         program = export_divided(rows.worker, has_rows, step.num_shares)
     else:
-        program = _for_devices(rows.worker, origins, step, split_outputs=False)
+        program = export_per_device(rows.worker, origins, step.num_devices)
     pulls: dict[int, list[int]] = {}
     for shard in [step.shards[i] for i in rows.inputs if i in step.shards]:
         pulls.setdefault(shard.server, []).append(shard.number)
@@ -788,10 +784,3 @@ def _worker_plan(
     of_servers = list(pulls.items()), pushes
     plan = WorkerPlan(program.name, origins, step.num_results, *of_servers, row_plan)
     return plan, [program, *programs]
-
-
-def _for_devices(
-    closed: ClosedJaxpr, origins: Sequence[Origin], step: Step, split_outputs: bool
-) -> Program:
-    is_split = [kind in ("replicas", "position") for kind, _ in origins]
-    return export_per_device(closed, is_split, step.num_devices, split_outputs)

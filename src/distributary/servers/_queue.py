@@ -405,21 +405,6 @@ class Workers:
         for driver in self._drivers:
             start_thread(driver.drive, driver.stop, "distributary-driver")
 
-    def set_up(self, key: Key, messages: Sequence[Message]) -> Message:
-        """Tells one worker; if it replies "ok", the others are told before they run closures.
-
-        Args:
-            key: The source or function that the messages are about.
-            messages: The message for each worker.
-
-        Returns:
-            The reply of the first worker.
-
-        Raises:
-            Exception: the same errors as `call`.
-        """
-        return self._with_some(lambda connection: connection.set_up(key, messages))
-
     def add_setup(self, key: Key, messages: Sequence[Message]) -> int:
         """Adds a message for each worker to the setup; returns the number of the messages."""
         with self._setup_lock:
@@ -432,16 +417,14 @@ class Workers:
         with self._setup_lock:
             self.setup = {n: entry for n, entry in self.setup.items() if entry[0] not in keys}
 
-    def call(self, message: Message) -> Message:
-        """Sends a message to any one worker, and returns the reply.
+    def with_one(self, call: "Callable[[_Connection], Message]") -> Message:
+        """Calls a function with the connection to any one worker, and returns the result.
 
         Raises:
             UnavailableError: if there is no worker for too long.
             Exception: the same errors as `Link.call`.
         """
-        return self._with_some(lambda connection: connection.call(message))
 
-    def _with_some(self, call: "Callable[[_Connection], Message]") -> Message:
         def ready() -> list[_Driver]:
             return [one for one in self._drivers if one.is_live and not one.connection.is_lost()]
 

@@ -413,6 +413,10 @@ class Feed:
         self._iterators: dict[int, Peekable] = {}
         self._lock = threading.Lock()
 
+    def source(self) -> RemoteSource:
+        """Returns a handle to the batches."""
+        return RemoteSource("fed", self.number, lambda: self.seen, self)
+
     def next(self, worker: int) -> list[np.ndarray]:
         """Returns the leaves of the next batch for a worker.
 

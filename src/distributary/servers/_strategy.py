@@ -132,7 +132,7 @@ class ParameterServerStrategy(Strategy):
         self._cluster_resolver = cluster_resolver
         cluster = cluster_of(cluster_resolver)
         self._cluster = cluster.open(recovery_options or RecoveryOptions())
-        self._coordinator: Any = None
+        self._coordinator: ClusterCoordinator | None = None
         self._variable_partitioner = variable_partitioner
         self._sparse_update: SparseUpdate = sparse_update
         self._has_warned = False
@@ -269,7 +269,7 @@ class ClusterCoordinator:
     """
 
     def __new__(cls, strategy: Any) -> "ClusterCoordinator":
-        if getattr(strategy, "_cluster", None) is None:
+        if not isinstance(strategy, ParameterServerStrategy):
             raise InvalidTypeError(
                 f"ClusterCoordinator: strategy is {shown(strategy)}, expected a"
                 " ParameterServerStrategy."
@@ -277,8 +277,7 @@ class ClusterCoordinator:
         if strategy._coordinator is None:
             strategy._coordinator = super().__new__(cls)
             strategy._coordinator._start(strategy)
-        coordinator: ClusterCoordinator = strategy._coordinator
-        return coordinator
+        return strategy._coordinator
 
     def _start(self, strategy: "ParameterServerStrategy") -> None:
         self._strategy = strategy
@@ -443,7 +442,7 @@ class ClusterCoordinator:
                 Message("source", {"number": number, "nest": nest_of(value)}, leaves_of(value))
                 for value in values
             ]
-            self._workers.set_up(("source", number), messages)
+            self._workers.with_one(lambda one: one.set_up(("source", number), messages))
         return PerWorkerValues(self._of_workers("value", number))
 
     def _new_dataset(self, dataset_fn: object) -> RemoteSource:
@@ -451,17 +450,13 @@ class ClusterCoordinator:
         number = self._new_source("next", dataset_fn)
         if number is not None:
             return self._of_workers("next", number)
-        return self._fed(Feed(next(self._source_numbers), dataset_fn))
+        return Feed(next(self._source_numbers), dataset_fn).source()
 
     def _source_of(self, iterator: DatasetIterator) -> RemoteSource:
         """Returns the source that sends the elements of an iterator of this process to workers."""
         with self._tracing:
             new = Feed(next(self._source_numbers), iterator)
-            feed = self._shared.setdefault(id(iterator), new)
-        return self._fed(feed)
-
-    def _fed(self, feed: Feed) -> RemoteSource:
-        return RemoteSource("fed", feed.number, lambda: feed.seen, feed)
+            return self._shared.setdefault(id(iterator), new).source()
 
     def _of_workers(self, kind: str, number: int) -> RemoteSource:
         """Returns a source of data that the workers keep for as long as the source is in use."""
@@ -488,7 +483,8 @@ class ClusterCoordinator:
         try:
             described = self._cluster.cluster.describe(maker)
             message = Message("source", {"kind": kind, "number": number, "maker": described})
-            reply = self._workers.set_up(("source", number), self._for_all(message))
+            messages = self._for_all(message)
+            reply = self._workers.with_one(lambda one: one.set_up(("source", number), messages))
             if reply.kind == "unknown maker":
                 raise UnknownMakerError(reply.fields["why"])
         except UnknownMakerError as error:
@@ -508,7 +504,8 @@ class ClusterCoordinator:
 
     def _peek(self, number: int) -> tuple[list[Any], Any]:
         """Returns the shapes and dtypes of a worker's next data, and their structure."""
-        fields = self._workers.call(Message("peek", {"number": number})).fields
+        message = Message("peek", {"number": number})
+        fields = self._workers.with_one(lambda one: one.call(message)).fields
         return structs_of(fields["shapes"]), tree_of(fields["nest"])
 
     # Functions
@@ -553,7 +550,14 @@ class ClusterCoordinator:
             )
             number = len(function.plans)
             function.plans.append(plan)
-        self._warn_of_refusals(plan.refusals)
+        for name in plan.refusals.keys() - self._warned_of_rows:
+            self._warned_of_rows.add(name)
+            warn(
+                f"Rows of variable {name!r} are looked up, but all of it travels in every step:"
+                f" {plan.refusals[name]}. Only rows travel of a variable that is read by"
+                " table[ids], jnp.take or embedding_lookup alone, with ids that depend on no"
+                " variable."
+            )
         self._cluster.add_updates(plan.updates)
         leaves = [leaf for source in plan.sources for leaf in source.leaves]
         fields = {
@@ -566,15 +570,6 @@ class ClusterCoordinator:
         programs = [program.content for program in plan.programs]
         message = Message("plan", fields, plan.constants, programs)
         self._workers.add_setup(("function", function.number), self._for_all(message))
-
-    def _warn_of_refusals(self, refusals: Mapping[str, str]) -> None:
-        for name in refusals.keys() - self._warned_of_rows:
-            self._warned_of_rows.add(name)
-            warn(
-                f"Rows of variable {name!r} are looked up, but all of it travels in every step:"
-                f" {refusals[name]}. Only rows travel of a variable that is read by table[ids],"
-                " jnp.take or embedding_lookup alone, with ids that depend on no variable."
-            )
 
 
 _OF_WORKERS = (PerWorkerIterator, PerWorkerValues)

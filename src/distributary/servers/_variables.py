@@ -11,10 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
-from distributary.checkpoint import RemoteStore
 from distributary.context import current_mode
 from distributary.errors import InvalidValueError
-from distributary.servers._cluster import check_positive
+from distributary.servers._cluster import Session, check_positive
 from distributary.servers._split import Shard
 from distributary.variables import (
     AggregatedVariable,
@@ -208,7 +207,7 @@ def _initial_shards(
         InvalidValueError: if a value has another shape.
     """
     takes_part = callable(initial) and _takes_part(initial)
-    whole = None if takes_part else initial() if callable(initial) else initial
+    whole: Any = None if takes_part else initial() if callable(initial) else initial
     start = 0
     for size in sizes:
         part = size, *shape[1:]
@@ -290,28 +289,26 @@ class ServerVariable(AggregatedVariable):
         return [self]
 
     @property
-    def _remote_store(self) -> RemoteStore:
-        store: RemoteStore = self._layout.strategy._cluster
-        return store
+    def _remote_store(self) -> Session:
+        session: Session = self._layout.strategy._cluster
+        return session
 
     def _initial_state(self, initial: ArrayLike) -> Any:
-        cluster = self._layout.strategy._cluster
         beside = getattr(neighbor(), "_place", None)
-        self._place = cluster.create(np.asarray(initial, self._dtype), beside)
+        self._place = self._remote_store.create(np.asarray(initial, self._dtype), beside)
         return None
 
     @property
     def _value(self) -> Any:
-        cluster = self._layout.strategy._cluster
-        return jnp.asarray(cluster.read(self._place, self._shape, self._dtype))
+        return jnp.asarray(self._remote_store.read(self._place, self._shape, self._dtype))
 
     @_value.setter
     def _value(self, value: object) -> None:
         if value is not None:
-            self._layout.strategy._cluster.assign(self._place, "assign", np.asarray(value))
+            self._remote_store.assign(self._place, "assign", np.asarray(value))
 
     def _change_eager(self, kind: str, value: ArrayLike) -> None:
-        self._layout.strategy._cluster.assign(self._place, kind, np.asarray(value, self._dtype))
+        self._remote_store.assign(self._place, kind, np.asarray(value, self._dtype))
 
 
 # The arguments of `Variable`, in order.
