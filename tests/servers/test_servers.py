@@ -338,9 +338,10 @@ def test_a_server_waits_for_the_address_of_its_host(monkeypatch, serve):
     monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "0")
     with pytest.raises(ClusterError, match=r"Cannot listen at pod\.invalid"):
         dist.Server(server.server_def, insecure=True)
-    monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "soon")
-    with pytest.raises(InvalidValueError, match="'soon', expected a number of seconds"):
-        dist.Server(server.server_def, insecure=True)
+    for text in ("soon", "nan", "inf", "-1"):
+        monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", text)
+        with pytest.raises(InvalidValueError, match=f"'{text}', expected a number of seconds"):
+            dist.Server(server.server_def, insecure=True)
 
 
 _TASKS = {"worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}

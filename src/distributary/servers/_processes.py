@@ -1,6 +1,7 @@
 """Workers and servers that are separate processes: how one runs, and how a chief connects them."""
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import os
@@ -108,15 +109,15 @@ def connect_seconds(environ: Mapping[str, str]) -> float:
     """Returns how many seconds to wait for other tasks, from `DISTRIBUTARY_CONNECT_SECONDS`.
 
     Raises:
-        InvalidValueError: if it is not a number.
+        InvalidValueError: if it is not a number that threads can wait for.
     """
     text = environ.get(CONNECT_VARIABLE, str(_CONNECT_SECONDS))
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidValueError(
-            f"{CONNECT_VARIABLE} is {text!r}, expected a number of seconds."
-        ) from None
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) <= threading.TIMEOUT_MAX:
+            return seconds
+    raise InvalidValueError(
+        f"{CONNECT_VARIABLE} is {text!r}, expected a number of seconds, such as {_CONNECT_SECONDS}."
+    )
 
 
 def connect(
