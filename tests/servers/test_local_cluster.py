@@ -293,6 +293,36 @@ def test_a_cluster_ends_with_its_coordinators():
         coordinator.schedule(lambda: jnp.int32(3))
 
 
+def test_data_is_that_of_the_trace_that_counts():
+    _, coordinator = _coordinated(1, 1)
+    samples, batches = (
+        iter(coordinator.create_per_worker_dataset(lambda start=start: _numbers(start)))
+        for start in (100, 0)
+    )
+    sums = {}
+
+    def step(samples, batches):
+        size = batches.element_spec.shape[0]
+        if size not in sums:  # in the first of two traces, as the second has the variable
+            sample = next(samples)
+            next(batches)
+            sums[size] = dist.Variable(np.zeros(sample.shape, np.float32))
+        batch = next(batches)
+        sums[size].assign_add(jnp.mean(batch, keepdims=True) + jnp.zeros_like(sums[size]))
+        return batch
+
+    values = [coordinator.schedule(step, args=(samples, batches)) for _ in range(4)]
+
+    assert [value.fetch()[0] for value in values] == [0, 1, 2, 3]
+    assert [len(value.fetch()) for value in values] == [4, 4, 4, 2]
+    np.testing.assert_array_equal(sums[4], [6, 6, 6, 6])
+
+
+def _numbers(start):
+    for number in range(start, start + 4):
+        yield np.full(2 if number == 3 else 4, number, np.float32)
+
+
 def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used():
     _, coordinator = _coordinated(1, 1)
     is_open, num_traces = [], 0

@@ -543,7 +543,7 @@ class ClosureTrace:
         self.sources: list[Source] = []
         self.position = 0
         self.divides_rows = False
-        self._data_avals = None if data_avals is None else list(data_avals)
+        self._data_avals = data_avals
 
     def take(self, kind: str, number: int, element: Nest, feed: "Feed | None" = None) -> Nest:
         """Takes data of the worker, with tracers as leaves; in `Strategy.run`, a replica's data.
@@ -554,10 +554,13 @@ class ClosureTrace:
             element: The structure of the data, with shapes and dtypes as leaves.
             feed: The feed of the `Source`.
         """
-        if self.position == len(self.sources):
+        taken = [(source.kind, source.number) for source in self.sources[self.position :][:1]]
+        if taken != [(kind, number)]:
+            del self.sources[self.position :]  # an earlier trace has taken others from here on
             if self._data_avals is not None:
-                avals = self._data_avals
-                element = jax.tree.map(lambda _: avals.pop(0), element)
+                num_taken = sum(len(source.leaves) for source in self.sources)
+                avals = iter(self._data_avals[num_taken:])
+                element = jax.tree.map(lambda _: next(avals), element)
             is_column = lambda node: isinstance(node, PerReplica)
             columns, tree = jax.tree.flatten(element, is_leaf=is_column)
             handles = [_handles_of(column, f"{kind} {number}") for column in columns]
@@ -691,6 +694,7 @@ def _traced(
 
     with fed_by(closure):
         pure, _ = trace(flat, avals, "function", Subject(function), is_for_workers=num_replicas > 1)
+    del closure.sources[closure.position :]  # an earlier trace has taken more
     jaxpr, captures = pure.jaxpr, pure.captures
     num_devices = num_replicas if has_replicas(jaxpr.eqns) else 1
     if num_devices > 1:
