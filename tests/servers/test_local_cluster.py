@@ -318,6 +318,22 @@ def test_data_is_that_of_the_trace_that_counts():
     np.testing.assert_array_equal(sums[4], [6, 6, 6, 6])
 
 
+def test_data_of_every_shape_comes_from_the_same_iterators():
+    _, coordinator = _coordinated(1, 1)
+    batches, others = (
+        iter(coordinator.create_per_worker_dataset(lambda: _numbers(0))) for _ in range(2)
+    )
+
+    def step(batches, others):
+        batch = next(batches)
+        return batch if len(batch) < 4 else batch + next(others)
+
+    for number in range(3):
+        assert coordinator.schedule(step, args=(batches, others)).fetch()[0] == 2 * number
+    with pytest.raises(UnsupportedError, match=r"step takes 2 elements .* and 1 or others"):
+        coordinator.schedule(step, args=(batches, others)).fetch()
+
+
 def _numbers(start):
     for number in range(start, start + 4):
         yield np.full(2 if number == 3 else 4, number, np.float32)

@@ -549,6 +549,13 @@ class ClusterCoordinator:
                 self._source_of,
             )
             number = len(function.plans)
+            taken = [[(s.kind, s.number) for s in one.sources] for one in (*function.plans, plan)]
+            if taken[0] != taken[-1]:  # workers have taken the data before they know its shapes
+                raise UnsupportedError(
+                    f"{function.name} takes {len(taken[0])} elements of iterators and values for"
+                    f" data of one shape, and {len(taken[-1])} or others for data of another."
+                    " Take the same in every step, whatever the shape of the data."
+                )
             function.plans.append(plan)
         for name in plan.refusals.keys() - self._warned_of_rows:
             self._warned_of_rows.add(name)
