@@ -207,7 +207,7 @@ def test_without_all_servers_the_old_checkpoint_stays(tmp_path):
     checkpoint.restore(checkpoint.save(tmp_path / "ckpt"))
     assert {kind for _, kind in lost} >= {"copy", "save", "load", "adopt", "drop"}
     _check_equal(variables, 1.0)
-    assert not any(service._current._copies._copies for service in _servers(cluster))
+    assert not any(service._current._copies for service in _servers(cluster))
 
     cluster.kill("ps 1")
     with pytest.raises(PSUnavailableError, match="ps 1"):
