@@ -1,21 +1,48 @@
 """Public names of TensorFlow that programs with `tf.distribute` use, and whether they are here.
 
 `RECORDED` has a line for every name, with its arguments in TensorFlow 2.21. Run as a program where
-TensorFlow is installed, this writes the arguments anew; to add a name, add a line first.
+TensorFlow is installed, this writes the arguments anew; to add a name, add a line first. What does
+not mean quite the same stands on `PAGE` alone: write it there, behind the name.
 """
 
 import enum
+import functools
 import importlib
 import inspect
 import re
 import sys
 from pathlib import Path
 
-from tests.tensorflow.differences import ABSENT, ABSENT_ARGUMENTS, DIFFERENT, WITHOUT_EFFECT
-
 PAGE = Path(__file__).parents[2] / "docs" / "api" / "tensorflow.md"
 RECORDED = Path(__file__).with_name("tensorflow-2.21-names.txt")
 _LITERAL = re.compile(r"None|True|False|-?[\d.e+-]+|'.*'|\(\)")
+_ARGUMENTS = r"(?:`[*\w]+`, )*`[*\w]+`"
+
+#: Arguments without an effect wherever they are, by name, and why.
+WITHOUT_EFFECT = {
+    "parallel_iterations": "no effect: XLA schedules the loop",
+    "swap_memory": "no effect: XLA decides what stays in memory",
+    "back_prop": "no effect: use tf.stop_gradient",
+    "infer_shape": "no effect: shapes are known",
+    "use_locking": "no effect: assignments do not overlap",
+    "read_value": "no effect",
+    "deterministic": "no effect: elements always come in the same order",
+    "experimental_use_pfor": "no effect: XLA compiles the loop",
+    "alg": "no effect: numbers are those of JAX's generator",
+    "bad_indices_policy": "no effect: places out of range are left out",
+    "experimental_is_anonymous": "no effect",
+    "num_parallel_reads": "no effect: files are read one after the other; use interleave",
+    "caching_device": "no effect",
+    "summarize": "no effect: messages show short arrays",
+    "experimental_trackable": "no effect",
+    "experimental_mesh": "no effect",
+    "max_queue": "no effect: tensorboardX chooses",
+    "flush_millis": "no effect: tensorboardX chooses",
+    "experimental_priority": "no effect",
+    "experimental_device_ordinal": "no effect",
+    "latest_filename": "no effect",
+    "sorted": "no effect: always sorted",
+}
 
 
 def known(tf):
@@ -52,6 +79,7 @@ def advice(tf, name):
     return None
 
 
+@functools.cache
 def recorded():
     """The arguments in TensorFlow by name: None for what is not called, else names to defaults."""
     found = {}
@@ -132,28 +160,52 @@ def _is_literal(default):
     return _LITERAL.fullmatch(repr(default)) is not None
 
 
+def signature(name):
+    """A name with its arguments in TensorFlow, as the page shows them."""
+    wanted = recorded()[name]
+    call = "" if wanted is None else f"({', '.join(wanted)})"
+    return f"`tf.{name.replace('function()', 'function(...)')}{call}`"
+
+
+@functools.cache
+def remarks():
+    """What the page says of names, and of arguments as `name(argument)`: "different: why"."""
+    page = PAGE.read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (`tf\.[^`]+`) \| (.+) \|$", page, flags=re.MULTILINE))
+    found = {}
+    for name in recorded():
+        text = rows.get(signature(name), "equal")
+        for part in re.split(rf"; (?={_ARGUMENTS} (?:different|absent): )", text):
+            of_arguments = re.fullmatch(rf"({_ARGUMENTS}) (.+)", part)
+            if of_arguments:
+                those = re.findall(r"`(.+?)`", of_arguments[1])
+                found |= {f"{name}({argument})": of_arguments[2] for argument in those}
+            elif part != "equal":
+                found[name] = part
+    return found
+
+
 def states(tf):
     """Of every name and argument, "equal", "different: why" or "absent: what to use instead"."""
     found = {}
     for name, wanted in recorded().items():
+        remark = remarks().get(name, "equal")
         try:
             own = arguments(find(tf, name))
         except AttributeError:
-            found[name] = f"absent: {ABSENT.get(name) or advice(tf, name)}"
+            found[name] = f"absent: {advice(tf, name) or remark.partition('absent: ')[2]}"
             found |= {f"{name}({argument})": found[name] for argument in wanted or ()}
             continue
-        found[name] = f"different: {DIFFERENT[name]}" if name in DIFFERENT else "equal"
+        found[name] = remark
         for argument in wanted or ():
             found[f"{name}({argument})"] = _state_of(name, argument, wanted, own or {})
     return found
 
 
 def _state_of(name, argument, wanted, own):
-    full, plain = f"{name}({argument})", argument.lstrip("*")
-    if full in ABSENT_ARGUMENTS or name in ABSENT_ARGUMENTS:
-        return f"absent: {ABSENT_ARGUMENTS.get(full) or ABSENT_ARGUMENTS[name]}"
-    if full in DIFFERENT:
-        return f"different: {DIFFERENT[full]}"
+    if remark := remarks().get(f"{name}({argument})"):
+        return remark
+    plain = argument.lstrip("*")
     is_open = any(key.startswith("**") for key in own)
     if argument not in own and not argument.startswith("*") and not is_open:
         return "unlike: there is no such argument"
@@ -174,17 +226,11 @@ if __name__ == "__main__":
     tensorflow = importlib.import_module("tensorflow")
     lines = []
     for recorded_name in recorded():
-        signature = arguments(find(tensorflow, recorded_name))
+        own = arguments(find(tensorflow, recorded_name))
         if recorded_name == "data.Options":
-            signature = {}
-        shown = (
-            ""
-            if signature is None
-            else "|"
-            + "; ".join(
-                f"{key}={default}" if default else key for key, default in signature.items()
-            )
-        )
+            own = {}
+        pairs = [f"{key}={default}" if default else key for key, default in (own or {}).items()]
+        shown = "" if own is None else "|" + "; ".join(pairs)
         lines.append(recorded_name + shown)
     RECORDED.write_text("\n".join(lines) + "\n", encoding="utf-8")
     sys.exit()
