@@ -120,8 +120,9 @@ def _endless(x, y):
 
 
 @case(
-    fit=lambda model, x, y: {"x": _endless(x, y), "y": None, "batch_size": None,
-                             "shuffle": None, "steps_per_epoch": 5},
+    fit=lambda model, x, y: {
+        "x": _endless(x, y), "y": None, "batch_size": None, "steps_per_epoch": 5
+    },
 )  # fmt: skip
 def endless_generator():
     return compiled(net(kl.Dropout(0.3)), _root)
@@ -300,12 +301,6 @@ for _name, _make in {
         lambda: _normalized(),
         fit=lambda model, x, y, make=_make: {"callbacks": [make()], "epochs": 5},
     )
-
-
-@case(fit=lambda model, x, y: {"x": {"a": x}, "y": y})
-def rows_in_a_dictionary():
-    x = keras.Input((6,), name="a")
-    return compiled(keras.Model({"a": x}, kl.Dense(3)(kl.Dense(6, "tanh")(x))))
 
 
 def _several_compiled():

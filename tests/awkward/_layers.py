@@ -142,6 +142,11 @@ for _name, _function in {
 }.items():
     _mixes(_name, _function)
 _mixes("rows_as_pixels", _shuffled_batch_channels, "images")
+_mixes(
+    "fourier_of_transposed_rows",
+    lambda x: jnp.swapaxes(jnp.fft.irfft(2 * jnp.fft.rfft(jnp.swapaxes(x, 1, 2))), 1, 2),
+    "series",
+)
 _mixes("time_and_rows", lambda x: x + jnp.swapaxes(x, 0, 1)[:, :1].mean(0)[None], "series")
 
 
@@ -491,6 +496,16 @@ class _RowsOfOthers(kl.Layer):
         return x + self.attention(x[None], x[None])[0]
 
 
+class _SortedWeights(kl.Layer):
+    """The gradient of its sort has ids of a size that no number of devices divides."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(101, 3), name="weight")
+
+    def call(self, x):
+        return ops.mean(x, axis=1, keepdims=True) * ops.sort(self.weight, axis=0)[2]
+
+
 class _FastWeights(kl.Layer):
     """Takes a step of gradient descent on the batch inside the layer."""
 
@@ -505,3 +520,4 @@ class _FastWeights(kl.Layer):
 
 _of_layers("attention_to_other_rows", _RowsOfOthers)
 _of_layers("fast_weights", _FastWeights)
+_of_layers("sorted_weights", _SortedWeights)

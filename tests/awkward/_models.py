@@ -45,10 +45,10 @@ def two_outputs():
     )
 
 
-@case(y={"a": "targets", "b": "bits"})
+@case(x={"one": "vectors", "two": "vectors"}, y={"a": "targets", "b": "bits"})
 def outputs_by_name():
-    x = keras.Input((6,))
-    h = kl.BatchNormalization()(kl.Dense(8, "tanh")(x))
+    x = {name: keras.Input((6,), name=name) for name in ("one", "two")}
+    h = kl.BatchNormalization()(kl.Dense(8, "tanh")(kl.Concatenate()([*x.values()])))
     outputs = {"a": kl.Dense(3, name="a")(h), "b": kl.Dense(3, "sigmoid", name="b")(h)}
     return compiled(
         keras.Model(x, outputs),

@@ -65,6 +65,19 @@ def weights_after(num_steps):
     return weights[num_steps]
 
 
+class AtBatch(keras.callbacks.Callback):
+    """Calls `action` with the model once, at the end of one batch."""
+
+    def __init__(self, batch, action):
+        super().__init__()
+        self.batch, self.action = batch, action
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.batch:
+            self.batch = None
+            self.action(self.model)
+
+
 def assert_equal_weights(got, expected, **tolerance):
     got, expected = (w if isinstance(w, list) else w.get_weights() for w in (got, expected))
     assert len(got) == len(expected)

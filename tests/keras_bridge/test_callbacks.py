@@ -51,19 +51,6 @@ for _kind in ("train", "epoch", "train_batch", "test", "test_batch", "predict_ba
         setattr(_Recorder, f"on_{_kind}_{_edge}", _method)
 
 
-class _AtBatch(keras.callbacks.Callback):
-    """Calls `action` with the model at the end of one batch of the first epoch."""
-
-    def __init__(self, batch, action):
-        super().__init__()
-        self.batch, self.action = batch, action
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == self.batch:
-            self.batch = None
-            self.action(self.model)
-
-
 def _assert_same_records(got, expected):
     assert got.calls == expected.calls
     assert len(got.logs) == len(expected.logs)
@@ -114,7 +101,7 @@ def _slow_down(model):
 
 @pytest.mark.parametrize("action", [_set_to_half, _slow_down])
 def test_changes_in_the_middle_of_an_epoch_count_from_the_next_step(action, strategy_of):
-    models, histories = _both(strategy_of(2), lambda: [_AtBatch(1, action)])
+    models, histories = _both(strategy_of(2), lambda: [small.AtBatch(1, action)])
 
     _assert_same(models, histories)
     assert not np.allclose(models[0].get_weights()[0], small.weights_after(8)[0], **small.CLOSE)

@@ -35,17 +35,6 @@ class _Batches(keras.utils.PyDataset):
         return self.batches[index]
 
 
-def _two_inputs(strategy):
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        keras.utils.set_random_seed(0)
-        inputs = {"a": keras.Input((3,), name="a"), "b": keras.Input((1,), name="b")}
-        dense = keras.layers.Dense(1, name="out")(inputs["a"])
-        outputs = {"out": dense, "sum": keras.layers.Add(name="sum")([dense, inputs["b"]])}
-        model = keras.Model(inputs, outputs)
-        model.compile(keras.optimizers.SGD(0.1), {"out": "mse", "sum": "mae"})
-    return model
-
-
 def _trained(strategy, data, build=small.model, **kwargs):
     model = build(strategy)
     sizes = {} if len(data) == 1 else {"batch_size": 4}
@@ -100,17 +89,6 @@ def test_arrays_equal_one_device(make_data, strategy_of):
     np.testing.assert_allclose(*results, **small.CLOSE)
 
 
-def test_dicts_of_arrays_equal_one_device(strategy_of):
-    x, y = small.data(_ROWS)
-    data = {"a": x, "b": x[:, :1]}, {"out": y, "sum": 2 * y}
-
-    models = _assert_equals_one_device(strategy_of(2), lambda: data, build=_two_inputs)
-
-    got, expected = (model.predict(data[0], batch_size=4, verbose=0) for model in models)
-    assert got.keys() == {"out", "sum"}
-    small.assert_equal_logs(got, expected)
-
-
 # Of Keras 3.15 with JAX 0.12, without a strategy too.
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64 requested in ShapeDtypeStr")
 @pytest.mark.parametrize("sample_weight", [None, np.linspace(0, 1, _ROWS)], ids=["none", "array"])
@@ -121,19 +99,6 @@ def test_batches_with_sample_weights_or_none_equal_one_device(sample_weight, str
             yield x, y, None if sample_weight is None else sample_weight[rows]
 
     _assert_equals_one_device(strategy_of(2), lambda: (_Batches(batches()),))
-
-
-def _forever():
-    while True:
-        yield from _batches()
-
-
-def test_a_generator_without_end_equals_one_device(strategy_of):
-    models = _assert_equals_one_device(
-        strategy_of(2), lambda: (_forever(),), steps_per_epoch=3, epochs=3
-    )
-
-    assert int(models[0].optimizer.iterations) == 9
 
 
 @pytest.mark.parametrize("steps", [{}, {"steps_per_epoch": 6}], ids=["unknown", "fewer"])

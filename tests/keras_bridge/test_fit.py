@@ -249,24 +249,11 @@ def test_two_models_under_two_strategies_take_turns(strategy_of):
 # Exceptions in the middle of an epoch.
 
 
-class _At(keras.callbacks.Callback):
-    """Does something once, at the end of one batch."""
-
-    def __init__(self, batch, action):
-        super().__init__()
-        self.batch, self.action = batch, action
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == self.batch:
-            self.batch = None
-            self.action()
-
-
-def _fail():
+def _fail(*_):
     raise OSError("the file is gone")
 
 
-def _interrupt():
+def _interrupt(*_):
     signal.raise_signal(signal.SIGINT)
 
 
@@ -298,8 +285,8 @@ def _in_validation():
 @pytest.mark.parametrize(
     ("make", "compiled", "num_steps"),
     [
-        (lambda: ((), dict(callbacks=[_At(1, _fail)])), {}, 2),
-        (lambda: ((), dict(callbacks=[_At(1, _fail)])), {"steps_per_execution": 2}, 2),
+        (lambda: ((), dict(callbacks=[small.AtBatch(1, _fail)])), {}, 2),
+        (lambda: ((), dict(callbacks=[small.AtBatch(1, _fail)])), {"steps_per_execution": 2}, 2),
         # Keras looks at two batches before it trains.
         (lambda: ((_batches_then_error(2),), dict(batch_size=None)), {}, 2),
         (lambda: ((_batches_then_error(3),), dict(batch_size=None)), {}, 3),
@@ -328,7 +315,7 @@ def test_after_ctrl_c_in_a_trained_model_the_weights_are_those_of_the_last_step(
     model.optimizer.iterations.assign(0)
 
     with pytest.raises(KeyboardInterrupt):
-        small.fit(model, callbacks=[_At(1, _interrupt)])
+        small.fit(model, callbacks=[small.AtBatch(1, _interrupt)])
 
     _assert_usable_after(2, model)
 
@@ -567,16 +554,6 @@ def test_too_little_memory_is_said_with_what_helps(strategy_of):
     assert "experimental_shard_optimizer_state=True" in note
     assert "experimental_shard_parameters=True" in note
     assert "distributary plan" in note
-
-
-def test_too_little_memory_for_a_variable_is_said_with_what_helps(strategy):
-    with (
-        pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory") as caught,
-        strategy.scope(),
-    ):
-        dist.Variable(lambda: jnp.zeros(1 << 45))
-
-    assert "experimental_shard_parameters=True" in "".join(caught.value.__notes__)
 
 
 def test_a_distribution_of_keras_beside_a_strategy_is_named(strategy):

@@ -106,22 +106,6 @@ def test_normalization_adapted_in_a_scope_has_the_statistics_of_the_data(strateg
     np.testing.assert_allclose(normalization.variance[0], x.var(0), rtol=1e-5)
 
 
-class _MeanSquareLoss(kl.Layer):
-    def call(self, x):
-        self.add_loss(0.3 * keras.ops.mean(keras.ops.square(x)))
-        return x
-
-
-def test_only_added_losses_train_a_model_without_targets(train_twice, assert_same_training):
-    def build():
-        layers = [keras.Input((3,)), kl.Dense(2), _MeanSquareLoss()]
-        return _compiled(keras.Sequential(layers), loss=None)
-
-    alone, distributed = train_twice(build, _floats(3))
-
-    assert_same_training(alone, distributed)
-
-
 class _Subclassed(keras.Model):
     def __init__(self):
         super().__init__()
