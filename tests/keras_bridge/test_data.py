@@ -80,7 +80,12 @@ def _as_float64():
     return tuple(a.astype(np.float64) for a in small.data(_ROWS))
 
 
-@pytest.mark.parametrize("make_data", [_as_jax, _as_float64])
+def _as_pandas():
+    pandas = pytest.importorskip("pandas")
+    return tuple(pandas.DataFrame(a) for a in small.data(_ROWS))
+
+
+@pytest.mark.parametrize("make_data", [_as_jax, _as_float64, _as_pandas])
 def test_arrays_equal_one_device(make_data, strategy_of):
     models = _assert_equals_arrays_on_one_device(strategy_of(2), make_data())
 
@@ -144,37 +149,6 @@ def test_a_py_dataset_equals_one_device(workers, build, shuffle, strategy_of):
     data = _Batches(_batches(), workers=workers)
     results = [model.predict(data, verbose=0) for model in models]
     np.testing.assert_allclose(*results, **small.CLOSE)
-
-
-def _pandas(x, y):
-    pandas = pytest.importorskip("pandas")
-    return pandas.DataFrame(x), pandas.DataFrame(y)
-
-
-def _torch(x, y):
-    data = pytest.importorskip("torch.utils.data")
-    torch = pytest.importorskip("torch")
-    tensors = data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
-    return (data.DataLoader(tensors, batch_size=4),)
-
-
-def _grain(x, y):
-    grain = pytest.importorskip("grain")
-    without_threads = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    rows = grain.MapDataset.source(list(zip(x, y, strict=True)))
-    return (rows.to_iter_dataset(without_threads).batch(4),)
-
-
-def _tensorflow(x, y):
-    tensorflow = pytest.importorskip("tensorflow")
-    return (tensorflow.data.Dataset.from_tensor_slices((x, y)).batch(4),)
-
-
-# Keras does not ask a dataset of Grain for its length.
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("make", [_pandas, _torch, _grain, _tensorflow])
-def test_data_of_other_libraries_equal_one_device(make, strategy_of):
-    _assert_equals_arrays_on_one_device(strategy_of(2), make(*small.data(_ROWS)))
 
 
 def _outcome(function, model):
