@@ -54,40 +54,50 @@ def _built():
 
 
 @pytest.mark.parametrize(
-    ("make", "wrap", "unbuilt"),
+    ("make", "wrap", "others", "unbuilt"),
     [
         (
             _Net,
             keras.optimizers.LossScaleOptimizer,
+            {},
             r"model/dense/kernel.*\nNot built yet: model, optimizer\.",
         ),
-        (_built, lambda x: x, None),  # the optimizer is built for the model
+        (_built, lambda x: x, {}, None),  # the optimizer is built for the model
+        (_built, lambda x: x, {"critic": _built()}, r"optimizer/.*\nNot built yet: optimizer\."),
     ],
 )
 def test_a_loop_goes_on_where_it_was_although_not_all_is_built(
-    make, wrap, unbuilt, strategy_of, tmp_path
+    make, wrap, others, unbuilt, strategy_of, tmp_path
 ):
     model, optimizer, train = _loop(strategy_of(2), make, wrap)
     for _ in range(2):
         train()
-    path = Checkpoint(model=model, optimizer=optimizer, epoch=1).write(tmp_path / "ckpt")
+    path = Checkpoint(model=model, optimizer=optimizer, epoch=1, **others).write(tmp_path / "ckpt")
     train()
+    for _ in range(2):
+        other, other_optimizer, train_other = _loop(strategy_of(2), make, wrap)
+        checkpoint = Checkpoint(model=other, optimizer=other_optimizer, epoch=0, **others)
+
+        status = checkpoint.restore(path)
+
+        assert checkpoint.epoch == 1
+        assert int(other_optimizer.iterations.value) == 2
+        assert other_optimizer.built == (unbuilt is None)
+        status.assert_existing_objects_matched()
+        if unbuilt is not None:
+            with pytest.raises(ValueError, match=unbuilt):
+                status.assert_consumed()
+        # What still waits is saved again, under the names that it has in this checkpoint.
+        nested = Checkpoint(all=[other, other_optimizer])
+        nested.write(tmp_path / "nested")
+        path = checkpoint.write(tmp_path / "again")
+        train_other()
+        status.assert_consumed()
+        _assert_same_variables(model, other)
+        _assert_same_variables(optimizer, other_optimizer)
     other, other_optimizer, train_other = _loop(strategy_of(2), make, wrap)
-    checkpoint = Checkpoint(model=other, optimizer=other_optimizer, epoch=0)
-
-    status = checkpoint.restore(path)
-
-    assert checkpoint.epoch == 1
-    assert int(other_optimizer.iterations.value) == 2
-    status.assert_existing_objects_matched()
-    if unbuilt is not None:
-        with pytest.raises(ValueError, match=unbuilt):
-            status.assert_consumed()
-        with pytest.raises(ValueError, match="has no variables yet, so there is nothing to save"):
-            checkpoint.write(tmp_path / "other")
+    Checkpoint(all=[other, other_optimizer]).restore(tmp_path / "nested")
     train_other()
-    status.assert_consumed()
-    _assert_same_variables(model, other)
     _assert_same_variables(optimizer, other_optimizer)
 
 

@@ -5,7 +5,6 @@ from distributary.checkpoint._checkpoint import (
     latest_checkpoint,
     list_variables,
     load_variable,
-    settle,
 )
 from distributary.checkpoint._commit import not_of_keras, numbered, read, read_arrays
 from distributary.checkpoint._files import (
@@ -21,7 +20,7 @@ from distributary.checkpoint._files import (
     write_arrays,
     write_once,
 )
-from distributary.checkpoint._leaves import RemoteStore, SavedVariable
+from distributary.checkpoint._leaves import RemoteStore, SavedVariable, settle
 from distributary.checkpoint._manager import (
     CheckpointManager,
     PreemptionCheckpointHandler,

@@ -31,6 +31,7 @@ from distributary.checkpoint._leaves import (
     VariableLeaf,
     by_store,
     find_leaves,
+    restored_state,
 )
 from distributary.checkpoint._save_locks import SaveLock, this_worker
 from distributary.devices import fetch_whole, latest_program
@@ -184,7 +185,8 @@ def _snapshot(
     """Returns a copy of the state in host memory; without arrays on workers that do not write."""
     check_outside("save")
     contents = find_leaves(objects)
-    contents.check_built()
+    restored = restored_state(contents)
+    contents.check_built(restored)
     leaves = contents.leaves
     kept = by_store(leaves)
     with contextlib.ExitStack() as at_rest:
@@ -202,6 +204,8 @@ def _snapshot(
             for name, leaf in leaves.items():
                 if isinstance(leaf, ArrayLeaf):
                     arrays[name] = leaf.array()
+            entries |= {name: entry for name, (entry, _) in restored.items()}
+            arrays |= {name: array for name, (_, array) in restored.items() if array is not None}
             whole: dict[_Place, Any] = {}
             if with_arrays:
                 whole = {(name, ()): array for name, array in arrays.items()}
