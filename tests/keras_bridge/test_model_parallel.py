@@ -289,7 +289,8 @@ def test_a_tpu_strategy_divides_layers_over_its_cores(train, alone_with):
 _UNUSABLE = {
     "fits no variable": ({"up.*kernl": (None, "model")}, "'up_0/kernel'"),
     "all fit the variable": ({"up.*": (None, "model"), ".*kernel": ()}, "'up_0/kernel'"),
-    "the shape [16, 5]": ({"head/kernel": (None, "model")}, "divide by 2"),
+    "the shape [16, 5]": ({"head/kernel": (None, "model")}, "that of the model by 2"),
+    "the replicas must divide by 3": ({"up_0/kernel": ("batch", "model")}, "is ('batch', 'model')"),
     "a dim for each axis": ({"up_0/bias": (None, "model")}, "'up_0/bias'"),
     "each axis once": ({"up_0/kernel": ("model", "model")}, "('model', 'model')"),
     "one of 'batch', 'model' or None": ({"up_0/kernel": ("heads",)}, "('heads',)"),
@@ -302,7 +303,7 @@ def test_rules_that_cannot_be_used_are_refused(problem, train):
     rules, what = _UNUSABLE[problem]
 
     with pytest.raises(dist.errors.InvalidValueError) as error:
-        train(_build(), _IDS, _LABELS, strategy=_strategy(2, rules, experimental_model_parallel=2))
+        train(_build(), _IDS, _LABELS, strategy=_strategy(6, rules, experimental_model_parallel=2))
 
     assert problem in str(error.value)
     assert what in str(error.value)

@@ -404,8 +404,7 @@ class StrategyExtended:
         """
         if self.mesh is None:
             return None
-        axes = self.mesh.axis_names[1:]
-        spec = P() if path is None else self.layout_rules.spec(path, shape, dim, axes)
+        spec = P() if path is None else self.layout_rules.spec(path, shape, dim, self.mesh)
         num_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
         divides = self._sharded in (Sharded.PARAMETERS, Sharded.IN_HOST)
         is_large = divides and num_bytes >= _MIN_BYTES_IN_PARTS

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, spec_of_axes
 from distributary.errors import DeviceError, InvalidValueError, check_type, checked_int
@@ -135,20 +135,18 @@ class LayoutRules:
                 f" {(num_replicas, self.num_devices)}: replicas, and devices of each."
             )
 
-    def spec(
-        self, path: str, shape: Sequence[int], auto_dim: int | None, axes_of_devices: Sequence[str]
-    ) -> P:
+    def spec(self, path: str, shape: Sequence[int], auto_dim: int | None, mesh: Mesh) -> P:
         """Returns the layout of a new variable.
 
         Args:
             path: Path of the variable.
             shape: Its shape.
             auto_dim: The dim along which its layer divides it, if the layers say it.
-            axes_of_devices: Axes of the strategy's mesh along which the devices of a replica lie.
+            mesh: The strategy's mesh: replicas, and the devices of each along the other axes.
 
         Raises:
             InvalidValueError: if several rules fit, or the one that fits has too many axes, or
-                divides a dim whose size is not a multiple of the number of devices.
+                divides a dim whose size is not a multiple of the number of parts.
         """
         fitting = [pattern for pattern in self._rules if re.fullmatch(pattern, path)]
         rules = [path] if path in self._rules else fitting
@@ -158,21 +156,25 @@ class LayoutRules:
                 " Make them differ."
             )
         axes: Sequence[str | None] = self._rules[rules[0]] if rules else ()
-        if auto_dim is not None:
-            axes = [None] * auto_dim + ["model"]
-        dim = axes.index("model") if "model" in axes else None
-        fits = dim is None or (dim < len(shape) and shape[dim] % self.num_devices == 0)
-        if len(axes) > len(shape) or not fits:
+        parts = {"model": self.num_devices, REPLICA_AXIS: mesh.shape[REPLICA_AXIS], None: 1}
+        divides = all(size % parts[axis] == 0 for axis, size in zip(axes, shape, strict=False))
+        if len(axes) > len(shape) or not divides:
+            names = {REPLICA_AXIS: "batch"}
             raise InvalidValueError(
-                f"{self._what}[{rules[0]!r}] is {tuple(axes)!r}, but the variable {path!r} has the"
-                f" shape {list(shape)}: there must be a dim for each axis, and that of the model"
-                f" must divide by {self.num_devices}. Change the rule, or leave it out so that the"
+                f"{self._what}[{rules[0]!r}] is {tuple([names.get(a or '', a) for a in axes])!r},"
+                f" but the variable {path!r} has the shape {list(shape)}: there must be a dim for"
+                f" each axis, that of the replicas must divide by {parts[REPLICA_AXIS]}, and that"
+                f" of the model by {self.num_devices}. Change the rule, or leave it out so that the"
                 " variable is whole."
             )
+        if auto_dim is not None:
+            axes = [None] * auto_dim + ["model"]
         for pattern in rules:
             self._unused.pop(pattern, None)
-        names = tuple(axes_of_devices)
-        device_axes = None if not names else names[0] if len(names) == 1 else names
+        of_devices = mesh.axis_names[1:]
+        device_axes = (
+            None if not of_devices else of_devices[0] if len(of_devices) == 1 else of_devices
+        )
         return spec_of_axes([device_axes if axis == "model" else axis for axis in axes])
 
     def dim_of_product(
