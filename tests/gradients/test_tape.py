@@ -138,6 +138,23 @@ def _stop_gradient_and_rounding_disconnect(v, w, u, f, x):
     return [*tape.gradient(loss, [v, w]), tape.gradient(rounded, v)]
 
 
+# Operations that give back the array that they take.
+@_gives(X, 3.0, 2.0, 2 * X + 2)
+def _a_value_and_itself_without_gradients(v, w, u, f, x):
+    with dist.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        square = jnp.sum(jax.lax.stop_gradient(x) * x)
+        product = v * w
+        rounded = product + jax.lax.stop_gradient(jnp.round(product) - product)
+        same, other = jax.jit(lambda a, b: (a, jax.lax.stop_gradient(b)))(x, x)
+        both = jnp.sum(same * x + other * x + 2.0 * jax.lax.optimization_barrier(x) - other)
+    return [
+        tape.gradient(square, x),
+        *tape.gradient(rounded, [v, w]),
+        tape.gradient(both, x) - x,
+    ]
+
+
 @_gives(None, 4.0)
 def _a_target_computed_after_the_tape_closed_is_not_connected(v, w, u, f, x):
     with dist.GradientTape(persistent=True) as tape:

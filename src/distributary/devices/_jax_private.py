@@ -252,10 +252,12 @@ class _Recording(_Trace or object):  # type: ignore[misc]
         except TypeError:
             key = None
         if primitive.multiple_results:
+            results = _distinct(results, operands)
             self._report(call, key, operands, results)
-        else:
-            self._report(lambda *operands: [call(*operands)], key, operands, [results])
-        return results
+            return results
+        (result,) = _distinct([results], operands)
+        self._report(lambda *operands: [call(*operands)], key, operands, [result])
+        return result
 
     def process_custom_jvp_call(
         self, primitive: Any, fun: Any, jvp: Any, operands: Any, /, **params: Any
@@ -292,8 +294,24 @@ class _Recording(_Trace or object):  # type: ignore[misc]
                 held.append(jex_core.jaxpr_as_fun(jax.make_jaxpr(traced)(*operands)))
                 results = held[0](*operands)
         (call,) = held
+        results = _distinct(results, operands)
         self._report(call, key, operands, results)
         return results
+
+
+def _distinct(results: Iterable[Any], operands: Iterable[Any]) -> list[Any]:
+    """Returns results of which none is another one or an operand, as `stop_gradient` gives back.
+
+    Records know arrays by their identity.
+    """
+    known, distinct = set(map(id, operands)), []
+    for result in results:
+        is_array = isinstance(result, jax.Array) and not isinstance(result, jax.core.Tracer)
+        if id(result) in known and is_array and jnp.issubdtype(result.dtype, np.number):
+            result = alias_of(result)
+        known.add(id(result))
+        distinct.append(result)
+    return distinct
 
 
 def _is_of_library(function: Any) -> bool:
