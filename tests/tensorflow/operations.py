@@ -24,6 +24,8 @@ V = _rng.uniform(0, 1, (2, 6, 5, 3)).astype("float32")  # images from 0 to 1
 B = _rng.integers(0, 256, (7, 6, 3)).astype("uint8")
 S = [np.array([3, 0, 2]), P[:, :1], P[0]]  # classes that are drawn, and expected counts
 SQ = F @ F.T + np.eye(4, dtype="float32")
+N = np.array([[0, 1, -1], [0, 0, 0], [6, -0.5, 2]], "float32")  # with zeros and limits
+H = np.array([[1, 1, -1], [0, -2, 3], [6, 0.5, 0]], "float32")  # equal to `N` in some places
 WAV = (  # 2 channels of 16 bits, 8000 Hz
     b"RIFF8\0\0\0WAVEfmt \x10\0\0\0\x01\0\x02\0\x40\x1f\0\0\0\x7d\0\0\x04\0\x10\0data\x10\0\0\0"
     + _rng.integers(-(2**15), 2**15, 8).astype("<i2").tobytes()
@@ -33,6 +35,17 @@ WAV = (  # 2 channels of 16 bits, 8000 Hz
 def T(tf, keys, values):  # noqa: N802
     """The content of a table."""
     return tf.lookup.KeyValueTensorInitializer(keys, values)
+
+
+def gradients(tf, function, *arrays):
+    """The gradients of a weighted sum of the results."""
+    sources = [tf.constant(array) for array in arrays]
+    with tf.GradientTape() as tape:
+        for source in sources:
+            tape.watch(source)
+        found = function(*sources)
+        total = tf.reduce_sum(found * np.resize([1.0, -2.0, 0.5], found.shape).astype("float32"))
+    return tape.gradient(total, sources)
 
 
 def results(tf, call):

@@ -9,6 +9,7 @@ import pytest
 
 import distributary as dist
 import distributary.compat.tensorflow as tf
+from distributary.errors import InvalidValueError
 
 _spec = importlib.util.spec_from_file_location(
     "compat_operations", Path(__file__).with_name("operations.py")
@@ -59,6 +60,27 @@ def test_arguments_may_be_variables_and_lists_of_them():
 @pytest.mark.parametrize("fold", [tf.foldl, tf.foldr])
 def test_a_fold_of_no_elements_is_where_it_begins(fold):
     assert float(fold(lambda total, x: total + x, tf.zeros([0]), 5.0)) == 5
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: tf.split(x, [1, 2]),
+        lambda x: tf.split(x, [1, -1, 5]),
+        lambda x: tf.unstack(x, 3),
+        lambda x: tf.tile(x, [2]),
+        lambda x: tf.slice(x, [0], [2, 2]),
+        lambda x: tf.scatter_nd([[1]], [[1.0]], [4, 3]),
+        lambda x: tf.tensor_scatter_nd_add(x, [[1], [2]], x[:1]),
+        lambda x: tf.add_n([x, x[0]]),
+        lambda x: tf.gather(x, [[0], [1], [1], [0]], axis=0, batch_dims=1),
+        lambda x: tf.nn.sigmoid_cross_entropy_with_logits(x[:, 0], x),
+        lambda x: tf.nn.sigmoid_cross_entropy_with_logits(x[:, :1], x),
+    ],
+)
+def test_shapes_that_tensorflow_refuses_are_refused(call):
+    with pytest.raises(InvalidValueError, match=r"expected|do not add up to 4"):
+        call(tf.ones([4, 3]))
 
 
 def test_wrong_arguments_are_named():

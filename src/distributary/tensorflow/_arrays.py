@@ -140,15 +140,25 @@ def concat(values: Any, axis: int) -> Any:
 
 def unstack(value: Array, num: int | None = None, axis: int = 0) -> list[Array]:
     """`tf.unstack`."""
+    if num not in (None, value.shape[axis]):
+        raise InvalidValueError(f"tf.unstack: {value.shape=}, expected {num} along {axis=}.")
     return list(jnp.unstack(value, axis=axis))
 
 
 def split(
     value: Array, num_or_size_splits: int | Sequence[int], axis: int = 0, num: int | None = None
 ) -> list[Array]:
-    """`tf.split`: into a number of parts, or into parts of the given sizes."""
-    sizes = np.asarray(num_or_size_splits)
-    return jnp.split(value, int(sizes) if sizes.ndim == 0 else np.cumsum(sizes)[:-1], axis)
+    """`tf.split`: into a number of parts, or into parts of the given sizes; -1 is the rest."""
+    sizes, size = np.array(num_or_size_splits), value.shape[axis]
+    if sizes.ndim == 0:
+        return jnp.split(value, int(sizes), axis)
+    sizes[sizes == -1] = size - sizes[sizes != -1].sum()
+    if sizes.sum() != size or (sizes < 0).any():
+        raise InvalidValueError(
+            f"tf.split: the sizes {num_or_size_splits} do not add up to {size}, the size of the"
+            f" array along {axis=}."
+        )
+    return jnp.split(value, np.cumsum(sizes)[:-1], axis)
 
 
 def gather(
@@ -159,7 +169,12 @@ def gather(
     batch_dims: int = 0,
 ) -> Any:
     """`tf.gather`: reads only these rows of a variable; their gradient is `IndexedSlices`."""
+    batch_dims += indices.ndim if batch_dims < 0 else 0
     dim = batch_dims if axis is None else axis
+    if (dim if dim >= 0 else dim + len(params.shape)) < batch_dims:
+        raise InvalidValueError(
+            f"tf.gather: {axis=} is one of the {batch_dims=}, expected another."
+        )
     if isinstance(params, ShardedVariable):
         return embedding_lookup(params, indices)
     if isinstance(params, Variable) and dim == 0:
@@ -180,7 +195,7 @@ def gather_nd(params: Array, indices: Array, batch_dims: int = 0) -> Array:
     """`tf.gather_nd`."""
 
     def take(params: Array, indices: Array) -> Array:
-        return params[tuple(jnp.moveaxis(indices, -1, 0))]
+        return params.at[tuple(jnp.moveaxis(indices, -1, 0))].get(mode="fill")
 
     for _ in range(batch_dims):
         take = jax.vmap(take)
@@ -209,9 +224,16 @@ def boolean_mask(tensor: Array, mask: Any, axis: int | None = None) -> Array:
     return tensor[(slice(None),) * (first % tensor.ndim) + (picked,)]
 
 
+def clip_by_value(t: Array, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Array:
+    """`tf.clip_by_value`: the gradient passes also where `t` is one of the limits."""
+    limited = jnp.maximum(jnp.minimum(t, clip_value_max), clip_value_min)
+    return jnp.where((clip_value_min <= t) & (t <= clip_value_max), t, limited)
+
+
 def clip_by_norm(t: Array, clip_norm: ArrayLike, axes: Axes = None) -> Array:
     """`tf.clip_by_norm`."""
-    norm = jnp.sqrt(jnp.sum(t**2, axes, keepdims=True))
+    squares = jnp.sum(t**2, axes, keepdims=True)
+    norm = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), squares)
     return t * clip_norm / jnp.maximum(norm, clip_norm)
 
 
@@ -226,6 +248,11 @@ def clip_by_global_norm(
 
 def slice_(input_: Array, begin: ArrayLike, size: Shape) -> Array:
     """`tf.slice`: a size of -1 takes all that follow."""
+    if not (input_.ndim,) == np.shape(begin) == np.shape(size):
+        raise InvalidValueError(
+            f"tf.slice: {begin=} and {size=} of an array of shape {input_.shape}, expected a number"
+            " for each dim."
+        )
     starts = [begin[i] for i in range(input_.ndim)]  # type: ignore[index]
     sizes = [
         length_of_dim - int(start) if length == -1 else int(length)
@@ -276,14 +303,16 @@ def sequence_mask(
 
 def scatter_nd(indices: Array, updates: Array, shape: Shape, bad_indices_policy: str = "") -> Array:
     """`tf.scatter_nd`: updates of one place are added."""
-    return _at(jnp.zeros([int(size) for size in shape], updates.dtype), indices).add(updates)
+    zeros = jnp.zeros([int(size) for size in shape], updates.dtype)
+    return _at("tf.scatter_nd", zeros, indices, updates).add(updates)
 
 
 def _scattered(name: str, method: str) -> Callable[..., Array]:
     def scattered(
         tensor: Array, indices: Array, updates: Array, bad_indices_policy: str = ""
     ) -> Array:
-        return getattr(_at(tensor, indices), method)(updates)
+        places = _at(f"tf.tensor_scatter_nd_{name}", tensor, indices, updates)
+        return getattr(places, method)(updates)
 
     scattered.__doc__ = f"`tf.tensor_scatter_nd_{name}`."
     return scattered
@@ -294,7 +323,13 @@ tensor_scatter_nd_add = _scattered("add", "add")
 tensor_scatter_nd_sub = _scattered("sub", "subtract")
 
 
-def _at(tensor: Array, indices: Array) -> Any:
+def _at(name: str, tensor: Array, indices: Array, updates: Array) -> Any:
+    expected = indices.shape[:-1] + tensor.shape[indices.shape[-1] :]
+    if updates.shape not in (expected, ()):
+        raise InvalidValueError(
+            f"{name}: the updates have shape {updates.shape}, expected {expected} for indices of"
+            f" shape {indices.shape} into an array of shape {tensor.shape}."
+        )
     return tensor.at[tuple(jnp.moveaxis(indices, -1, 0))]
 
 
@@ -388,6 +423,11 @@ def linspace(
 
 def tile(input: ArrayLike, multiples: Sequence[int]) -> Array:
     """`tf.tile`."""
+    if len(multiples) != np.ndim(input):
+        raise InvalidValueError(
+            f"tf.tile: {multiples=} of an array of shape {np.shape(input)}, expected a number for"
+            " each dim."
+        )
     return jnp.tile(input, multiples)
 
 
@@ -399,7 +439,6 @@ def _repeat(input: Array, repeats: Any, axis: int | None) -> Array:
 #: Operations with another name or other arguments in JAX.
 ARRAYS: dict[str, Operation] = {
     "broadcast_to": Operation(jnp.broadcast_to, "input", shape=REQUIRED),
-    "clip_by_value": Operation(jnp.clip, "t", "clip_value_min", "clip_value_max"),
     "expand_dims": Operation(jnp.expand_dims, "input", axis=REQUIRED),
     "identity": Operation(jnp.asarray, "input"),
     "ones": Operation(jnp.ones, shape=REQUIRED, dtype=None),
@@ -421,6 +460,9 @@ ARRAYS: dict[str, Operation] = {
 
 def add_n(inputs: list[Array]) -> Array:
     """`tf.add_n`."""
+    shapes = {one.shape for one in inputs}
+    if len(shapes) > 1:
+        raise InvalidValueError(f"tf.add_n: arrays of the shapes {shapes}, expected one shape.")
     return functools.reduce(operator.add, inputs)
 
 
@@ -467,9 +509,10 @@ def divide_no_nan(x: Array, y: Array) -> Array:
 
 
 def in_top_k(targets: Array, predictions: Array, k: int) -> Array:
-    """`tf.math.in_top_k`."""
-    scores = jnp.take_along_axis(predictions, targets[:, None], axis=1)
-    return jnp.sum(predictions > scores, axis=1) < k
+    """`tf.math.in_top_k`: False for what is no class, and where the score is not finite."""
+    scores = jnp.take_along_axis(predictions, targets[:, None], axis=1, mode="fill")
+    can_be = (targets >= 0) & jnp.isfinite(scores[:, 0])
+    return can_be & (jnp.sum(predictions > scores, axis=1) < k)
 
 
 def l2_normalize(
@@ -478,6 +521,16 @@ def l2_normalize(
     """`tf.math.l2_normalize`."""
     axis = dim if axis is None else axis
     return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x**2, axis, keepdims=True), epsilon))
+
+
+def softmax(logits: Array, axis: int | None = None) -> Array:
+    """`tf.nn.softmax`: along the last dim by default."""
+    return jax.nn.softmax(logits, -1 if axis is None else axis)
+
+
+def log_softmax(logits: Array, axis: int | None = None) -> Array:
+    """`tf.nn.log_softmax`: along the last dim by default."""
+    return jax.nn.log_softmax(logits, -1 if axis is None else axis)
 
 
 def squared_difference(x: Array, y: Array) -> Array:
@@ -518,6 +571,36 @@ def _accumulated(
     return jnp.moveaxis(sums[:: -1 if reverse else 1], 0, axis)
 
 
+# TensorFlow's gradients where JAX has others: at 0, and where both operands are equal.
+
+
+def _abs(x: ArrayLike) -> Array:
+    """Has the gradient 0 at 0."""
+    return jnp.abs(x) if jnp.iscomplexobj(x) else jnp.where(jnp.equal(x, 0), 0, jnp.abs(x))
+
+
+def _maximum(x: ArrayLike, y: ArrayLike) -> Array:
+    """Has the gradient for `x` where both are equal."""
+    return jnp.where(jnp.greater_equal(x, y) | jnp.isnan(x), x, y)
+
+
+def _minimum(x: ArrayLike, y: ArrayLike) -> Array:
+    """Has the gradient for `x` where both are equal."""
+    return jnp.where(jnp.less_equal(x, y) | jnp.isnan(x), x, y)
+
+
+def _xlogy(x: ArrayLike, y: ArrayLike) -> Array:
+    """Has the gradient 0 where `x` is 0."""
+    is_zero = jnp.equal(x, 0)
+    return jnp.where(is_zero, 0, x * jnp.log(jnp.where(is_zero, 1, y)))
+
+
+def _xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
+    """Has the gradient 0 where `x` is 0."""
+    is_zero = jnp.equal(x, 0)
+    return jnp.where(is_zero, 0, x * jnp.log1p(jnp.where(is_zero, 0, y)))
+
+
 def _of_segments(reduce: Callable[..., Array], empty: int | None) -> Callable[..., Array]:
     """Returns a reduction of segments; those without rows are `empty`, or extreme numbers."""
     if reduce is jax.ops.segment_sum:  # which is 0 there
@@ -541,18 +624,20 @@ EVERYWHERE: dict[str, Operation] = {
     **taking(
         named(
             jnp,
-            "abs cos cosh exp floor logical_not negative round sign sin sinh sqrt square tan tanh",
+            "cos cosh exp floor logical_not negative round sign sin sinh sqrt square tan tanh",
         )
-        | {"acos": jnp.arccos, "asin": jnp.arcsin, "atan": jnp.arctan, "sigmoid": jax.nn.sigmoid},
+        | {"acos": jnp.arccos, "asin": jnp.arcsin, "atan": jnp.arctan, "sigmoid": jax.nn.sigmoid}
+        | {"abs": _abs},
         "x",
     ),
     **taking(
         named(
             jnp,
-            "add equal greater greater_equal less less_equal logical_and logical_or maximum minimum"
-            " multiply not_equal subtract",
+            "add equal greater greater_equal less less_equal logical_and logical_or multiply"
+            " not_equal subtract",
         )
-        | {"divide": jnp.true_divide, "pow": jnp.power, "truediv": jnp.true_divide},
+        | {"divide": jnp.true_divide, "pow": jnp.power, "truediv": jnp.true_divide}
+        | {"maximum": _maximum, "minimum": _minimum},
         "x",
         "y",
     ),
@@ -593,15 +678,13 @@ MATH: dict[str, Operation] = {
     ),
     **taking(
         named(jnp, "logical_xor mod")
-        | named(jax.scipy.special, "xlog1py xlogy")
-        | {"floordiv": jnp.floor_divide, "floormod": jnp.mod},
+        | {"floordiv": jnp.floor_divide, "floormod": jnp.mod, "xlog1py": _xlog1py, "xlogy": _xlogy},
         "x",
         "y",
     ),
     **taking(named(jnp, "angle conj imag real"), "input"),
     "reduce_std": Operation(jnp.std, "input_tensor", axis=None, keepdims=False),
     "reduce_variance": Operation(jnp.var, "input_tensor", axis=None, keepdims=False),
-    **taking(named(jax.nn, "log_softmax softmax"), "logits", axis=-1),
     "softplus": Operation(jax.nn.softplus, "features"),
     "softsign": Operation(jax.nn.soft_sign, "features"),
     **taking({n: _of_segments(f, 0) for n, f in _SEGMENTS.items()}, "data", "segment_ids"),
@@ -686,6 +769,16 @@ def inv(input: Array, adjoint: bool = False) -> Array:
     return jnp.linalg.inv(input.mT.conj() if adjoint else input)
 
 
+def cholesky(input: Array) -> Array:
+    """`tf.linalg.cholesky`: of the lower triangle."""
+    return jnp.linalg.cholesky(input, symmetrize_input=False)
+
+
+def eigh(tensor: Array) -> tuple[Array, Array]:
+    """`tf.linalg.eigh`: of the lower triangle."""
+    return jnp.linalg.eigh(tensor, symmetrize_input=False)
+
+
 def diag(diagonal: Array) -> Array:
     """`tf.linalg.diag`: matrices with these diagonals."""
     return diagonal[..., None] * jnp.eye(diagonal.shape[-1], dtype=diagonal.dtype)
@@ -703,7 +796,6 @@ def trace(x: Array) -> Array:
 
 #: Operations with the arguments of JAX.
 LINALG = {
-    **taking(named(jnp.linalg, "cholesky det qr slogdet"), "input"),
-    "eigh": Operation(jnp.linalg.eigh, "tensor"),
+    **taking(named(jnp.linalg, "det qr slogdet"), "input"),
     "pinv": Operation(jnp.linalg.pinv, "a"),
 }

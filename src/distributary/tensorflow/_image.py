@@ -148,9 +148,9 @@ def extract_patches(
     images: Array, sizes: Sequence[int], strides: Sequence[int], rates: Sequence[int], padding: str
 ) -> Array:
     """`tf.image.extract_patches`: `keras.ops.image.extract_patches`."""
-    return import_keras().ops.image.extract_patches(
-        images, tuple(sizes[1:3]), tuple(strides[1:3]), rates[1], padding.lower(), "channels_last"
-    )
+    size, step, rate = (tuple(numbers[1:3]) for numbers in (sizes, strides, rates))
+    patches = import_keras().ops.image.extract_patches
+    return patches(images, size, step, rate, padding.lower(), "channels_last")
 
 
 def psnr(a: Array, b: Array, max_val: Array) -> Array:

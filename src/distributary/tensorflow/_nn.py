@@ -35,7 +35,7 @@ def compute_average_loss(
 
     Args:
         per_example_loss: Array `[examples, ...]` of this replica.
-        sample_weight: Array to multiply it with.
+        sample_weight: Array to multiply it with. A last dim of 1 may be missing, or be too many.
         global_batch_size: Number to divide the sum by. By default, it is the number of examples of
             all replicas, even if they have different numbers.
 
@@ -60,7 +60,12 @@ def compute_average_loss(
         if scope is not None and scope.uneven is not None:
             global_batch_size = context.all_reduce("SUM", jnp.float32(losses.shape[0]))
     if sample_weight is not None:
-        losses = losses * array(sample_weight, losses.dtype)
+        weights = array(sample_weight, losses.dtype)
+        if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
+            weights = weights[..., 0]
+        elif 0 < weights.ndim == losses.ndim - 1:
+            weights = weights[..., None]
+        losses = losses * weights
     return jnp.sum(losses) / jnp.asarray(global_batch_size, losses.dtype)
 
 
@@ -88,7 +93,7 @@ def _replica_context(name: str) -> ReplicaContext:
 
 def softmax_cross_entropy_with_logits(labels: Array, logits: Array, axis: int = -1) -> Array:
     """`tf.nn.softmax_cross_entropy_with_logits`: labels are distributions."""
-    return -jnp.sum(labels * jax.nn.log_softmax(logits, axis), axis)
+    return -jnp.sum(labels.astype(logits.dtype) * jax.nn.log_softmax(logits, axis), axis)
 
 
 def sparse_softmax_cross_entropy_with_logits(labels: Array, logits: Array) -> Array:
@@ -100,7 +105,13 @@ def sparse_softmax_cross_entropy_with_logits(labels: Array, logits: Array) -> Ar
 def sigmoid_cross_entropy_with_logits(labels: Any = None, logits: Any = None) -> Array:
     """`tf.nn.sigmoid_cross_entropy_with_logits`."""
     scores = array(logits)
-    return jax.nn.softplus(scores) - scores * array(labels, scores.dtype)
+    targets = array(labels, scores.dtype)
+    if targets.shape != scores.shape:
+        raise InvalidValueError(
+            f"tf.nn.sigmoid_cross_entropy_with_logits: labels of shape {targets.shape} and logits"
+            f" of shape {scores.shape}, expected the same shape."
+        )
+    return jax.nn.softplus(scores) - scores * targets
 
 
 def l2_loss(t: Array) -> Array:
@@ -202,15 +213,14 @@ def _of_space(sizes: Sizes, data_format: str) -> tuple[int, int]:
 
 
 def leaky_relu(features: ArrayLike, alpha: float = 0.2) -> Array:
-    """`tf.nn.leaky_relu`."""
-    return jax.nn.leaky_relu(features, alpha)
+    """`tf.nn.leaky_relu`: with the gradient `alpha` at 0."""
+    return jnp.where(jnp.greater(features, 0), features, alpha * features)
 
 
 #: Operations with the same meaning in JAX.
 ACTIVATIONS: dict[str, Operation] = {
     **taking(named(jax.nn, "elu relu relu6 selu silu softplus"), "features"),
     "gelu": Operation(jax.nn.gelu, "features", approximate=False),
-    **taking(named(jax.nn, "log_softmax softmax"), "logits", axis=-1),
     "sigmoid": Operation(jax.nn.sigmoid, "x"),
     "swish": Operation(jax.nn.silu, "features"),
     "tanh": Operation(jnp.tanh, "x"),

@@ -97,12 +97,12 @@ def _root() -> Names:
         **_dtypes(),
         **operations(
             _arrays,
-            "add_n argmax argmin argsort boolean_mask cast clip_by_global_norm clip_by_norm concat"
-            " constant convert_to_tensor cumsum einsum ensure_shape eye fill foldl foldr gather"
-            " gather_nd linspace map_fn matmul meshgrid norm one_hot pad range_ rank reduce_mean"
-            " scan scatter_nd sequence_mask shape size slice_ sort split tensor_scatter_nd_add"
-            " tensor_scatter_nd_sub tensor_scatter_nd_update tile transpose unique unstack"
-            " vectorized_map where zeros",
+            "add_n argmax argmin argsort boolean_mask cast clip_by_global_norm clip_by_norm"
+            " clip_by_value concat constant convert_to_tensor cumsum einsum ensure_shape eye fill"
+            " foldl foldr gather gather_nd linspace map_fn matmul meshgrid norm one_hot pad range_"
+            " rank reduce_mean scan scatter_nd sequence_mask shape size slice_ sort split"
+            " tensor_scatter_nd_add tensor_scatter_nd_sub tensor_scatter_nd_update tile transpose"
+            " unique unstack vectorized_map where zeros",
         ),
         **operations(_config, "Assert"),
         **named(
@@ -364,7 +364,9 @@ MODULES: dict[str, Callable[[], Names]] = {
     ),
     "linalg": lambda: {
         **operations(
-            _arrays, "band_part diag diag_part einsum global_norm inv matmul norm solve svd trace"
+            _arrays,
+            "band_part cholesky diag diag_part eigh einsum global_norm inv matmul norm solve svd"
+            " trace",
         ),
         **_arrays.LINALG,
     },
@@ -380,7 +382,7 @@ MODULES: dict[str, Callable[[], Names]] = {
         **operations(
             _arrays,
             "add_n argmax argmin confusion_matrix count_nonzero cumprod cumsum divide_no_nan"
-            " in_top_k l2_normalize reduce_mean squared_difference top_k",
+            " in_top_k l2_normalize log_softmax reduce_mean softmax squared_difference top_k",
         ),
     },
     "nest": lambda: named(
@@ -395,7 +397,7 @@ MODULES: dict[str, Callable[[], Names]] = {
             " softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits",
         ),
         **named(_nn, "compute_average_loss scale_regularization_loss"),
-        **operations(_arrays, "in_top_k l2_normalize top_k"),
+        **operations(_arrays, "in_top_k l2_normalize log_softmax softmax top_k"),
         "embedding_lookup": values.embedding_lookup,
         "avg_pool": Operation(_nn.avg_pool2d),
         "max_pool": Operation(_nn.max_pool2d),
