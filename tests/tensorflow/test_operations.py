@@ -57,6 +57,12 @@ def test_arguments_may_be_variables_and_lists_of_them():
     np.testing.assert_array_equal(variable * (2, 3), [6, 12])
 
 
+def test_a_slice_begins_where_a_step_has_computed():
+    row = tf.function(lambda x, i: tf.slice(x, [i, 1], [1, -1]))
+
+    np.testing.assert_array_equal(row(tf.constant([[1, 2, 3], [4, 5, 6]]), 1), [[5, 6]])
+
+
 @pytest.mark.parametrize("fold", [tf.foldl, tf.foldr])
 def test_a_fold_of_no_elements_is_where_it_begins(fold):
     assert float(fold(lambda total, x: total + x, tf.zeros([0]), 5.0)) == 5

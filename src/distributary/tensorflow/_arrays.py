@@ -246,14 +246,14 @@ def clip_by_global_norm(
     return [None if t is None else t * scale for t in t_list], norm
 
 
-def slice_(input_: Array, begin: ArrayLike, size: Shape) -> Array:
+def slice_(input_: Array, begin: Any, size: Shape) -> Array:
     """`tf.slice`: a size of -1 takes all that follow."""
-    if not (input_.ndim,) == np.shape(begin) == np.shape(size):
+    if not input_.ndim == len(begin) == len(size):
         raise InvalidValueError(
             f"tf.slice: {begin=} and {size=} of an array of shape {input_.shape}, expected a number"
             " for each dim."
         )
-    starts = [begin[i] for i in range(input_.ndim)]  # type: ignore[index]
+    starts = [*begin]  # some of them may be traced
     sizes = [
         length_of_dim - int(start) if length == -1 else int(length)
         for length_of_dim, start, length in zip(input_.shape, starts, size, strict=True)
