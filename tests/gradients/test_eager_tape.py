@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.errors import ContextError
+from distributary.errors import ContextError, UnsupportedError
 
 _X = np.linspace(-1.0, 2.0, 12, dtype=np.float32).reshape(4, 3)
 
@@ -113,6 +113,35 @@ def test_a_function_in_the_block_is_differentiated_and_a_step_is_refused(strateg
     with pytest.raises(ContextError, match="Open the tape in the step"), dist.GradientTape():
         strategy.run(lambda: v * 2)
     assert not isinstance(jnp.ones(2) + 1, jax.core.Tracer)
+
+
+def _with_own_gradient(y):
+    function = jax.custom_vjp(lambda q: q * y)
+    function.defvjp(lambda q: (q * y, None), lambda _, g: (g * y,))
+    return function
+
+
+_TAKES_FROM_OUTSIDE = {
+    "jit": lambda x, y: jax.jit(lambda q: q * y)(x),
+    "jit in jit": lambda x, y: jax.jit(lambda q: jax.jit(lambda p: p * y)(q))(x),
+    "jit in a loop": lambda x, y: jax.lax.map(jax.jit(lambda q: jnp.sum(q * y)), x),
+    "own gradient": lambda x, y: _with_own_gradient(y)(x),
+}
+
+
+@pytest.mark.parametrize("name", _TAKES_FROM_OUTSIDE)
+def test_what_a_compiled_function_takes_from_outside_is_no_constant(name):
+    function, v = _TAKES_FROM_OUTSIDE[name], dist.Variable([2.0, 3.0])
+    x = jnp.float32([1, 2])
+    with dist.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        loss = jnp.sum(function(x, v * 2.0))
+        constant = jnp.sum(function(x, jnp.float32([5, 6])))
+
+    with pytest.raises(UnsupportedError, match="Pass the array as an argument"):
+        tape.gradient(loss, v)
+    expected = jax.grad(lambda x: jnp.sum(function(x, jnp.float32([5, 6]))))(x)
+    np.testing.assert_allclose(tape.gradient(constant, x), expected)
 
 
 def test_jacobians():

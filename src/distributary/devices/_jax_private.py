@@ -253,10 +253,10 @@ class _Recording(_Trace or object):  # type: ignore[misc]
             key = None
         if primitive.multiple_results:
             results = _distinct(results, operands)
-            self._report(call, key, operands, results)
+            self._report(call, key, operands, results, params)
             return results
         (result,) = _distinct([results], operands)
-        self._report(lambda *operands: [call(*operands)], key, operands, [result])
+        self._report(lambda *operands: [call(*operands)], key, operands, [result], params)
         return result
 
     def process_custom_jvp_call(
@@ -291,11 +291,12 @@ class _Recording(_Trace or object):  # type: ignore[misc]
             if held:
                 results = traced(*operands)
             else:
-                held.append(jex_core.jaxpr_as_fun(jax.make_jaxpr(traced)(*operands)))
-                results = held[0](*operands)
-        (call,) = held
+                held.append(jax.make_jaxpr(traced)(*operands))
+                results = jex_core.jaxpr_as_fun(held[0])(*operands)
+        (jaxpr,) = held
         results = _distinct(results, operands)
-        self._report(call, key, operands, results)
+        call = jex_core.jaxpr_as_fun(jaxpr)
+        self._report(call, key, operands, results, {"jaxpr": jaxpr})
         return results
 
 
@@ -322,7 +323,7 @@ def _is_of_library(function: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _held(key: Any) -> list[Any]:
-    """Returns a list for the function that is made once for a key."""
+    """Returns a list for the jaxpr that is made once for a key."""
     return []
 
 
@@ -332,7 +333,8 @@ def recorded_by(report: Callable[..., None]) -> Iterator[None]:
 
     Args:
         report: Gets a function that computes the operation again and returns a list, a key that is
-            equal for functions that do the same (None if not known), the operands and the results.
+            equal for functions that do the same (None if not known), the operands, the results, and
+            the parameters, in which jaxprs are.
     """
     if None in (_Trace, _take_trace, _set_trace):
         raise no_private_name("jax._src.core:Trace")

@@ -13,13 +13,17 @@ loop, this function is compiled.
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from distributary.devices import Nest, alias_of, recorded_by
+from distributary.devices import Nest, alias_of, all_params, recorded_by
+from distributary.errors import UnsupportedError
+from distributary.jaxprs import Equation, open_jaxpr
 from distributary.tracing._connectivity import reached_inputs
 
 
@@ -28,6 +32,25 @@ class _Operation(NamedTuple):
     key: Hashable  # equal for calls that do the same; None if that is not known
     inputs: Sequence[Any]
     outputs: Sequence[Any]
+    params: Mapping[str, Any]
+
+
+# Jaxprs keep the arrays alive, so identities are enough.
+_captured_by: "weakref.WeakKeyDictionary[Any, frozenset[int]]" = weakref.WeakKeyDictionary()
+
+
+def _captured(operation: "_Operation | Equation") -> frozenset[int]:
+    """Returns the identities of the arrays that functions in the parameters have closed over."""
+    found: set[int] = set()
+    for value in all_params(operation.params).values():
+        for jaxpr in value if isinstance(value, (tuple, list)) else [value]:
+            if not isinstance(jaxpr, (Jaxpr, ClosedJaxpr)):
+                continue
+            if jaxpr not in _captured_by:
+                ids = frozenset(map(id, open_jaxpr(jaxpr)[1]))
+                _captured_by[jaxpr] = ids.union(*map(_captured, jaxpr.eqns))
+            found |= _captured_by[jaxpr]
+    return frozenset(found)
 
 
 class _Read(NamedTuple):
@@ -144,13 +167,20 @@ class EagerRecord:
         active = {id(source) for source in sources}
         forward = []
         for operation in self._operations:
-            if any(id(x) in active for x in operation.inputs):
+            if any(id(x) in active for x in operation.inputs) or _captured(operation) & active:
                 forward.append(operation)
                 active.update(map(id, operation.outputs))
         needed = {id(target) for target in targets}
         path = []
         for operation in reversed(forward):
             if any(id(x) in needed for x in operation.outputs):
+                if _captured(operation) & active:
+                    raise UnsupportedError(
+                        "GradientTape.gradient: a function of jax.jit, or one with its own"
+                        " gradient, takes an array from outside that depends on a source, and"
+                        " holds it as a constant. Pass the array as an argument, or compile the"
+                        " block with distributary.function."
+                    )
                 path.append(operation)
                 needed.update(id(x) for x in operation.inputs if id(x) in active)
         return path[::-1]
@@ -244,9 +274,13 @@ def _known(key: Hashable) -> _Known:
 
 
 def _report(
-    call: Callable[..., Any], key: Hashable, inputs: Sequence[Any], outputs: Sequence[Any]
+    call: Callable[..., Any],
+    key: Hashable,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    params: Mapping[str, Any],
 ) -> None:
-    operation = _Operation(call, key, inputs, outputs)
+    operation = _Operation(call, key, inputs, outputs, params)
     for record in _state.records:
         record.note(operation)
 
