@@ -37,6 +37,12 @@ def T(tf, keys, values):  # noqa: N802
     return tf.lookup.KeyValueTensorInitializer(keys, values)
 
 
+def rows(tf):
+    """The gradient of a table, one row of it given twice."""
+    values, indices = tf.constant(F[:3]), tf.constant([2, 0, 2])
+    return tf.IndexedSlices(values, indices, tf.constant([4, 3]))
+
+
 def gradients(tf, function, *arrays):
     """The gradients of a weighted sum of the results."""
     sources = [tf.constant(array) for array in arrays]

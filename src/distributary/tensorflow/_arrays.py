@@ -18,6 +18,7 @@ from distributary.errors import InvalidValueError
 from distributary.tensorflow._operations import (
     REQUIRED,
     Axes,
+    Gradient,
     Operation,
     Shape,
     TensorLike,
@@ -27,6 +28,7 @@ from distributary.tensorflow._operations import (
     is_text,
     named,
     taking,
+    with_values,
     without_effect,
 )
 from distributary.tensorflow.autograph import Range, is_traced
@@ -91,9 +93,14 @@ def eye(
     return one if batch_shape is None else jnp.broadcast_to(one, (*batch_shape, *one.shape))
 
 
-def cast(x: Array, dtype: DTypeLike) -> Array:
+def cast(x: Gradient, dtype: DTypeLike) -> Any:
     """`tf.cast`."""
-    return x.astype(dtype)
+    return with_values(x, lambda values: values.astype(dtype))
+
+
+def identity(input: Gradient) -> Any:
+    """`tf.identity`."""
+    return input
 
 
 def range_(
@@ -224,26 +231,35 @@ def boolean_mask(tensor: Array, mask: Any, axis: int | None = None) -> Array:
     return tensor[(slice(None),) * (first % tensor.ndim) + (picked,)]
 
 
-def clip_by_value(t: Array, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Array:
+def clip_by_value(t: Gradient, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:
     """`tf.clip_by_value`: the gradient passes also where `t` is one of the limits."""
-    limited = jnp.maximum(jnp.minimum(t, clip_value_max), clip_value_min)
-    return jnp.where((clip_value_min <= t) & (t <= clip_value_max), t, limited)
+
+    def clip(values: Array) -> Array:
+        limited = jnp.maximum(jnp.minimum(values, clip_value_max), clip_value_min)
+        is_inside = (clip_value_min <= values) & (values <= clip_value_max)
+        return jnp.where(is_inside, values, limited)
+
+    return with_values(t, clip)
 
 
-def clip_by_norm(t: Array, clip_norm: ArrayLike, axes: Axes = None) -> Array:
-    """`tf.clip_by_norm`."""
-    squares = jnp.sum(t**2, axes, keepdims=True)
-    norm = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), squares)
-    return t * clip_norm / jnp.maximum(norm, clip_norm)
+def clip_by_norm(t: Gradient, clip_norm: ArrayLike, axes: Axes = None) -> Any:
+    """`tf.clip_by_norm`: as in TensorFlow, rows of a gradient that are given twice count twice."""
+
+    def clip(values: Array) -> Array:
+        squares = jnp.sum(values**2, axes, keepdims=True)
+        norm = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), squares)
+        return values * clip_norm / jnp.maximum(norm, clip_norm)
+
+    return with_values(t, clip)
 
 
 def clip_by_global_norm(
-    t_list: list[Array | None], clip_norm: ArrayLike, use_norm: ArrayLike | None = None
-) -> tuple[list[Array | None], Array]:
+    t_list: list[Gradient], clip_norm: ArrayLike, use_norm: ArrayLike | None = None
+) -> tuple[list[Gradient], Array]:
     """`tf.clip_by_global_norm`: the arrays and their norm; None stays None."""
     norm = global_norm(t_list) if use_norm is None else array(use_norm)
     scale = clip_norm / jnp.maximum(norm, clip_norm)
-    return [None if t is None else t * scale for t in t_list], norm
+    return [with_values(t, lambda values: values * scale) for t in t_list], norm
 
 
 def slice_(input_: Array, begin: Any, size: Shape) -> Array:
@@ -440,7 +456,6 @@ def _repeat(input: Array, repeats: Any, axis: int | None) -> Array:
 ARRAYS: dict[str, Operation] = {
     "broadcast_to": Operation(jnp.broadcast_to, "input", shape=REQUIRED),
     "expand_dims": Operation(jnp.expand_dims, "input", axis=REQUIRED),
-    "identity": Operation(jnp.asarray, "input"),
     "ones": Operation(jnp.ones, shape=REQUIRED, dtype=None),
     "ones_like": Operation(jnp.ones_like, "input", dtype=None),
     "repeat": Operation(_repeat, "input", repeats=REQUIRED, axis=None),
@@ -700,9 +715,10 @@ MATH: dict[str, Operation] = {
 # `tf.linalg`
 
 
-def global_norm(t_list: list[Array | None]) -> Array:
-    """`tf.linalg.global_norm`; ignores None."""
-    return jnp.sqrt(sum(jnp.sum(t**2) for t in t_list if t is not None))
+def global_norm(t_list: list[Gradient]) -> Array:
+    """`tf.linalg.global_norm`: ignores None; of rows that are given twice, both count."""
+    squares = [with_values(t, jnp.square) for t in t_list if t is not None]
+    return jnp.sqrt(sum(jnp.sum(getattr(one, "values", one)) for one in squares))
 
 
 def matmul(

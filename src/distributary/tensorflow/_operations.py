@@ -31,6 +31,7 @@ from distributary.errors import (
 from distributary.keras_bridge import import_keras
 from distributary.tensorflow.autograph import check_when_run, is_traced, plain
 from distributary.tracing import native
+from distributary.variables import IndexedSlices
 
 
 class _Variable(Protocol):
@@ -44,6 +45,9 @@ TensorLike: TypeAlias = ArrayLike | _Variable | Sequence[Any]
 
 Axes: TypeAlias = int | tuple[int, ...] | None
 """Numbers of dims; all of them by default."""
+
+Gradient: TypeAlias = Array | IndexedSlices | None
+"""What a tape returns for one source."""
 
 Shape: TypeAlias = tuple[int, ...] | np.ndarray
 """Sizes of dims; an array is what `tf.shape` returns."""
@@ -223,8 +227,11 @@ def tensor(value: TensorLike) -> Any:
     """
     if is_text(value):
         return host_array(value)
+    if isinstance(value, IndexedSlices):
+        return value.to_dense()
     if isinstance(value, (list, tuple)):
-        return jnp.asarray(jax.tree.map(tensor, list(value)))
+        is_leaf = lambda one: isinstance(one, IndexedSlices)
+        return jnp.asarray(jax.tree.map(tensor, list(value), is_leaf=is_leaf))
     return native(value) if isinstance(value, np.ndarray) else plain(value)
 
 
@@ -271,8 +278,24 @@ def _kind(dtype: Any) -> int:
     return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
 
 
-def _arrays(values: Sequence[TensorLike | None]) -> list[jax.Array | None]:
-    return [None if value is None else array(value) for value in values]
+def _arrays(values: Sequence[TensorLike]) -> list[jax.Array]:
+    return [array(value) for value in values]
+
+
+def _gradient(value: Any) -> Gradient:
+    return value if value is None or isinstance(value, IndexedSlices) else array(value)
+
+
+def _gradients(values: Sequence[Any]) -> list[Gradient]:
+    return [_gradient(value) for value in values]
+
+
+def with_values(gradient: Gradient, change: Callable[[Array], Array]) -> Any:
+    """Returns a gradient with other numbers; those of rows stay rows, and None stays None."""
+    if isinstance(gradient, IndexedSlices):
+        values = change(gradient.values)
+        return IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else change(gradient)
 
 
 def _option(value: object) -> Any:
@@ -291,15 +314,17 @@ def canonical(dtype: DTypeLike | None) -> Any:
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
 
 
-_TENSORS = (Array, ArrayLike, TensorLike, list[Array], list[Array | None])
+_TENSORS = (Array, ArrayLike, TensorLike, list[Array], Gradient, list[Gradient])
 # Conversions of arguments by the annotation of the parameter; `_option` for all others.
 _CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
     Any: lambda value: value,
     Array: array,
     ArrayLike: tensor,
+    ArrayLike | None: lambda value: None if value is None else tensor(value),
     TensorLike: tensor,
     list[Array]: _arrays,
-    list[Array | None]: _arrays,
+    Gradient: _gradient,
+    list[Gradient]: _gradients,
     Shape: _shape,
     DTypeLike: canonical,
     DTypeLike | None: canonical,

@@ -99,10 +99,10 @@ def _root() -> Names:
             _arrays,
             "add_n argmax argmin argsort boolean_mask cast clip_by_global_norm clip_by_norm"
             " clip_by_value concat constant convert_to_tensor cumsum einsum ensure_shape eye fill"
-            " foldl foldr gather gather_nd linspace map_fn matmul meshgrid norm one_hot pad range_"
-            " rank reduce_mean scan scatter_nd sequence_mask shape size slice_ sort split"
-            " tensor_scatter_nd_add tensor_scatter_nd_sub tensor_scatter_nd_update tile transpose"
-            " unique unstack vectorized_map where zeros",
+            " foldl foldr gather gather_nd identity linspace map_fn matmul meshgrid norm one_hot"
+            " pad range_ rank reduce_mean scan scatter_nd sequence_mask shape size slice_ sort"
+            " split tensor_scatter_nd_add tensor_scatter_nd_sub tensor_scatter_nd_update tile"
+            " transpose unique unstack vectorized_map where zeros",
         ),
         **operations(_config, "Assert"),
         **named(
