@@ -288,6 +288,19 @@ def test_print_shows_values_in_steps_and_outside(strategy_of, capfd):
     assert capfd.readouterr().err == "PerReplica:{\n  0: [1. 1.],\n  1: [1. 1.]\n}\n"
 
 
+def test_values_of_replicas_are_one_leaf_of_a_nest(strategy_of):
+    strategy = strategy_of(2)
+    results = strategy.run(lambda x: {"a": x, "b": [2 * x]}, args=(dist.PerReplica([1.0, 3.0]),))
+
+    sums = tf.nest.map_structure(lambda x: strategy.reduce("SUM", x, axis=None), results)
+
+    assert sums == {"a": 4, "b": [8]}
+    assert [strategy.experimental_local_results(x) for x in tf.nest.flatten(results)] == [
+        (1, 3),
+        (2, 6),
+    ]
+
+
 def test_nests_and_parts_of_results_have_their_names():
     assert tf.executing_eagerly()
     nest = {"a": [1, None], "b": 2}
@@ -296,6 +309,9 @@ def test_nests_and_parts_of_results_have_their_names():
     assert tf.nest.pack_sequence_as(nest, tf.nest.flatten(doubled)) == doubled
     assert tf.is_tensor(tf.Variable(1.0))
     assert not tf.is_tensor(np.ones(1))
+    rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), [3, 2])
+    assert tf.nest.flatten([rows, 1]) == [rows, 1]
+    assert len(tf.nest.flatten([rows, 1], expand_composites=True)) == 3
     top = tf.nn.top_k([1.0, 3.0, 2.0], 2)
     np.testing.assert_array_equal(top.values, [3, 2])
     np.testing.assert_array_equal(top.indices, [1, 2])

@@ -33,31 +33,44 @@ from distributary.tensorflow._operations import (
 from distributary.tensorflow._random import Generator
 from distributary.tensorflow.autograph import NOT_YET, is_traced
 from distributary.tracing import leave_trace
-from distributary.variables import ArrayInput, ShardedVariable, Variable as _Variable
+from distributary.variables import (
+    ArrayInput,
+    DistributedValues,
+    IndexedSlices,
+    ShardedVariable,
+    Variable as _Variable,
+)
 
 
-def map_structure(func: Callable[..., Any], *structure: Nest, **kwargs: Any) -> Any:
+def map_structure(
+    func: Callable[..., Any],
+    *structure: Nest,
+    check_types: bool = True,
+    expand_composites: bool = False,
+) -> Any:
     """`tf.nest.map_structure`."""
-    return jax.tree.map(func, *structure, is_leaf=_is_none)
+    return jax.tree.map(func, *structure, is_leaf=_ends(expand_composites))
 
 
 def flatten(structure: Nest, expand_composites: bool = False) -> list[Any]:
     """`tf.nest.flatten`."""
-    return jax.tree.leaves(structure, is_leaf=_is_none)
+    return jax.tree.leaves(structure, is_leaf=_ends(expand_composites))
 
 
 def pack_sequence_as(
     structure: Nest, flat_sequence: Sequence[Any], expand_composites: bool = False
 ) -> Any:
     """`tf.nest.pack_sequence_as`."""
-    return jax.tree.unflatten(jax.tree.structure(structure, is_leaf=_is_none), flat_sequence)
+    tree = jax.tree.structure(structure, is_leaf=_ends(expand_composites))
+    return jax.tree.unflatten(tree, flat_sequence)
 
 
 def assert_same_structure(
     nest1: Nest, nest2: Nest, check_types: bool = True, expand_composites: bool = False
 ) -> None:
     """`tf.nest.assert_same_structure`."""
-    first, second = (jax.tree.structure(nest, is_leaf=_is_none) for nest in (nest1, nest2))
+    is_leaf = _ends(expand_composites)
+    first, second = (jax.tree.structure(nest, is_leaf=is_leaf) for nest in (nest1, nest2))
     if str(first) != str(second):
         raise InvalidValueError(f"tf.nest: the structures differ: {first} and {second}.")
 
@@ -67,8 +80,12 @@ def is_nested(seq: object) -> bool:
     return isinstance(seq, (list, tuple, dict))
 
 
-def _is_none(value: object) -> bool:
-    return value is None
+def _ends(expand_composites: bool) -> Callable[[object], bool]:
+    """Returns a function that says what a nest ends with, besides arrays."""
+    whole: tuple[type, ...] = (DistributedValues, TensorArray)
+    if not expand_composites:
+        whole += (IndexedSlices, SparseTensor)
+    return lambda value: value is None or isinstance(value, whole)
 
 
 @final
