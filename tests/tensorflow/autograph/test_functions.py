@@ -281,6 +281,25 @@ def variables_that_only_a_lambda_reads(n):
 
 
 @case(*NUMBERS)
+def parameters_of_several_functions_with_one_name(x):
+    shifted = (lambda t, *more, k=1: t + k)(x)
+    total = sum(t * 0.5 for t in (x, shifted))
+    if x > 0:
+        y = (lambda t: t * 2)(shifted)
+    else:
+        y = (lambda i, t: (i, t + total))(0, x)[1]
+    if y > 3:
+
+        def halved(t):
+            return t / 2
+
+        y = halved(y) + sum(t for t in (x, y))
+    while y < 10:
+        y = (lambda t, x: t + 1 + x * 0)(y, y) + (lambda x: x * 0)(total)
+    return y
+
+
+@case(*NUMBERS)
 def conditions_in_conditions(x):
     sign = 1 if x > 0 else (-1 if x < 0 else 0)
     return sign * (10 if (x if x > 0 else -x) > 3 else 20)

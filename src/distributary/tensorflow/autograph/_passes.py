@@ -227,13 +227,8 @@ class Transpiler(GenericTranspiler):
         context.user = converter.ProgramContext(options)
         node = Simplified().visit(node)
         private, own = _private_lists(node, context.info.namespace)
-        captured = frozenset(
-            name.id
-            for part in ast.walk(node)
-            if isinstance(part, (ast.Lambda, ast.GeneratorExp))
-            for name in ast.walk(part)
-            if isinstance(name, ast.Name)
-        )
+        parts = [n for n in ast.walk(node) if isinstance(n, (ast.Lambda, ast.GeneratorExp))]
+        captured = frozenset().union(*map(_free_in, parts))
         written = _nonlocals_in(node)
         unsupported_features_checker.verify(node)
         graphs = cfg.build(node)
@@ -265,6 +260,19 @@ def _nonlocals_in(root: ast.AST) -> frozenset[str]:
     """Returns the variables that functions in a function or statement assign as `nonlocal`."""
     declared = (part.names for part in ast.walk(root) if isinstance(part, ast.Nonlocal))
     return frozenset(itertools.chain.from_iterable(declared))
+
+
+def _free_in(node: ast.AST) -> frozenset[str]:
+    """Returns the variables of an expression that are not parameters or targets inside it."""
+    if isinstance(node, ast.Name):
+        return frozenset({node.id})
+    names = frozenset[str]().union(*map(_free_in, ast.iter_child_nodes(node)))
+    own: list[ast.AST] = []
+    if isinstance(node, ast.Lambda):
+        own = [part for part in ast.walk(node.args) if isinstance(part, ast.arg)]
+    elif isinstance(node, (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)):
+        own = [part for one in node.generators for part in ast.walk(one.target)]
+    return names - {getattr(part, "arg", getattr(part, "id", None)) for part in own}
 
 
 def _value_of(node: ast.expr, namespace: dict[str, Any]) -> Any:
