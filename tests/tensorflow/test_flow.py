@@ -54,15 +54,19 @@ def test_rows_that_do_not_fit_are_refused(use, message):
 
 
 def test_branches_are_chosen_in_steps():
+    last = tf.Variable(50.0)
+
     @tf.function
     def chosen(i):
-        by_number = tf.switch_case(i, {1: lambda: 10.0, 5: lambda: 50.0}, default=lambda: -1.0)
+        by_number = tf.switch_case(i, {1: lambda: 10.0, 5: lambda: last}, default=lambda: -1.0)
         pairs = [(i < 2, lambda: 1.0), (i < 6, lambda: 2.0)]
-        return by_number, tf.case(pairs, default=lambda: 3.0)
+        return by_number, tf.case(pairs, default=lambda: last - 47.0)
 
     found = [[float(part) for part in chosen(tf.constant(i))] for i in (1, 5, 7)]
 
     assert found == [[10, 1], [50, 2], [-1, 3]]
+    read = tf.function(lambda x: tf.cond(x > 0, lambda: [last, x], lambda: [x, last]))
+    assert [float(part) for part in read(tf.constant(-1.0))] == [-1, 50]
     true = tf.constant(True)
     with pytest.raises(InvalidValueError, match="several conditions"):
         tf.case([(true, lambda: 1), (true, lambda: 2)], exclusive=True)

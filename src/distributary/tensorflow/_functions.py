@@ -362,7 +362,12 @@ def cond(pred: TensorLike, true_fn: _Branch | None = None, false_fn: _Branch | N
     holds = tensor(pred)
     if not is_traced(holds):
         return true_fn() if holds else false_fn()
-    return jax.lax.cond(holds, true_fn, false_fn)
+    return jax.lax.cond(holds, _read_after(true_fn), _read_after(false_fn))
+
+
+def _read_after(branch: _Branch) -> _Branch:
+    """Returns a function whose results are arrays, where those of the branch are variables."""
+    return lambda: jax.tree.map(plain, branch())
 
 
 @without_effect("name")
@@ -400,7 +405,7 @@ def switch_case(branch_index: TensorLike, branch_fns: Any, default: _Branch | No
     if not is_traced(index):
         return functions.get(int(index), branches[-1])()
     is_own = jnp.append(jnp.asarray(numbers) == index, True)
-    return jax.lax.switch(jnp.argmax(is_own), branches)
+    return jax.lax.switch(jnp.argmax(is_own), [*map(_read_after, branches)])
 
 
 def py_function(
