@@ -38,7 +38,12 @@ from distributary.data._structure import (
     stopped,
 )
 from distributary.devices import Nest
-from distributary.errors import InvalidTypeError, InvalidValueError, described
+from distributary.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+    described,
+)
 from distributary.tracing import native
 
 
@@ -92,6 +97,11 @@ class Slices(NumberedNode):
 def slices(tensors: Nest) -> Slices:
     """Returns the node of `from_tensor_slices`."""
     leaves, tree = flatten(tensors)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise UnsupportedError(
+            "from_tensor_slices: got an array that a step computes, which has no values while the"
+            " step is traced. Make the dataset outside of the step, or loop over the array itself."
+        )
     arrays = [np.asarray(as_array(leaf)) for leaf in leaves]
     if not arrays:
         raise InvalidValueError(
