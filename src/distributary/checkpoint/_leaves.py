@@ -612,12 +612,11 @@ class Deferred:
 
     def state_of(self, value: object) -> dict[str, tuple[Entry, np.ndarray | None]]:
         """Returns what waits for an object and its parts: entries and arrays, by name inside it."""
-        roots = [f"{name}/" for name, reference in self._objects.items() if reference() is value]
         return {
-            name.removeprefix(root): (entry, self._arrays.get(name))
-            for root in roots
-            for name, entry in self._entries.items()
-            if name.startswith(root)
+            leaf.removeprefix(f"{name}/"): (self._entries[leaf], self._arrays.get(leaf))
+            for name, reference in self._objects.items()
+            if reference() is value
+            for leaf in self._left(name)
         }
 
     def settle(self, value: object, num_variables: int | None) -> None:
