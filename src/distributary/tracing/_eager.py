@@ -167,14 +167,15 @@ class EagerRecord:
         active = {id(source) for source in sources}
         forward = []
         for operation in self._operations:
-            if any(id(x) in active for x in operation.inputs) or _captured(operation) & active:
-                forward.append(operation)
+            takes_outside = not active.isdisjoint(_captured(operation))
+            if takes_outside or any(id(x) in active for x in operation.inputs):
+                forward.append((operation, takes_outside))
                 active.update(map(id, operation.outputs))
         needed = {id(target) for target in targets}
         path = []
-        for operation in reversed(forward):
+        for operation, takes_outside in reversed(forward):
             if any(id(x) in needed for x in operation.outputs):
-                if _captured(operation) & active:
+                if takes_outside:
                     raise UnsupportedError(
                         "GradientTape.gradient: a function of jax.jit, or one with its own"
                         " gradient, takes an array from outside that depends on a source, and"
