@@ -94,6 +94,9 @@ def test_wrong_arguments_are_named():
         tf.reduce_sum([1.0], axes=0)
     with pytest.raises(TypeError, match=r"tf\.add\(x, y, name=None\): missing.*'y'"):
         tf.add(1.0)
+    for use in (tf.identity, lambda x: tf.cast(x, tf.float32), lambda x: tf.clip_by_norm(x, 1.0)):
+        with pytest.raises((TypeError, ValueError), match="None"):
+            use(None)
 
 
 def test_rows_that_are_gathered_have_sparse_gradients():

@@ -254,12 +254,13 @@ def clip_by_norm(t: Gradient, clip_norm: ArrayLike, axes: Axes = None) -> Any:
 
 
 def clip_by_global_norm(
-    t_list: list[Gradient], clip_norm: ArrayLike, use_norm: ArrayLike | None = None
-) -> tuple[list[Gradient], Array]:
+    t_list: list[Gradient | None], clip_norm: ArrayLike, use_norm: ArrayLike | None = None
+) -> tuple[list[Gradient | None], Array]:
     """`tf.clip_by_global_norm`: the arrays and their norm; None stays None."""
     norm = global_norm(t_list) if use_norm is None else array(use_norm)
     scale = clip_norm / jnp.maximum(norm, clip_norm)
-    return [with_values(t, lambda values: values * scale) for t in t_list], norm
+    scaled = lambda t: with_values(t, lambda values: values * scale)
+    return [None if t is None else scaled(t) for t in t_list], norm
 
 
 def slice_(input_: Array, begin: Any, size: Shape) -> Array:
@@ -589,29 +590,29 @@ def _accumulated(
 # TensorFlow's gradients where JAX has others: at 0, and where both operands are equal.
 
 
-def _abs(x: ArrayLike) -> Array:
-    """Has the gradient 0 at 0."""
+def abs_(x: ArrayLike) -> Array:
+    """`tf.abs`: with the gradient 0 at 0."""
     return jnp.abs(x) if jnp.iscomplexobj(x) else jnp.where(jnp.equal(x, 0), 0, jnp.abs(x))
 
 
-def _maximum(x: ArrayLike, y: ArrayLike) -> Array:
-    """Has the gradient for `x` where both are equal."""
+def maximum(x: ArrayLike, y: ArrayLike) -> Array:
+    """`tf.maximum`: where both are equal, the gradient is that of `x`."""
     return jnp.where(jnp.greater_equal(x, y) | jnp.isnan(x), x, y)
 
 
-def _minimum(x: ArrayLike, y: ArrayLike) -> Array:
-    """Has the gradient for `x` where both are equal."""
+def minimum(x: ArrayLike, y: ArrayLike) -> Array:
+    """`tf.minimum`: where both are equal, the gradient is that of `x`."""
     return jnp.where(jnp.less_equal(x, y) | jnp.isnan(x), x, y)
 
 
-def _xlogy(x: ArrayLike, y: ArrayLike) -> Array:
-    """Has the gradient 0 where `x` is 0."""
+def xlogy(x: ArrayLike, y: ArrayLike) -> Array:
+    """`tf.math.xlogy`: with the gradient 0 where `x` is 0."""
     is_zero = jnp.equal(x, 0)
     return jnp.where(is_zero, 0, x * jnp.log(jnp.where(is_zero, 1, y)))
 
 
-def _xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
-    """Has the gradient 0 where `x` is 0."""
+def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
+    """`tf.math.xlog1py`: with the gradient 0 where `x` is 0."""
     is_zero = jnp.equal(x, 0)
     return jnp.where(is_zero, 0, x * jnp.log1p(jnp.where(is_zero, 0, y)))
 
@@ -641,8 +642,7 @@ EVERYWHERE: dict[str, Operation] = {
             jnp,
             "cos cosh exp floor logical_not negative round sign sin sinh sqrt square tan tanh",
         )
-        | {"acos": jnp.arccos, "asin": jnp.arcsin, "atan": jnp.arctan, "sigmoid": jax.nn.sigmoid}
-        | {"abs": _abs},
+        | {"acos": jnp.arccos, "asin": jnp.arcsin, "atan": jnp.arctan, "sigmoid": jax.nn.sigmoid},
         "x",
     ),
     **taking(
@@ -651,8 +651,7 @@ EVERYWHERE: dict[str, Operation] = {
             "add equal greater greater_equal less less_equal logical_and logical_or multiply"
             " not_equal subtract",
         )
-        | {"divide": jnp.true_divide, "pow": jnp.power, "truediv": jnp.true_divide}
-        | {"maximum": _maximum, "minimum": _minimum},
+        | {"divide": jnp.true_divide, "pow": jnp.power, "truediv": jnp.true_divide},
         "x",
         "y",
     ),
@@ -670,7 +669,10 @@ EVERYWHERE: dict[str, Operation] = {
         axis=None,
         keepdims=False,
     ),
+    "abs": Operation(abs_),
     "atan2": Operation(jnp.arctan2, "y", "x"),
+    "maximum": Operation(maximum),
+    "minimum": Operation(minimum),
 }
 
 #: Operations of `tf.math` only.
@@ -692,12 +694,13 @@ MATH: dict[str, Operation] = {
         "x",
     ),
     **taking(
-        named(jnp, "logical_xor mod")
-        | {"floordiv": jnp.floor_divide, "floormod": jnp.mod, "xlog1py": _xlog1py, "xlogy": _xlogy},
+        named(jnp, "logical_xor mod") | {"floordiv": jnp.floor_divide, "floormod": jnp.mod},
         "x",
         "y",
     ),
     **taking(named(jnp, "angle conj imag real"), "input"),
+    "xlog1py": Operation(xlog1py),
+    "xlogy": Operation(xlogy),
     "reduce_std": Operation(jnp.std, "input_tensor", axis=None, keepdims=False),
     "reduce_variance": Operation(jnp.var, "input_tensor", axis=None, keepdims=False),
     "softplus": Operation(jax.nn.softplus, "features"),
@@ -715,7 +718,7 @@ MATH: dict[str, Operation] = {
 # `tf.linalg`
 
 
-def global_norm(t_list: list[Gradient]) -> Array:
+def global_norm(t_list: list[Gradient | None]) -> Array:
     """`tf.linalg.global_norm`: ignores None; of rows that are given twice, both count."""
     squares = [with_values(t, jnp.square) for t in t_list if t is not None]
     return jnp.sqrt(sum(jnp.sum(getattr(one, "values", one)) for one in squares))

@@ -46,8 +46,8 @@ TensorLike: TypeAlias = ArrayLike | _Variable | Sequence[Any]
 Axes: TypeAlias = int | tuple[int, ...] | None
 """Numbers of dims; all of them by default."""
 
-Gradient: TypeAlias = Array | IndexedSlices | None
-"""What a tape returns for one source."""
+Gradient: TypeAlias = Array | IndexedSlices
+"""What a tape returns for one source that has an influence."""
 
 Shape: TypeAlias = tuple[int, ...] | np.ndarray
 """Sizes of dims; an array is what `tf.shape` returns."""
@@ -283,19 +283,19 @@ def _arrays(values: Sequence[TensorLike]) -> list[jax.Array]:
 
 
 def _gradient(value: Any) -> Gradient:
-    return value if value is None or isinstance(value, IndexedSlices) else array(value)
+    return value if isinstance(value, IndexedSlices) else array(value)
 
 
-def _gradients(values: Sequence[Any]) -> list[Gradient]:
-    return [_gradient(value) for value in values]
+def _gradients(values: Sequence[Any]) -> list[Gradient | None]:
+    return [None if value is None else _gradient(value) for value in values]
 
 
 def with_values(gradient: Gradient, change: Callable[[Array], Array]) -> Any:
-    """Returns a gradient with other numbers; those of rows stay rows, and None stays None."""
+    """Returns a gradient with other numbers; those of rows stay rows."""
     if isinstance(gradient, IndexedSlices):
         values = change(gradient.values)
         return IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return None if gradient is None else change(gradient)
+    return change(gradient)
 
 
 def _option(value: object) -> Any:
@@ -314,7 +314,7 @@ def canonical(dtype: DTypeLike | None) -> Any:
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
 
 
-_TENSORS = (Array, ArrayLike, TensorLike, list[Array], Gradient, list[Gradient])
+_TENSORS = (Array, ArrayLike, TensorLike, list[Array], Gradient, list[Gradient | None])
 # Conversions of arguments by the annotation of the parameter; `_option` for all others.
 _CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
     Any: lambda value: value,
@@ -324,7 +324,7 @@ _CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
     TensorLike: tensor,
     list[Array]: _arrays,
     Gradient: _gradient,
-    list[Gradient]: _gradients,
+    list[Gradient | None]: _gradients,
     Shape: _shape,
     DTypeLike: canonical,
     DTypeLike | None: canonical,
