@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from distributary.job import _copies
+from distributary.job import _consensus
 
 _DTYPES = ["bool", "int8", "uint16", "int32", "float32", "complex64", "bfloat16", "float8_e4m3fn"]
 
@@ -18,8 +18,8 @@ def sums_of(request):
     def sums_of(arrays):
         arrays = [jnp.asarray(array) for array in arrays]
         if request.param == "host":
-            return _copies.checksums(arrays)[0]
-        return np.asarray(_copies.checksums_on_device(arrays)).tolist()
+            return _consensus.checksums(arrays)[0]
+        return np.asarray(_consensus.checksums_on_device(arrays)).tolist()
 
     return sums_of
 

@@ -19,8 +19,11 @@ from distributary.cluster_resolver._kubernetes import (
 )
 from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
 from distributary.cluster_resolver._multi_worker import MultiWorker, Peer, multi_worker, place_of
-from distributary.cluster_resolver._resolver import ClusterResolver
-from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
+from distributary.cluster_resolver._resolver import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    UnionResolver,
+)
 from distributary.cluster_resolver._slurm import SlurmClusterResolver, visible_gpus
 from distributary.cluster_resolver._tf_config import TFConfigClusterResolver, size_of_job
 from distributary.cluster_resolver._tpu import TPUClusterResolver

@@ -1,11 +1,5 @@
 """Devices: their names, meshes, the arrays on them, and how programs reach them."""
 
-from distributary.devices._device_strings import (
-    canonical_name,
-    local_devices_of,
-    resolve_device,
-    short_name,
-)
 from distributary.devices._discovery import (
     LOCAL_AXIS,
     REPLICA_AXIS,
@@ -47,6 +41,19 @@ from distributary.devices._jax_private import (
     warn_of_untested,
     without_high_primitives,
 )
+from distributary.devices._local_devices import (
+    CpuThreads,
+    canonical_name,
+    cpu_thread_pool_size,
+    cpu_threads_suffice,
+    local_devices_of,
+    prepare_cpu_threads,
+    prepare_local_devices,
+    requested_cpu_devices,
+    resolve_device,
+    set_logical_cpu_devices,
+    short_name,
+)
 from distributary.devices._placement import (
     HOST_MEMORY,
     array_of_parts,
@@ -84,15 +91,6 @@ from distributary.devices._target import (
     mesh_of_values,
     watch_programs,
     without_memory,
-)
-from distributary.devices._thread_pool import (
-    CpuThreads,
-    cpu_thread_pool_size,
-    cpu_threads_suffice,
-    prepare_cpu_threads,
-    prepare_local_devices,
-    requested_cpu_devices,
-    set_logical_cpu_devices,
 )
 from distributary.devices._tpu_topology import (
     DeviceAssignment,

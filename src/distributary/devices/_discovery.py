@@ -7,17 +7,15 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from distributary.devices._device_strings import (
+from distributary.devices._jax_private import backends_started
+from distributary.devices._local_devices import (
     DeviceName,
     local_devices_of,
     name_of,
-    resolve_device,
-)
-from distributary.devices._jax_private import backends_started
-from distributary.devices._thread_pool import (
     prepare_cpu_threads,
     prepare_local_devices,
     requested_cpu_devices,
+    resolve_device,
     set_logical_cpu_devices,
 )
 from distributary.errors import DeviceError

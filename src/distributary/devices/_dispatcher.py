@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar, final
 
 import jax
 
-from distributary.devices._thread_pool import cpu_threads_suffice
+from distributary.devices._local_devices import cpu_threads_suffice
 
 Nest: TypeAlias = Any
 """A nest of tuples, lists and dictionaries with arrays or numbers as leaves: a pytree of JAX."""

@@ -1,13 +1,13 @@
 """One path for every step: from a function over a traced program to an executable."""
 
-from distributary.engine._arguments import (
+from distributary.engine._cache import (
+    ProgramCache,
     is_dynamic,
     placed_struct_of,
     signature_of,
     split_result,
     struct_of,
 )
-from distributary.engine._cache import ProgramCache
 from distributary.engine._collectives import (
     Collective,
     Instruction,

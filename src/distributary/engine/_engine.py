@@ -10,8 +10,14 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from distributary.devices import Nest, num_logical_devices, progress
-from distributary.engine._arguments import argument_error, own_arrays, signature_of, split_result
-from distributary.engine._cache import ByIdentity, ProgramCache
+from distributary.engine._cache import (
+    ByIdentity,
+    ProgramCache,
+    argument_error,
+    own_arrays,
+    signature_of,
+    split_result,
+)
 from distributary.engine._executable import Executable, VariableGoneError, garbage_kept
 from distributary.engine._placement import Placement
 from distributary.engine._step import (

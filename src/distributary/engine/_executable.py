@@ -31,7 +31,7 @@ from distributary.devices import (
     stored_shards,
     whole_shards,
 )
-from distributary.engine._arguments import inside_jax, placed_struct_of, traced
+from distributary.engine._cache import inside_jax, placed_struct_of, traced
 from distributary.engine._collectives import Program, total_bytes
 from distributary.engine._placement import Placement
 from distributary.engine._staged import StagedProgram

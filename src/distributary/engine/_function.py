@@ -13,7 +13,9 @@ from distributary._late import converted
 from distributary.context import current_mode, in_default_context
 from distributary.data import Dataset, DatasetIterator, DistributedInput
 from distributary.devices import progress
-from distributary.engine._arguments import (
+from distributary.engine._cache import (
+    Inner,
+    ProgramCache,
     changes_refused,
     check_static,
     is_dynamic,
@@ -22,7 +24,6 @@ from distributary.engine._arguments import (
     split_result,
     struct_of,
 )
-from distributary.engine._cache import Inner, ProgramCache
 from distributary.engine._executable import Executable, VariableGoneError, garbage_kept
 from distributary.errors import InvalidTypeError, UnsupportedError, shown
 from distributary.programs import FunctionProgram

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS
-from distributary.engine._arguments import struct_of
+from distributary.engine._cache import struct_of
 from distributary.engine._placement import Placement
 from distributary.jaxprs import Array, Equation, aval_of, evaluate_all, value_of, variables_of
 from distributary.programs import FunctionProgram, ReplicaProgram, TracedProgram, cut_around_mesh

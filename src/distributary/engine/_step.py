@@ -12,7 +12,7 @@ import numpy as np
 from distributary._late import converted
 from distributary.context import Mode, ReplicaContext, entered
 from distributary.devices import Nest, local_copy, local_devices, local_replicas, put_rows
-from distributary.engine._arguments import (
+from distributary.engine._cache import (
     changes_refused,
     check_static,
     is_dynamic,

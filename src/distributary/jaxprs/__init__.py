@@ -12,6 +12,8 @@ from distributary.jaxprs._equations import (
     Array,
     Atom,
     Equation,
+    Rule,
+    Version,
     aval_of,
     call_of,
     computed_from,
@@ -28,6 +30,7 @@ from distributary.jaxprs._equations import (
     parts_of_while,
     place_of,
     plain_call_of,
+    rewritten,
     shape_of,
     sub_jaxprs,
     value_of,
@@ -36,5 +39,5 @@ from distributary.jaxprs._equations import (
     walk,
     with_bodies,
     with_pass,
+    without_meshes,
 )
-from distributary.jaxprs._rewriting import Rule, Version, rewritten, without_meshes

@@ -25,8 +25,15 @@ from distributary.job._channel import (
 if TYPE_CHECKING:
     from distributary.job._agreed_steps import AgreedSteps, Coworkers, Ready, signature, spec_of
     from distributary.job._connection import connect
-    from distributary.job._consensus import Consensus, Turn, consensus, in_turn
-    from distributary.job._copies import check_same_data, copies, fingerprint
+    from distributary.job._consensus import (
+        Consensus,
+        Turn,
+        check_same_data,
+        consensus,
+        copies,
+        fingerprint,
+        in_turn,
+    )
     from distributary.job._programs import compiled_once, share_compilation
 else:  # imported on first use: the launcher talks on channels without JAX
     __getattr__ = late_names(
@@ -34,9 +41,8 @@ else:  # imported on first use: the launcher talks on channels without JAX
         {
             "_programs": "compiled_once share_compilation",
             "_connection": "connect",
-            "_consensus": "Consensus Turn consensus in_turn",
+            "_consensus": "Consensus Turn check_same_data consensus copies fingerprint in_turn",
             "_agreed_steps": "AgreedSteps Coworkers Ready signature spec_of",
-            "_copies": "check_same_data copies fingerprint",
         },
     )
 

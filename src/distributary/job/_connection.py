@@ -43,8 +43,7 @@ from distributary.job._channel import (
     is_proof,
     proof,
 )
-from distributary.job._consensus import consensus, start_consensus
-from distributary.job._copies import copies
+from distributary.job._consensus import consensus, copies, start_consensus
 from distributary.job._liveness import Liveness
 from distributary.job._programs import EventSequence
 from distributary.options import CommunicationOptions

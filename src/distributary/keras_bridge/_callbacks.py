@@ -41,7 +41,7 @@ from distributary.keras_bridge._data import Position, current_call
 from distributary.keras_bridge._keras_private import file_utils, saving_api, saving_lib
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._saving import by_itself, take_over
-from distributary.keras_bridge._turns import take_turn
+from distributary.keras_bridge._variables import take_turn
 
 # Backups
 

@@ -30,13 +30,13 @@ from distributary.keras_bridge._keras_private import (
     to_snake_case,
 )
 from distributary.keras_bridge._models import strategy_of
-from distributary.keras_bridge._turns import (
+from distributary.keras_bridge._variables import (
     is_in_parts_of_workers,
+    keeps_on_servers,
     loading_together,
     saved_variables,
     take_turn,
 )
-from distributary.keras_bridge._variables import keeps_on_servers
 
 
 def save(

@@ -31,16 +31,15 @@ from distributary.errors import (
 )
 from distributary.jaxprs import Array, Equation, opened
 from distributary.programs._gathers import with_gathers
-from distributary.programs._joint import evaluate_jointly
-from distributary.programs._logical_devices import (
+from distributary.programs._program import (
+    TracedProgram,
     check_on_cores,
     eval_on_replica,
     laid_out,
     whole_on_cores,
 )
-from distributary.programs._program import TracedProgram
 from distributary.programs._sharded import Taken, complete_in_parts, without_scattered_sums
-from distributary.programs._stages import Stages, cut, uncut
+from distributary.programs._stages import Stages, cut, evaluate_jointly, uncut
 from distributary.tracing import (
     Feeds,
     Handle,

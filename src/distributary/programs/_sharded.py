@@ -49,8 +49,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.devices import REPLICA_AXIS, padded, shard_dim, shard_spec, whole_shards
 from distributary.jaxprs import aval_of, computed_from, jaxpr_of, leading_to, shape_of, variables_of
-from distributary.programs._logical_devices import laid_out
 from distributary.programs._patches import Term
+from distributary.programs._program import laid_out
 from distributary.programs._sparse_gradients import with_terms
 from distributary.programs._stages import Stages, flattened
 from distributary.tracing import is_sum_of_replicas

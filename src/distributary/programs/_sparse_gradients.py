@@ -71,7 +71,6 @@ from distributary.jaxprs import (
     with_bodies,
     with_pass,
 )
-from distributary.programs._logical_devices import laid_out
 from distributary.programs._patches import (
     WITH_ROWS,
     Added,
@@ -85,6 +84,7 @@ from distributary.programs._patches import (
     Zeros,
     joined_terms,
 )
+from distributary.programs._program import laid_out
 from distributary.programs._row_wise import (
     adds_rows,
     are_few_rows,

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.devices import progress
-from distributary.errors import InvalidValueError, UnsupportedError, shown
-from distributary.keras_bridge import ModelStep, UnknownSizes, check_given, current_call, num_rows
+from distributary.errors import UnsupportedError, shown
+from distributary.keras_bridge import ModelStep, current_call, num_rows
+from distributary.servers._keras_data import WorkerBatches
 from distributary.servers._plans import share_rows
 from distributary.servers._queue import RemoteValue
 from distributary.servers._sources import PerWorkerIterator
-from distributary.servers._strategy import ClusterCoordinator
 from distributary.variables import PerReplica, map_leaves
 
 _MAX_AHEAD_PER_WORKER = 32
@@ -31,9 +31,10 @@ class ServerSteps:
         trainer: The model.
         kind: Selects one of the three functions.
         strategy: The strategy of the model.
+        coordinator: Schedules its steps.
     """
 
-    def __init__(self, trainer: Any, kind: str, strategy: Any) -> None:
+    def __init__(self, trainer: Any, kind: str, strategy: Any, coordinator: Any) -> None:
         if trainer.run_eagerly:
             raise UnsupportedError(
                 f"{trainer.name}: run_eagerly=True is not possible under {shown(strategy)}, where"
@@ -42,7 +43,7 @@ class ServerSteps:
             )
         self._kind = kind
         self._step = ModelStep(trainer, kind, strategy)
-        self._coordinator = ClusterCoordinator(strategy)
+        self._coordinator = coordinator
         self._counts = strategy.extended.step_counts
         self._max_ahead = _MAX_AHEAD_PER_WORKER * strategy.num_workers
         self._steps = max(1, int(trainer.steps_per_execution))
@@ -157,14 +158,6 @@ def _whole(nest: object) -> Any:
     return map_leaves(whole, nest)
 
 
-def _spec_of_whole(leaf: Any) -> Any:
-    if not isinstance(leaf, PerReplica):
-        return leaf
-    first = leaf.values[0]
-    size = sum(value.shape[0] for value in leaf.values)
-    return jax.ShapeDtypeStruct((size, *first.shape[1:]), first.dtype)
-
-
 @final
 class _Prediction:
     """A prediction of scheduled steps; converting it to a NumPy array waits for them."""
@@ -176,46 +169,3 @@ class _Prediction:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         parts = [jax.tree.leaves(value.fetch())[self._number] for value in self._values]
         return np.asarray(parts[0] if len(parts) == 1 else np.concatenate(parts), dtype)
-
-
-@final
-class WorkerBatches(Iterator[Any]):
-    """A stand-in for batches that the workers read themselves.
-
-    Args:
-        of_workers: The iterators of the workers.
-
-    An iterator over it yields the shapes and dtypes of the first worker's next batch.
-    """
-
-    def __init__(self, of_workers: PerWorkerIterator) -> None:
-        self.of_workers = of_workers
-
-    def __next__(self) -> Any:
-        return map_leaves(_spec_of_whole, self.of_workers.element_spec)
-
-
-@final
-class PerWorkerAdapter(UnknownSizes):
-    """An adapter for a per-worker dataset; all passes continue with the same iterators.
-
-    Args:
-        dataset: Dataset from `ClusterCoordinator.create_per_worker_dataset`.
-        arguments: Other arguments of `fit`, `evaluate` or `predict`.
-
-    Raises:
-        InvalidValueError: without `steps_per_epoch`, or with arguments that are only for arrays.
-    """
-
-    def __init__(self, dataset: Any, arguments: dict[str, Any]) -> None:
-        if not arguments.get("steps_per_epoch"):
-            raise InvalidValueError(
-                "x is a per-worker dataset, whose end nobody knows: give steps_per_epoch to fit,"
-                " steps to evaluate and predict."
-            )
-        check_given("per-worker dataset", arguments, "y", "sample_weight", "class_weight")
-        self._batches = WorkerBatches(iter(dataset))
-
-    def get_jax_iterator(self) -> Iterator[Any]:
-        """Returns the `WorkerBatches`."""
-        return self._batches

@@ -33,7 +33,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import jax
 import jax.export
@@ -69,10 +69,6 @@ from distributary.servers._split import (
 from distributary.tracing import Handle, Subject, current_feeding, current_scope, fed_by, trace
 from distributary.variables import PerReplica
 from distributary.xla_cpu import rewritten_for_cpus, with_partial_sums
-
-if TYPE_CHECKING:
-    from distributary.servers._sources import Feed, RemoteSource
-
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -474,7 +470,7 @@ class Source:
     number: int
     columns: list[list[Handle]]
     tree: jax.tree_util.PyTreeDef
-    feed: "Feed | None"
+    feed: Any
 
     @property
     def handles(self) -> list[Handle]:
@@ -537,7 +533,7 @@ class ClosureTrace:
     def __init__(
         self,
         data_avals: Sequence[jax.ShapeDtypeStruct] | None,
-        source_of: Callable[[DatasetIterator], "RemoteSource"],
+        source_of: Callable[[DatasetIterator], Any],
     ) -> None:
         self._source_of = source_of
         self.sources: list[Source] = []
@@ -545,7 +541,7 @@ class ClosureTrace:
         self.divides_rows = False
         self._data_avals = data_avals
 
-    def take(self, kind: str, number: int, element: Nest, feed: "Feed | None" = None) -> Nest:
+    def take(self, kind: str, number: int, element: Nest, feed: Any = None) -> Nest:
         """Takes data of the worker, with tracers as leaves; in `Strategy.run`, a replica's data.
 
         Args:
@@ -571,8 +567,7 @@ class ClosureTrace:
 
     def give(self, iterator: Any) -> Nest:
         """Takes the next element of a coordinator's iterator, which is sent to the workers."""
-        source = self._source_of(iterator)
-        return self.take("fed", source.number, source.element_spec, source.feed)
+        return self._source_of(iterator).take()
 
     def begin(self, dataset: object, is_plain: bool) -> Any:
         """Raises an error: a scheduled function cannot loop over a dataset."""
@@ -637,7 +632,7 @@ def plan_of(
     shards_of: Callable[[Handle], Sequence[Shard]],
     sparse_update: SparseUpdate,
     num_replicas: int,
-    source_of: Callable[[DatasetIterator], "RemoteSource"],
+    source_of: Callable[[DatasetIterator], Any],
 ) -> Plan:
     """Traces the function of a closure and returns its plan; call it in the strategy's scope.
 

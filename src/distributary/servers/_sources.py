@@ -264,7 +264,7 @@ class PerWorkerDataset:
         Args:
             arguments: Their other arguments for data, and `steps_per_epoch`.
         """
-        from distributary.servers._keras_steps import PerWorkerAdapter
+        from distributary.servers._keras_data import PerWorkerAdapter
 
         return PerWorkerAdapter(self, arguments)
 

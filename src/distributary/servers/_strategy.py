@@ -74,7 +74,7 @@ from distributary.tracing import push
 def _steps_of_model(model: Any, kind: str, strategy: Any) -> Callable[..., Any]:
     from distributary.servers._keras_steps import ServerSteps
 
-    return ServerSteps(model, kind, strategy)
+    return ServerSteps(model, kind, strategy, ClusterCoordinator(strategy))
 
 
 @final

@@ -4,16 +4,12 @@ from typing import TYPE_CHECKING
 
 from distributary._late import late_names
 from distributary.strategies._base import MISSING, Strategy, accept_any_strategy, check_job
-from distributary.strategies._central_storage import CentralStorageStrategy
 from distributary.strategies._distributed_dataset import (
+    ArrayBatches,
+    DatasetBatches,
     DistributedDataset,
     DistributedIterator,
     PerReplicaSpec,
-)
-from distributary.strategies._extended import RemoteSteps, StrategyExtended, unused_strategies
-from distributary.strategies._global_batches import (
-    ArrayBatches,
-    DatasetBatches,
     ReadAhead,
     drawn_permutation,
     next_own,
@@ -22,8 +18,13 @@ from distributary.strategies._global_batches import (
     share_random_state,
     take_stacked,
 )
-from distributary.strategies._mirrored import MirroredStrategy
-from distributary.strategies._one_device import DefaultStrategy, OneDeviceStrategy
+from distributary.strategies._extended import RemoteSteps, StrategyExtended, unused_strategies
+from distributary.strategies._one_machine import (
+    CentralStorageStrategy,
+    DefaultStrategy,
+    MirroredStrategy,
+    OneDeviceStrategy,
+)
 
 if TYPE_CHECKING:
     from distributary.strategies._multi_worker import MultiWorkerMirroredStrategy

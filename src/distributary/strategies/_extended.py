@@ -58,8 +58,7 @@ from distributary.errors import (
 from distributary.job import Coworkers, consensus, spec_of
 from distributary.launch import report_progress
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode, ReduceOp
-from distributary.strategies._broadcast import broadcast
-from distributary.strategies._cross_replica import CrossReplica, gather_nest
+from distributary.strategies._cross_replica import CrossReplica, broadcast, gather_nest
 from distributary.strategies._distributed_dataset import DistributedDataset
 from distributary.strategies._layout_rules import LayoutRules
 from distributary.tracing import current_scope, in_role, push, script_line

@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from distributary.devices import Nest, alias_of, all_params, recorded_by
 from distributary.errors import UnsupportedError
 from distributary.jaxprs import Equation, open_jaxpr
-from distributary.tracing._connectivity import reached_inputs
+from distributary.tracing._interpreter import reached_inputs
 
 
 class _Operation(NamedTuple):

@@ -21,7 +21,7 @@ A marker has no implementation: you can only bind it while a step is traced.
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import Any, Literal, NoReturn, final
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,9 @@ from distributary.devices import LOCAL_AXIS, REPLICA_AXIS
 from distributary.errors import UnsupportedError
 from distributary.jaxprs import Equation, walk
 
-if TYPE_CHECKING:
-    from distributary.tracing._scope import Kind
+# A gradient is an array ("dense"), rows of a table ("sparse", the number of rows in each of its
+# reads), or absent (None).
+Kind = Literal["dense"] | tuple[Literal["sparse"], tuple[int, ...]] | None
 
 
 @final
@@ -119,7 +120,7 @@ def _grad_abstract_eval(
     call: int,
     num_targets: int,
     handles: Sequence[Handle],
-    kinds: "Sequence[Kind]",
+    kinds: Sequence[Kind],
 ) -> list[jax.core.ShapedArray]:
     sources: list[jax.core.ShapedArray | Handle] = [*operands[2 * num_targets :], *handles]
     outs = []

@@ -15,11 +15,10 @@ from distributary._late import libraries
 from distributary.devices import REPLICA_AXIS, job_programs, without_high_primitives
 from distributary.errors import ContextError, TracedValueError, UnsupportedError
 from distributary.jaxprs import Array, Equation, opened, walk, without_meshes
-from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._description import Line, describe_jaxpr
 from distributary.tracing._divergence import check_collectives
 from distributary.tracing._feeds import current_feeding
-from distributary.tracing._interpreter import interpret
+from distributary.tracing._interpreter import gradient_kinds, interpret, reads_of_tapes
 from distributary.tracing._markers import (
     REPLICA_ID,
     Handle,
@@ -28,8 +27,7 @@ from distributary.tracing._markers import (
     handles_written,
     write_p,
 )
-from distributary.tracing._mistakes import Subject, explained
-from distributary.tracing._outer_names import OuterNames
+from distributary.tracing._mistakes import OuterNames, Subject, explained
 from distributary.tracing._scope import (
     Known,
     ScopeKind,

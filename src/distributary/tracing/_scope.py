@@ -28,6 +28,7 @@ from distributary.jaxprs import Array
 from distributary.tracing._markers import (
     REPLICA_ID,
     Handle,
+    Kind,
     grad_p,
     read_p,
     sparse_read_p,
@@ -35,9 +36,6 @@ from distributary.tracing._markers import (
     write_p,
 )
 
-# A gradient is an array ("dense"), rows of a table ("sparse", the number of rows in each of its
-# reads), or absent (None).
-Kind = Literal["dense"] | tuple[Literal["sparse"], tuple[int, ...]] | None
 # Keys: the tape (its number among all tapes, or among those of one trace) and the number of the
 # call of its `gradient`.
 Decisions = dict[tuple[int, int], tuple[Kind, ...]]
